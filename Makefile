@@ -1,0 +1,54 @@
+# Every target makes .venv by itself, and is quick when it is there already.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+STRATEGY ?= fsdp
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# The tests start many small processes; more threads than cores only make them wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help pretrain test check bench chaos docs clean
+
+help: ## Show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+pretrain: $(STAMP) ## Pretrain a small Llama on two ranks, kill one, compare the weights (STRATEGY=ddp|fsdp|model_parallel|deepspeed)
+	$(BIN)/python examples/tinyllama/pretrain.py --strategy $(STRATEGY) $(ARGS)
+
+test: $(STAMP) ## Run the test suite (ARGS="tests/unit -k name" for a part of it)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## Lint, format check, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## Measure what the package costs
+	$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(STAMP) ## Run the long repetitions of the fault tests
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+docs: $(STAMP) ## Build the documentation into site/
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]" --no-build-isolation
+	$(BIN)/mkdocs build --strict
+
+clean: ## Remove everything that can be made again, .venv included
+	rm -rf .venv build dist site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# DeepSpeed comes as source and imports torch while it is built: hence first torch, then the build tools and what
+# DeepSpeed's set-up imports, then everything else without build isolation.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables packaging ninja py-cpuinfo
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples]"
+	touch $@

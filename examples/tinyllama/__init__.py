@@ -1,0 +1,1 @@
+"""A TinyLlama-style model, pretrained on text that is on every machine."""

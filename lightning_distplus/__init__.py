@@ -1,0 +1,66 @@
+"""Multi-rank PyTorch Lightning training that survives reality.
+
+Importing this package defines names and does nothing else. One exception: where Lightning is already loaded, the
+names of the strategies (``Trainer(strategy="resilient_fsdp")``) are registered with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_distplus.checkpoint import newest_valid, verify
+    from lightning_distplus.data import ResumableDataModule, TokenDataModule
+    from lightning_distplus.errors import DistplusError, ExitCode
+    from lightning_distplus.strategies import (
+        ResilientDDP,
+        ResilientDeepSpeed,
+        ResilientFSDP,
+        ResilientModelParallel,
+        register_strategies,
+    )
+    from lightning_distplus.timeouts import Timeouts
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistplusError",
+    "ExitCode",
+    "ResilientDDP",
+    "ResilientDeepSpeed",
+    "ResilientFSDP",
+    "ResilientModelParallel",
+    "ResumableDataModule",
+    "Timeouts",
+    "TokenDataModule",
+    "newest_valid",
+    "register_strategies",
+    "verify",
+]
+
+_HOMES = {
+    "DistplusError": "errors",
+    "ExitCode": "errors",
+    "ResilientDDP": "strategies",
+    "ResilientDeepSpeed": "strategies",
+    "ResilientFSDP": "strategies",
+    "ResilientModelParallel": "strategies",
+    "ResumableDataModule": "data",
+    "Timeouts": "timeouts",
+    "TokenDataModule": "data",
+    "newest_valid": "checkpoint",
+    "register_strategies": "strategies",
+    "verify": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+if "lightning.pytorch" in sys.modules:
+    importlib.import_module(f"{__name__}.strategies.registry").register_strategies()

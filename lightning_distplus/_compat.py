@@ -1,0 +1,241 @@
+"""The one place that touches private names of torch, Lightning and DeepSpeed. Each is probed before it is used.
+
+When an upstream name has vanished, the feature behind it is switched off with one warning and training goes on.
+``tests/unit/test_compat.py`` fails loudly for every name, so that we hear of it first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+# The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_group_timeout",
+    "full_state_dict_without_offload",
+    "init_default_group",
+    "process_groups",
+    "read_group_timeout",
+    "register_ddp_comm_hook",
+    "replace_batch_broadcast",
+    "replace_sigterm_notifier",
+    "restore_batch_broadcast",
+    "restore_sigterm_notifier",
+    "set_group_timeout",
+    "warn_once",
+]
+
+log = logging.getLogger(__name__)
+
+# A torch.distributed.Store. Torch's stubs lack ``append`` and ``clone``, which every store has.
+Store: TypeAlias = Any
+
+_warned: set[str] = set()
+
+
+def warn_once(name: str, consequence: str) -> None:
+    """Says once that an upstream name is gone and what follows from it."""
+    if name not in _warned:
+        _warned.add(name)
+        log.warning("%s is not in this version of its library: %s. Training goes on.", name, consequence)
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group of which this process is a member, the default group first."""
+    world = getattr(c10d, "_world", None)
+    if world is None or not hasattr(world, "pg_map"):
+        warn_once("torch.distributed.distributed_c10d._world.pg_map", "only the default group gets our deadlines")
+        default = dist.group.WORLD
+        return [] if default is None else [default]
+    return list(world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Gives a live group another time-out; operations already in flight keep the old one."""
+    for backend in _backends(group):
+        setter = getattr(backend, "_set_default_timeout", None)
+        if setter is None:
+            warn_once(
+                f"{type(backend).__name__}._set_default_timeout", "its groups keep the time-out of their creation"
+            )
+        else:
+            setter(timeout)
+
+
+def read_group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out in force on a group; None where its backend does not tell."""
+    for backend in _backends(group):
+        options = getattr(backend, "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group, one per device type, each once."""
+    found: list[Any] = []
+    if not hasattr(group, "_get_backend"):
+        warn_once("ProcessGroup._get_backend", "groups keep the time-out of their creation")
+        return found
+    for device_type in ("cpu", "cuda", "xpu"):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+        except RuntimeError:  # no backend for this device type
+            continue
+        if not any(backend is other for other in found):
+            found.append(backend)
+    return found
+
+
+def init_default_group(
+    backend: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> None:
+    """Forms the default process group on a store of ours; otherwise as Lightning does it."""
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+    if backend == "nccl":
+        # Lightning destroys an NCCL group at exit, where an interrupt would leave the communicators behind.
+        fabric = importlib.import_module("lightning.fabric.utilities.distributed")
+        atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
+
+
+def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
+    """Registers a DDP communication hook as Lightning does on CUDA."""
+    module = importlib.import_module("lightning.pytorch.overrides.distributed")
+    register = getattr(module, "_register_ddp_comm_hook", None)
+    if register is None:
+        warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
+        return
+    register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
+    """Puts ``gate`` in the place of the broadcast that Lightning issues on the default group before every batch.
+
+    That broadcast carries one bit (SIGTERM on rank 0) and swallows its own errors (lightning 2.6.6,
+    ``training_epoch_loop.py`` 259-272); it runs only when a process group exists.
+
+    Returns:
+        Whether the broadcast was there to be replaced.
+    """
+    loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+    if not callable(getattr(loop, "_broadcast_sigterm_tensor", None)):
+        warn_once("_TrainingEpochLoop._broadcast_sigterm_tensor", "ranks are not compared before each step")
+        return False
+    loop._broadcast_sigterm_tensor = gate  # type: ignore[union-attr]
+    return True
+
+
+def restore_batch_broadcast(trainer: Any) -> None:
+    """Puts the stock broadcast back."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:
+    """Puts ``handler`` in the place of Lightning's SIGTERM handler, which broadcasts inside the signal.
+
+    Takes effect when the Trainer registers its handlers, after the strategy's set-up.
+
+    Returns:
+        Whether the handler was there to be replaced.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not callable(getattr(connector, "_sigterm_notifier_fn", None)):
+        warn_once("_SignalConnector._sigterm_notifier_fn", "a SIGTERM may block this rank in a broadcast")
+        return False
+    connector._sigterm_notifier_fn = handler  # type: ignore[union-attr]
+    return True
+
+
+def restore_sigterm_notifier(trainer: Any) -> None:
+    """Puts Lightning's SIGTERM handler back."""
+    connector = getattr(trainer, "_signal_connector", None)
+    if connector is not None:
+        vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+@contextmanager
+def default_group_timeout(timeout: timedelta | None) -> Iterator[None]:
+    """Gives every group that is made in this block, by anybody, this time-out instead of torch's 30 minutes.
+
+    ``new_group`` does not inherit the time-out of the default group (torch 2.13, ``distributed_c10d.py`` 5980), so that
+    the clone on which all ZeRO traffic runs, and the axes of a device mesh, keep torch's default otherwise.
+    """
+    name = "_get_default_timeout"
+    original = getattr(c10d, name, None)
+    if timeout is None or original is None:
+        if original is None:
+            warn_once(
+                f"torch.distributed.distributed_c10d.{name}", "groups made during set-up wait for 30 minutes in it"
+            )
+        yield
+        return
+    setattr(c10d, name, lambda *_args, **_kwargs: timeout)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, original)
+
+
+@contextmanager
+def full_state_dict_without_offload() -> Iterator[None]:
+    """Gathers full FSDP1 state dicts without ``offload_to_cpu`` in this block.
+
+    On the CPU the offload is a use-after-free that crashes the process (Lightning-AI/pytorch-lightning#21804, fixed
+    after lightning 2.6.6).
+    """
+    name = "_get_full_state_dict_context"
+    modules = [
+        importlib.import_module(module)
+        for module in ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel")
+    ]
+    originals = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+    for module in modules:
+        if not hasattr(module, name):
+            warn_once(f"{module.__name__}.{name}", "a full FSDP checkpoint on the CPU may crash the process")
+    for module, _ in originals:
+        setattr(module, name, _full_state_dict_on_cpu)
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            setattr(module, name, original)
+
+
+def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.api import FullOptimStateDictConfig
+
+    return FullyShardedDataParallel.state_dict_type(
+        module=module,
+        state_dict_type=StateDictType.FULL_STATE_DICT,
+        state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+        optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+    )

@@ -1,0 +1,182 @@
+"""The manifest: what a committed checkpoint consists of, as a readable JSON file.
+
+```json
+{
+  "version": 1,                        the only one this module reads
+  "global_step": 1200,                 completed optimizer steps, >= 0
+  "epoch": 3,                          >= 0
+  "world_size": 8,                     number of ranks that saved, >= 1
+  "strategy": "ResilientFSDP",
+  "committed_at": 1767225600.25,       unix seconds on rank 0
+  "packages": {"torch": "2.13.0"},     versions at the time of the save
+  "data": {"consumed_samples": 9600},  place in the data, or null
+  "files": [                           at least one; for a single-file checkpoint, that file
+    {"path": "__0_0.distcp",           posix, relative to the checkpoint's folder
+     "size_bytes": 1024,
+     "xxh3_128": "32 lower-case hex digits"}
+  ]
+}
+```
+
+Further fields are ignored, so that a later release can add one without a new version.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import PurePosixPath
+from typing import Any
+
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
+
+__all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]
+
+VERSION = 1
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_RECORDED_PACKAGES = ("lightning-distplus", "lightning", "torch", "deepspeed")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: posix path relative to the checkpoint, size, and XXH3 128-bit digest in hex."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one checkpoint holds. The module's docstring describes the fields."""
+
+    global_step: int
+    epoch: int
+    world_size: int
+    strategy: str
+    files: tuple[FileEntry, ...]
+    committed_at: float
+    packages: dict[str, str]
+    data: dict[str, Any] | None = None
+    version: int = VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.size_bytes for entry in self.files)
+
+    def to_json(self) -> str:
+        """The manifest as text.
+
+        Raises:
+            ValueError, TypeError: ``data`` holds something that JSON cannot express.
+        """
+        fields = asdict(self)
+        ordered = {"version": fields.pop("version"), **fields, "files": fields.pop("files")}
+        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "the manifest") -> Manifest:
+        """Reads what `to_json` wrote.
+
+        Args:
+            text: The content of the file.
+            source: The file's name, for error messages.
+
+        Raises:
+            CheckpointCorrupt: The text is not JSON, or a field is missing or malformed; the message names it.
+            CheckpointMismatch: The manifest has another version.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{source}: expected a JSON document, found {error}. {_REMEDY}") from error
+        if not isinstance(document, dict):
+            raise CheckpointCorrupt(f"{source}: expected a JSON object, found a {type(document).__name__}. {_REMEDY}")
+        version = _take(document, source, "version", "a positive integer", lambda v: _is_integer(v, 1))
+        if version != VERSION:
+            raise CheckpointMismatch(
+                f"{source}: the checkpoint has manifest version {version}; this release reads version {VERSION}. "
+                "Load it with the release of lightning-distplus that wrote it."
+            )
+        return cls(
+            global_step=_take(document, source, "global_step", "an integer >= 0", _is_integer),
+            epoch=_take(document, source, "epoch", "an integer >= 0", _is_integer),
+            world_size=_take(document, source, "world_size", "an integer >= 1", lambda v: _is_integer(v, 1)),
+            strategy=_take(document, source, "strategy", "a string", lambda v: isinstance(v, str)),
+            committed_at=float(_take(document, source, "committed_at", "unix seconds, finite and >= 0", _is_time)),
+            packages=_take(document, source, "packages", "an object of strings", _is_text_map),
+            data=_take(document, source, "data", "an object or null", lambda v: v is None or isinstance(v, dict)),
+            files=_take_files(document, source),
+        )
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the packages that decide how a checkpoint is written; those not installed are left out."""
+    versions: dict[str, str] = {}
+    for name in _RECORDED_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+_REMEDY = "Restore the file from a copy, or resume from another checkpoint."
+
+
+def _take(document: dict[str, Any], where: str, name: str, rule: str, accept: Callable[[Any], bool]) -> Any:
+    if name not in document:
+        raise CheckpointCorrupt(f"{where}: field '{name}': expected {rule}, found nothing. {_REMEDY}")
+    value = document[name]
+    if not accept(value):
+        raise CheckpointCorrupt(f"{where}: field '{name}': expected {rule}, found {value!r:.200}. {_REMEDY}")
+    return value
+
+
+def _take_files(document: dict[str, Any], source: str) -> tuple[FileEntry, ...]:
+    items = _take(
+        document, source, "files", "a list of at least one file", lambda v: isinstance(v, list) and len(v) > 0
+    )
+    entries: dict[str, FileEntry] = {}
+    for index, item in enumerate(items):
+        where = f"{source}: files[{index}]"
+        if not isinstance(item, dict):
+            raise CheckpointCorrupt(f"{where}: expected an object, found {item!r:.200}. {_REMEDY}")
+        path = _take(item, where, "path", "a relative posix path inside the checkpoint", _is_inner_path)
+        if path in entries:
+            raise CheckpointCorrupt(f"{where}: field 'path': expected each file once, found {path!r} again. {_REMEDY}")
+        entries[path] = FileEntry(
+            path=path,
+            size_bytes=_take(item, where, "size_bytes", "an integer >= 0", _is_integer),
+            xxh3_128=_take(item, where, "xxh3_128", "32 lower-case hex digits", _is_digest),
+        )
+    return tuple(entries.values())
+
+
+def _is_integer(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _is_inner_path(value: Any) -> bool:
+    if not isinstance(value, str) or not value or "\0" in value:
+        return False
+    path = PurePosixPath(value)
+    return not path.is_absolute() and ".." not in path.parts and path.as_posix() == value and value != "."

@@ -1,0 +1,238 @@
+"""The commit protocol: all ranks save into a stage, and it becomes the checkpoint only if every one of them succeeded.
+
+Paths are local (or on a mounted file system); a directory checkpoint needs a folder that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_distplus.checkpoint.files import digest_file, list_files, remove_tree
+from lightning_distplus.checkpoint.layout import Stage, new_nonce
+from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
+from lightning_distplus.checkpoint.swap import publish
+from lightning_distplus.errors import ExitCode, PeerFailed
+
+__all__ = ["Gather", "SaveInfo", "commit", "gather_alone"]
+
+_MAX_ERROR_CHARACTERS = 4000
+
+
+class Gather(Protocol):
+    """Collects one JSON-able value of each rank, on all ranks, in rank order.
+
+    A rank calls with the same sequence of names as the others; names come again in the next save. The implementation
+    has a deadline of its own and raises a `PeerError` when a rank does not answer.
+    """
+
+    def __call__(self, name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+        """Returns the values of all ranks."""
+        ...
+
+
+def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+    """The `Gather` of a job with one process."""
+    return [value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveInfo:
+    """What the manifest says about the run at the moment of the save.
+
+    Args:
+        global_step: Completed optimizer steps.
+        epoch: Current epoch.
+        strategy: Class name of the strategy.
+        data: Place in the data, JSON-able, or None.
+        packages: Versions by package name.
+    """
+
+    global_step: int
+    epoch: int
+    strategy: str
+    data: dict[str, Any] | None = None
+    packages: dict[str, str] = field(default_factory=installed_packages)
+
+    def __post_init__(self) -> None:
+        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
+
+
+def commit(
+    target: Path,
+    write: Callable[[Path], object],
+    *,
+    rank: int,
+    gather: Gather,
+    info: SaveInfo,
+    durable: bool = True,
+) -> Manifest | None:
+    """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
+
+    What is at ``target`` before is loadable until the new one is committed, under its own name or aside.
+
+    Args:
+        target: Path of the checkpoint; rank 0's holds for all ranks.
+        write: The save itself, given the path to write to: a file that rank 0 writes, or a directory that all fill.
+        rank: This process's rank.
+        gather: How the ranks exchange their outcomes.
+        info: What goes into the manifest; rank 0's is used.
+        durable: Whether files, folders and moves are forced to the disk. False is for tests.
+
+    Returns:
+        The manifest on rank 0, None on the others.
+
+    Raises:
+        PeerFailed: The save failed on a rank, named in the message and in ``.ranks``. It is raised on every rank; on
+            those that failed it has their own exception as its cause. No checkpoint came into being.
+        PeerError: A rank did not answer; raised by ``gather``.
+    """
+    save = _Save(target, rank, gather, durable)
+    try:
+        save.begin()
+        save.agree("write", lambda: save.write(write))
+        sizes = save.agree("list", lambda: save.list_payload() if rank == 0 else None)[0]
+        shares = save.agree("digest", lambda: save.digest_share(sizes))
+        save.agree("publish", lambda: save.publish(sizes, shares, info) if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            remove_tree(save.stage.folder)
+        raise
+    return save.manifest
+
+
+class _Save:
+    """One save on one rank: its stage, and the phases that all ranks go through together."""
+
+    def __init__(self, target: Path, rank: int, gather: Gather, durable: bool) -> None:
+        self.stage = Stage(target.absolute(), new_nonce())
+        self.manifest: Manifest | None = None
+        self._rank = rank
+        self._gather = gather
+        self._durable = durable
+        self._world_size = 1
+
+    def begin(self) -> None:
+        """Makes the stage on rank 0 and adopts its place on all ranks."""
+        stages = self.agree("begin", self._make_stage)
+        self.stage = Stage(Path(stages[0]["target"]), stages[0]["nonce"])
+        self._world_size = len(stages)
+
+    def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
+        """Runs the action; returns every rank's result, or raises on every rank if it failed on any.
+
+        Raises:
+            PeerFailed: It failed somewhere.
+        """
+        failure: BaseException | None = None
+        result: object = None
+        try:
+            result = action()
+        except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
+            failure = error
+        ballot = {"result": result} if failure is None else {"error": _text(failure), "failed_at": time.time()}
+        try:
+            ballots = self._gather(f"checkpoint {phase}", ballot)
+        except Exception as lost:
+            if failure is None:
+                raise
+            raise lost from failure
+        failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
+        if not failed:
+            return [ballot.get("result") for ballot in ballots]
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # Ctrl-C and exits keep their meaning
+        raise self._error(phase, failed, len(ballots)) from failure
+
+    def write(self, write: Callable[[Path], object]) -> None:
+        """Runs the save itself; what it returns is of no interest to the other ranks."""
+        write(self.stage.payload)
+
+    def list_payload(self) -> dict[str, int]:
+        """Sizes of the payload's files by relative path.
+
+        Raises:
+            FileNotFoundError: The save left nothing.
+        """
+        sizes = list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        if not sizes:
+            raise FileNotFoundError(
+                f"The save returned without an error and left no file at {self.stage.payload}. A checkpoint plugin "
+                "that writes in the background or ignores errors cannot be committed; remove it from the Trainer."
+            )
+        return sizes
+
+    def digest_share(self, sizes: dict[str, int]) -> dict[str, Any]:
+        """Digests of this rank's share of the files, as far as it sees them.
+
+        Raises:
+            FileNotFoundError: This rank wrote files that rank 0 does not see.
+        """
+        seen = list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        if strange := sorted(seen.keys() - sizes.keys()):
+            raise FileNotFoundError(
+                f"Rank {self._rank} sees {strange[0]} and {len(strange) - 1} more in {self.stage.payload}, which rank "
+                "0 does not see. Save to a folder that all hosts share."
+            )
+        return {"digests": self._digest([path for path in self._share(sizes) if path in seen], sizes)}
+
+    def publish(self, sizes: dict[str, int], shares: list[dict[str, Any]], info: SaveInfo) -> None:
+        """Writes the manifest and moves the stage in place, on rank 0."""
+        digests: dict[str, str] = {}
+        for share in shares:
+            digests.update(share["digests"])
+        digests.update(self._digest([path for path in sizes if path not in digests], sizes))
+        manifest = Manifest(
+            global_step=info.global_step,
+            epoch=info.epoch,
+            world_size=len(shares),
+            strategy=info.strategy,
+            files=tuple(FileEntry(path, size_bytes, digests[path]) for path, size_bytes in sizes.items()),
+            committed_at=time.time(),
+            packages=info.packages,
+            data=info.data,
+        )
+        publish(self.stage, manifest, durable=self._durable)
+        self.manifest = manifest
+
+    def _make_stage(self) -> dict[str, str]:
+        if self._rank == 0:
+            self.stage.folder.mkdir(parents=True)
+        return {"target": str(self.stage.target), "nonce": self.stage.nonce}
+
+    def _share(self, sizes: dict[str, int]) -> list[str]:
+        # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
+        return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
+
+    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, str]:
+        root = self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
+        digests: dict[str, str] = {}
+        for path in paths:
+            size_bytes, digests[path] = digest_file(root / path, durable=self._durable)
+            if size_bytes != sizes[path]:
+                raise OSError(
+                    f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has {size_bytes} "
+                    "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
+                )
+        return digests
+
+    def _error(self, phase: str, failed: dict[int, dict[str, Any]], world_size: int) -> PeerFailed:
+        first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
+        others = sorted(set(range(world_size)) - failed.keys())
+        error = PeerFailed(
+            f"The checkpoint {self.stage.target} is not saved: rank {first} failed first, in phase '{phase}', with "
+            f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
+            "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
+            ranks=failed,
+        )
+        if self._rank in failed:
+            error.exit_code = ExitCode.FAILED  # the cause is here, not with a peer
+        return error
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]

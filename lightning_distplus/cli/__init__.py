@@ -1,0 +1,1 @@
+"""The ``distplus`` command: parse, call, print, return. Importing this package loads no torch."""

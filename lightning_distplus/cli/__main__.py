@@ -1,0 +1,70 @@
+"""The entry point of ``distplus`` and ``python -m lightning_distplus.cli``: finds the command and hands over to it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from lightning_distplus.errors import DistplusError, ExitCode
+
+__all__ = ["main"]
+
+PROGRAM = "distplus"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: the module whose ``main(argv)`` runs it, and its line in ``--help``."""
+
+    module: str
+    summary: str
+    keeps_name: bool = False
+    """Whether the module reads the command's name itself, as LightningCLI does."""
+
+
+COMMANDS = {
+    "fit": Command("training", "train, or resume with --ckpt_path auto", keeps_name=True),
+    "validate": Command("training", "run the validation loop", keeps_name=True),
+    "test": Command("training", "run the test loop", keeps_name=True),
+    "predict": Command("training", "run the prediction loop", keeps_name=True),
+    "prepare": Command("prepare", "turn text or JSONL into token files"),
+    "verify": Command("verify", "check every checkpoint in a folder"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; ``argv`` is without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = _parse_name(arguments[:1])
+    command = COMMANDS[name]
+    module = import_module(f"lightning_distplus.cli.{command.module}")
+    try:
+        return int(module.main(arguments if command.keeps_name else arguments[1:]))
+    except (DistplusError, OSError) as error:
+        if command.keeps_name:
+            raise  # the strategy's excepthook tells the peers and ends the process with the error's code
+        print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
+        return int(error.exit_code if isinstance(error, DistplusError) else ExitCode.FAILED)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse_name(arguments: list[str]) -> str:
+    lines = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description="Multi-rank training that survives hangs, dead ranks and torn checkpoints.",
+        epilog=f"commands:\n{lines}\n\n'{PROGRAM} COMMAND --help' explains one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS, metavar="COMMAND")
+    return str(parser.parse_args(arguments).command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

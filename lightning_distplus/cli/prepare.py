@@ -1,0 +1,102 @@
+"""``distplus prepare``: turns text or JSONL into token files, with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
+
+__all__ = ["main"]
+
+_LABELS = {"tokenizer": "training the tokenizer", "tokens": "writing tokens"}
+_PLAIN_LINE_EVERY_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; errors of the input end it with one line and exit code 1."""
+    arguments = _parser().parse_args(argv)
+    is_interactive = sys.stderr.isatty()
+    try:
+        with _bars() if is_interactive else _plain_lines() as on_progress:
+            result = prepare(**vars(arguments), on_progress=on_progress)
+    except ImportError as error:
+        if error.name != "tokenizers":
+            raise
+        print("distplus prepare: needs tokenizers. Run: pip install 'lightning-distplus[examples]'", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"distplus prepare: {error}", file=sys.stderr)
+        return 1
+    print(_summary(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distplus prepare", description="Turns text into a Megatron .bin/.idx pair.")
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, or folders of them (read in sorted order)")
+    add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json")
+    add("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with one; default: train one")
+    add("--vocab_size", type=int, metavar="N", help="size of the vocabulary to train; default: 32000")
+    add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by suffix")
+    add("--text_key", default="text", metavar="NAME", help="field of a JSON line; default: text")
+    add("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="auto: uint16 where the ids fit")
+    add("--append_eod", action="store_true", help="end every document with the tokenizer's end token")
+    add("--max_bytes", type=int, metavar="N", help="stop before the document that would exceed N bytes of text")
+    add("--overwrite", action="store_true", help="replace an existing pair")
+    return parser
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[Progress], None]]:
+    from rich.console import Console
+
+    rate = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bars(TextColumn("{task.description}"), BarColumn(), *rate, console=Console(stderr=True)) as bars:
+        tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
+        started: set[str] = set()
+
+        def show(progress: Progress) -> None:
+            if progress.stage not in started:
+                started.add(progress.stage)
+                bars.reset(tasks[progress.stage], total=progress.total_bytes, visible=True)
+            bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes)
+
+        yield show
+
+
+@contextmanager
+def _plain_lines() -> Iterator[Callable[[Progress], None]]:
+    """One line per stage and every few seconds, for logs."""
+    began: dict[str, float] = {}
+    due: dict[str, float] = {}
+
+    def show(progress: Progress) -> None:
+        now = time.monotonic()
+        start = began.setdefault(progress.stage, now)
+        if now < due.get(progress.stage, start):
+            return
+        due[progress.stage] = now + _PLAIN_LINE_EVERY_S
+        rate = progress.done_bytes / max(now - start, 1e-9)
+        share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
+        estimate = ""
+        if now > start:
+            left_s = (progress.total_bytes - progress.done_bytes) / rate
+            estimate = f", {rate / 1e6:.1f} MB/s, {left_s:.0f} s left"
+        print(f"{_LABELS[progress.stage]}: {share:.0f} %{estimate}", file=sys.stderr, flush=True)
+
+    yield show
+
+
+def _summary(result: PreparedTokens) -> str:
+    return (
+        f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
+        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
+    )

@@ -1,0 +1,94 @@
+"""``distplus verify``: checks every checkpoint in a folder and prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_distplus.checkpoint import CheckpointState, Report, state, verify
+
+__all__ = ["checkpoints_in", "main"]
+
+_SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 where every checkpoint is committed and sound, 1 where one is not, or where there is none."""
+    arguments = _parser().parse_args(argv)
+    folder: Path = arguments.folder
+    if not folder.exists():
+        print(f"distplus verify: {folder} does not exist.", file=sys.stderr)
+        return 1
+    own = state(folder) in (CheckpointState.COMMITTED, CheckpointState.TORN) or folder.is_file()
+    paths = [folder] if own else checkpoints_in(folder)
+    if not paths:
+        print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
+        return 1
+    reports = sorted((verify(path, "size" if arguments.quick else "full") for path in paths), key=_step)
+    _print(reports)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Direct children that are checkpoints, ours or not, sound or not, by name."""
+    if not directory.is_dir():
+        return []
+    children = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
+    return [path for path in children if _is_checkpoint(path)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    found = state(path)
+    if found is CheckpointState.UNMANIFESTED:
+        return path.suffix == _SUFFIX
+    return found is not CheckpointState.MISSING
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument("--quick", action="store_true", help="compare sizes only, read nothing")
+    return parser
+
+
+def _print(reports: Sequence[Report]) -> None:
+    table = Table("checkpoint", "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
+    for report in reports:
+        table.add_row(report.path.name, _verdict(report), *_facts(report))
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    console.print(table)
+    for report in reports:
+        for finding in report.findings:
+            console.print(f"{report.path.name}: {finding}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _step(report: Report) -> int:
+    return -1 if report.manifest is None else report.manifest.global_step
+
+
+def _verdict(report: Report) -> str:
+    if report.ok:
+        return "[green]valid"
+    if report.state is CheckpointState.COMMITTED:
+        return "[red]damaged"
+    return "[yellow]unverified" if report.state is CheckpointState.UNMANIFESTED else "[red]torn"
+
+
+def _facts(report: Report) -> list[str]:
+    manifest = report.manifest
+    if manifest is None:
+        return [""] * 5
+    committed = datetime.fromtimestamp(manifest.committed_at, tz=timezone.utc)
+    return [
+        str(manifest.global_step),
+        str(manifest.world_size),
+        str(len(manifest.files)),
+        f"{manifest.size_bytes / 1e6:.1f}",
+        f"{committed:%Y-%m-%d %H:%M:%S}",
+    ]

@@ -1,0 +1,144 @@
+"""The first error of a job: who told it, and the thread that hears of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from lightning_distplus._compat import Store
+from lightning_distplus.errors import HangDetected, PeerError, PeerFailed, PeerLost, PeerMissing
+from lightning_distplus.world import World
+
+__all__ = ["FirstError", "Listener"]
+
+log = logging.getLogger(__name__)
+
+_KEY = "first-error"
+_HEARD_BY = "first-error/heard-by"
+_TEXT_BYTES = 64 << 10
+# What one rank finds out about others: whoever hears of it raises the same.
+_VERDICT_TYPES = (PeerMissing, PeerLost, HangDetected)
+_VERDICTS: dict[str, type[PeerError]] = {error.__name__: error for error in _VERDICT_TYPES}
+_FOR_EVER = timedelta(days=3650)
+_JOIN_S = 2.0
+_HEARD_BY_ALL_S = 2.0
+_HEARD_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstError:
+    """The first error of the job, as its rank told it."""
+
+    rank: int
+    host: str
+    pid: int
+    type: str
+    message: str
+    traceback: str
+    ranks: list[int]
+    """The culprits: this rank, or those whom its error names."""
+    at: float
+    """Unix time in seconds, by the clock of that rank."""
+
+    @classmethod
+    def of(cls, error: BaseException, world: World) -> FirstError:
+        """This rank's error."""
+        return cls(
+            rank=world.rank,
+            host=world.host,
+            pid=world.pid,
+            type=type(error).__name__,
+            message=str(error)[:_TEXT_BYTES],
+            traceback="".join(traceback.format_exception(error))[-_TEXT_BYTES:],
+            ranks=error.ranks if isinstance(error, _VERDICT_TYPES) else [world.rank],
+            at=time.time(),
+        )
+
+    def describe(self) -> str:
+        """The error in one line, as its peers show it."""
+        return f"Rank {self.rank} (host {self.host}, pid {self.pid}) failed first: {self.type}: {self.message}"
+
+    def as_heard(self) -> PeerError:
+        """The error that a peer raises: what this rank has found out about others, or that this rank has failed."""
+        if verdict := _VERDICTS.get(self.type):
+            return verdict(f"{self.message} (Told by rank {self.rank}, host {self.host}, pid {self.pid}.)", self.ranks)
+        return PeerFailed(f"{self.describe()}\n{self.traceback}", [self.rank])
+
+
+class Listener:
+    """Waits for the first error on a thread and a connection of its own, without traffic while nothing happens.
+
+    The thread waits for a key of its own rank; whoever reports an error sets that key for every rank.
+    """
+
+    def __init__(self, store: Store, world: World) -> None:
+        self._store = store
+        self._speaker = store.clone()
+        self._world = world
+        self._thread: threading.Thread | None = None
+        self._rounds = 0
+        self.heard: FirstError | None = None
+
+    def start(self) -> None:
+        """Starts the thread; idempotent."""
+        if self._thread is not None or self.heard is not None:
+            return
+        self._rounds += 1
+        self._thread = threading.Thread(target=self._listen, name="distplus-control", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; idempotent, and quiet when the store is gone."""
+        if self._thread is None:
+            return
+        bell = self._bell(self._world.rank, self._rounds)
+        with suppress(RuntimeError):
+            self._speaker.set(bell, b"stop")
+            self._thread.join(timeout=_JOIN_S)
+            self._speaker.delete_key(bell)
+        self._thread = None
+
+    def report(self, error: BaseException, *, is_host: bool) -> FirstError:
+        """Tells all ranks; the first report wins.
+
+        Args:
+            error: What this rank raised.
+            is_host: Whether this process serves the store: then it stays until the others have heard.
+
+        Returns:
+            The error that won.
+        """
+        winner = self._speaker.compare_set(_KEY, "", json.dumps(asdict(FirstError.of(error, self._world))))
+        self.heard = FirstError(**json.loads(winner))
+        if self.heard.rank == self._world.rank:
+            for rank in self._world.ranks:
+                for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
+                    self._speaker.set(self._bell(rank, number), b"error")
+            self._speaker.check([_KEY])  # a round trip: what was set before it has arrived
+        if is_host:
+            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *self.heard.ranks})
+        return self.heard
+
+    def _bell(self, rank: int, number: int) -> str:
+        return f"bell/{rank}/{number}"
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: the calling thread finds out where it asks for something
+            self._store.wait([self._bell(self._world.rank, self._rounds)], _FOR_EVER)
+            if self._store.check([_KEY]):
+                self.heard = FirstError(**json.loads(self._store.get(_KEY)))
+                self._store.append(_HEARD_BY, f"{self._world.rank},")
+
+    def _await_listeners(self, ranks: set[int]) -> None:
+        end = time.monotonic() + _HEARD_BY_ALL_S
+        self._speaker.append(_HEARD_BY, "")  # so that it is there
+        while time.monotonic() < end:
+            if ranks <= {int(rank) for rank in self._speaker.get(_HEARD_BY).split(b",") if rank}:
+                return
+            time.sleep(_HEARD_POLL_S)

@@ -1,0 +1,46 @@
+"""How a rank introduces itself, and what a peer on the same host can find out about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
+from lightning_distplus.world import World
+
+__all__ = ["Peer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """The process behind a rank."""
+
+    host: str
+    pid: int
+    started: int | None = None
+    """``liveness.start_time`` of the process."""
+    boot: str = ""
+    """``liveness.boot_id`` of its host."""
+
+    @classmethod
+    def of(cls, world: World) -> Peer:
+        """This process."""
+        return cls(host=world.host, pid=world.pid, started=start_time(world.pid), boot=boot_id())
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Peer:
+        """Reads an introduction."""
+        return cls(**json.loads(data))
+
+    def to_json(self) -> str:
+        """The introduction."""
+        return json.dumps(asdict(self))
+
+    def state(self) -> ProcessState:
+        """What this host's system says of it; UNKNOWN for a process of another host."""
+        if not self.boot or self.boot != boot_id():
+            return ProcessState.UNKNOWN
+        return process_state(self.pid, self.started)
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"

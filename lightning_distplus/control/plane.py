@@ -1,0 +1,356 @@
+"""Named barriers, gathers and the first error of a job, over a key-value store; each names the missing ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_distplus._compat import PrefixStore, Store
+from lightning_distplus.control.first_error import FirstError, Listener
+from lightning_distplus.control.peers import Peer
+from lightning_distplus.errors import PeerLost, PeerMissing
+from lightning_distplus.liveness import ProcessState
+from lightning_distplus.world import World
+
+__all__ = ["MAX_MESSAGE_BYTES", "ControlPlane"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+# A wait polls, because torch's store writes a warning to stderr for every wait that times out, and because Ctrl-C and a
+# peer's error must end it. The pause grows with the time already waited: the overshoot stays below a tenth.
+_PAUSE_FLOOR_S = 50e-6
+_PAUSE_SHARE = 0.1
+_PAUSE_CEILING_S = 0.1
+# Many ranks ask less often: one store answers them all, some 50,000 questions in a second.
+_PAUSE_FLOOR_PER_RANK_S = 20e-6
+_PAUSE_CEILING_PER_RANK_S = 0.5e-3
+_LONGEST_PAUSE_S = 0.5
+
+_NOTHING = b"\0nothing"
+_LOOK_EVERY_S = 1.0  # how often one who waits looks whether the others' processes are still there
+_LOOK_EVERY_PER_RANK_S = 0.02  # each look asks about every rank that is missing
+
+_COMBINED_BYTES = 4 << 20  # torch's store refuses values above 8 MiB
+_DIRECT_RANKS = 64
+_NAMED_RANKS = 16
+
+
+class ControlPlane:
+    """One process's end of the control plane. One thread at a time calls it; the first error is heard on a second one.
+
+    The trust model is that of torch's own store: everybody who can reach the port is trusted, so the port belongs on a
+    private network.
+
+    Args:
+        store: The job's store, already prefixed with job and attempt.
+        world: This process.
+        host_rank: The rank whose process serves the store, or None where a launcher does.
+    """
+
+    def __init__(self, store: Store, world: World, *, host_rank: int | None = 0) -> None:
+        self.world = world
+        self._store = store
+        self._host_rank = host_rank
+        self._calls: Counter[str] = Counter()
+        # A store serves one call at a time, so that the listener has a connection of its own.
+        self._listener = Listener(store.clone(), world)
+
+    def store_for(self, name: str) -> Store:
+        """A store with keys and a connection of its own, for a process group."""
+        return PrefixStore(name, self._store.clone())
+
+    def listen(self) -> None:
+        """Starts to listen for the first error; idempotent."""
+        self._listener.start()
+
+    def stop_listening(self) -> None:
+        """Ends the listening thread; idempotent."""
+        self._listener.stop()
+
+    def farewell(self, deadline: timedelta) -> None:
+        """The end of a run: rank 0, whose process may serve the store, waits until nobody asks for anything any more.
+
+        Ends the listening; rank 0 listens while it waits, because a peer may still fail.
+
+        Raises:
+            PeerMissing: Some ranks did not take leave.
+            PeerFailed: A peer raised meanwhile.
+        """
+        if self.world.rank != 0:
+            self.stop_listening()
+        try:
+            self._leave(self._fresh_key("farewell", "all"), [], deadline, what="the end of the run")
+        finally:
+            self.stop_listening()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str, deadline: timedelta) -> None:
+        """Returns on every rank once all of them have called it.
+
+        Raises:
+            PeerMissing: Some ranks never called; ``.ranks`` names them.
+            PeerFailed: A peer raised meanwhile.
+            PeerLost: The process that serves the store is gone.
+        """
+        key = self._fresh_key("barrier", name)
+        what = f"the barrier {name!r}"
+        self._call(what, self._store.append, f"{key}/arrived", f"{self.world.rank},")
+        if self._call(what, self._store.add, f"{key}/count", 1) == self.world.size:
+            self._call(what, self._store.set, f"{key}/open", b"1")
+        self.wait_for([f"{key}/open"], deadline, what=what, arrived=lambda: self._ranks_in(f"{key}/arrived"))
+        self._leave(key, [f"{key}/{part}" for part in ("arrived", "count", "open")], deadline, what=what)
+
+    def gather(self, name: str, value: bytes, deadline: timedelta) -> list[bytes]:
+        """Every rank's value, in rank order, on every rank.
+
+        Args:
+            name: What is gathered; the same on all ranks.
+            value: At most 1 MiB.
+            deadline: How long to wait for the slowest rank.
+
+        Raises:
+            ValueError: The value is too large.
+            PeerMissing, PeerFailed, PeerLost: As for a barrier.
+        """
+        if len(value) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"The message {name!r} of rank {self.world.rank} has {len(value)} bytes; the control plane takes at "
+                f"most {MAX_MESSAGE_BYTES}. Send tensors through a process group."
+            )
+        key = self._fresh_key("gather", name)
+        keys = [f"{key}/{rank}" for rank in self.world.ranks]
+        what = f"the gather {name!r}"
+        self.send(keys[self.world.rank], value)
+        read = self._read_all if self.world.size <= _DIRECT_RANKS else self._read_relayed
+        values = read(key, keys, deadline, what)
+        self._leave(key, keys, deadline, what=what)
+        return values
+
+    def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
+        """``gather`` for plain dictionaries."""
+        return [json.loads(item) for item in self.gather(name, json.dumps(value).encode(), deadline)]
+
+    def send(self, key: str, value: bytes) -> None:
+        """Sets one key; never waits."""
+        self._call(f"sending {key!r}", self._store.set, key, value)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Adds to the value of one key; never waits."""
+        self._call(f"sending {key!r}", self._store.append, key, value)
+
+    def receive(self, keys: Sequence[str]) -> list[bytes]:
+        """Reads keys that are known to be there."""
+        return [bytes(value) for value in self._call(f"reading {keys[0]!r}", self._store.multi_get, list(keys))]
+
+    def read(self, key: str) -> bytes | None:
+        """One key's value, or None where nobody has sent it; never waits.
+
+        An exchange that cannot succeed answers with what is there, in one round trip; ``check`` and ``get`` take three.
+        """
+        value = bytes(self._call(f"reading {key!r}", self._store.compare_set, key, _NOTHING, _NOTHING))
+        return None if value == _NOTHING else value
+
+    # -- the first error ---------------------------------------------------------------------------------------------
+
+    @property
+    def first_error(self) -> FirstError | None:
+        """The first error of the job, as far as this process has heard; never waits."""
+        return self._listener.heard
+
+    def report_failure(self, error: BaseException) -> FirstError | None:
+        """Tells all ranks that this one failed; the first report of a job wins. Never raises.
+
+        Returns:
+            The error that won, or None when the store is out of reach.
+        """
+        with suppress(RuntimeError):
+            return self._listener.report(error, is_host=self.world.rank == self._host_rank)
+        return self.first_error
+
+    def raise_if_peer_failed(self) -> None:
+        """Raises when a peer has reported an error.
+
+        Raises:
+            PeerFailed: With the peer's traceback in the message.
+            PeerMissing, PeerLost, HangDetected: What the peer has found out about others.
+        """
+        error = self.first_error
+        if error is not None and error.rank != self.world.rank:
+            raise error.as_heard()
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait_for(self, keys: Sequence[str], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]) -> None:
+        """Waits until all keys are there.
+
+        Args:
+            keys: What must be there.
+            deadline: How long to wait.
+            what: What is waited for, for the message.
+            arrived: Called once the deadline has passed: the ranks that did come.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: As for a barrier.
+        """
+        self.poll(lambda: self._call(what, self._store.check, list(keys)), deadline, what=what, arrived=arrived)
+
+    def poll(
+        self, is_complete: Callable[[], bool], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]
+    ) -> None:
+        """Asks until the answer is yes; the arguments and errors are those of ``wait_for``."""
+        size = self.world.size
+        floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * size)
+        ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
+        look_every_s = max(_LOOK_EVERY_S, _LOOK_EVERY_PER_RANK_S * size)
+        start = time.monotonic()
+        look_at_s = look_every_s
+        while not is_complete():
+            self.raise_if_peer_failed()
+            elapsed = time.monotonic() - start
+            if elapsed >= look_at_s:
+                look_at_s = elapsed + look_every_s
+                self._raise_if_gone(set(self.world.ranks) - arrived(), what)
+            left = deadline.total_seconds() - elapsed
+            if left <= 0:
+                missing = set(self.world.ranks) - arrived()
+                if is_complete():  # the last one came while we looked for it
+                    return
+                raise self._missing(missing, deadline, what)
+            time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
+
+    def _raise_if_gone(self, missing: set[int], what: str) -> None:
+        """Looks whether the processes for which we wait are still there, as far as this host can tell."""
+        peers = {rank: self._peer(rank) for rank in sorted(missing)}
+        gone = [rank for rank, peer in peers.items() if peer is not None and peer.state() is ProcessState.GONE]
+        if gone:
+            names = ", ".join(self.describe_rank(rank) for rank in gone)
+            raise PeerLost(
+                f"Rank {self.world.rank} waits for {what}, and the process of {names} is gone without an error of its "
+                "own: it was killed (out of memory, a signal, a scheduler). Look at the last lines of its log and at "
+                "dmesg.",
+                gone,
+            )
+
+    def _peer(self, rank: int) -> Peer | None:
+        hello = self.read(f"hello/{rank}")
+        return None if hello is None else Peer.from_json(hello)
+
+    def _missing(self, missing: set[int], deadline: timedelta, what: str) -> PeerMissing:
+        names = ", ".join(self.describe_rank(rank) for rank in sorted(missing)[:_NAMED_RANKS])
+        more = f" and {len(missing) - _NAMED_RANKS} more" if len(missing) > _NAMED_RANKS else ""
+        return PeerMissing(
+            f"Rank {self.world.rank} waited {deadline.total_seconds():g} s for {what}: "
+            f"{len(missing)} of {self.world.size} ranks did not come: {names}{more}. Look at the last lines of their "
+            "logs; if they are only slow, raise this phase's deadline (timeout=Timeouts(...)).",
+            missing,
+        )
+
+    def describe_rank(self, rank: int) -> str:
+        """A rank with host and pid, where it has introduced itself."""
+        peer = self._peer(rank)
+        if peer is None:
+            return f"rank {rank} (never seen, node {rank * self.world.num_nodes // self.world.size})"
+        return f"rank {rank} ({peer})"
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _fresh_key(self, kind: str, name: str) -> str:
+        """A new key for each call of the same name; all ranks count alike."""
+        self._calls[f"{kind}/{name}"] += 1
+        return f"{kind}/{name}/{self._calls[f'{kind}/{name}']}"
+
+    def _ranks_in(self, key: str) -> set[int]:
+        """The ranks that have appended themselves to a key."""
+        return {int(rank) for rank in (self.read(key) or b"").split(b",") if rank}
+
+    def _present(self, keys: Sequence[str]) -> set[int]:
+        return {rank for rank, key in enumerate(keys) if self._call(f"reading {key!r}", self._store.check, [key])}
+
+    def _read_all(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
+        self.wait_for(keys, deadline, what=what, arrived=lambda: self._present(keys))
+        return self.receive(keys)
+
+    def _read_relayed(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
+        """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N."""
+        if self.world.rank == 0:
+            values = self._read_all(key, keys, deadline, what)
+            chunks = _pack(values)
+            for number, chunk in enumerate(chunks):
+                self.send(f"{key}/chunk/{number}", chunk)
+            self.send(f"{key}/chunks", str(len(chunks)).encode())
+            return values
+        self.wait_for([f"{key}/chunks"], deadline, what=what, arrived=lambda: self._relayed(keys))
+        count = int(self.receive([f"{key}/chunks"])[0])
+        return _unpack(self.receive([f"{key}/chunk/{number}"])[0] for number in range(count))
+
+    def _relayed(self, keys: Sequence[str]) -> set[int]:
+        """The ranks that have done their part; where all values are there, rank 0 has not passed them on."""
+        present = self._present(keys)
+        return present - {0} if len(present) == len(keys) else present
+
+    def _leave(self, key: str, keys: Iterable[str], deadline: timedelta, *, what: str) -> None:
+        """Rank 0 leaves a call last and deletes its keys.
+
+        So it can never end, and take the store with it, while another rank still reads. The last thing that the others
+        do is to append, which does not wait for an answer.
+        """
+        left = f"{key}/left"
+        if self.world.rank != 0:
+            self._call(what, self._store.append, left, f"{self.world.rank},")
+            return
+        self.poll(
+            lambda: len(self._ranks_in(left)) == self.world.size - 1,
+            deadline,
+            what=what,
+            arrived=lambda: {0, *self._ranks_in(left)},
+        )
+        chunks = range(int(self.read(f"{key}/chunks") or 0))
+        for used in [*keys, *(f"{key}/chunk/{number}" for number in chunks), f"{key}/chunks", left]:
+            self._call(what, self._store.delete_key, used)
+
+    def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
+        """Calls the store; a broken connection is the loss of the rank that serves it.
+
+        Raises:
+            PeerLost: The connection broke.
+        """
+        try:
+            return method(*arguments)
+        except dist.DistNetworkError as error:
+            self.raise_if_peer_failed()  # the store may have gone because of what we have heard
+            ranks = [] if self._host_rank is None else [self._host_rank]
+            who = "the launcher's agent" if self._host_rank is None else f"rank {self._host_rank}"
+            raise PeerLost(
+                f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during {what}. "
+                "Its process or its host is gone; look at the last lines of its log.",
+                ranks,
+            ) from error
+
+
+def _pack(values: Sequence[bytes]) -> list[bytes]:
+    """Length-prefixed values, cut into chunks that the store takes."""
+    whole = b"".join(len(value).to_bytes(4, "little") + value for value in values)
+    return [whole[start : start + _COMBINED_BYTES] for start in range(0, len(whole), _COMBINED_BYTES)]
+
+
+def _unpack(chunks: Iterable[bytes]) -> list[bytes]:
+    whole = b"".join(chunks)
+    values, start = [], 0
+    while start < len(whole):
+        size = int.from_bytes(whole[start : start + 4], "little")
+        values.append(whole[start + 4 : start + 4 + size])
+        start += 4 + size
+    return values

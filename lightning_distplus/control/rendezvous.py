@@ -1,0 +1,249 @@
+"""How the ranks of one job find one store: one port, a deadline of its own, and the names of those who never came."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
+from lightning_distplus.world import World
+
+__all__ = ["Address", "connect", "connected", "disconnect"]
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_CONNECT_EVERY_S = 0.05
+# A store answers in milliseconds, also while a thousand ranks come at once.
+_ANSWER_S = 20.0
+_ANSWER_MARGIN_S = 0.5
+# Bounds calls that never wait in a healthy job (get of a key that is there, clone); our waits bring their own deadline.
+_CALL_TIMEOUT = timedelta(seconds=60)
+
+_lock = threading.Lock()
+_plane: ControlPlane | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the store is, and what keeps jobs and attempts apart.
+
+    torchrun's own store keeps its keys over restarts, so that keys without the attempt would be heard by the next one.
+    """
+
+    host: str
+    port: int
+    is_served_by_launcher: bool = False
+    """Whether torchrun's agent serves it already; otherwise rank 0 does."""
+    job: str = ""
+    attempt: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of all keys of this attempt."""
+        return f"distplus/{self.job}/{self.attempt}"
+
+
+def connected() -> ControlPlane | None:
+    """This process's control plane, where one is open."""
+    return _plane
+
+
+def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane:
+    """Meets all ranks at the store; a second call returns the plane of the first.
+
+    Args:
+        world: This process.
+        address: Where the store is.
+        deadline: How long to wait for the last rank.
+
+    Raises:
+        PeerMissing: Some ranks never came; ``.ranks`` names them.
+        PeerLost: The process that serves the store ended meanwhile.
+        RendezvousError: The port is busy, another job answers there, or this rank is taken.
+    """
+    global _plane
+    with _lock:
+        if _plane is not None and _plane.world == world:
+            return _plane
+        if _plane is not None:
+            _plane.stop_listening()
+        end = time.monotonic() + deadline.total_seconds()
+        store = _open_store(world, address, deadline)
+        plane = _introduce(store, world, address)
+        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())))
+        _plane = plane
+        return plane
+
+
+def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
+    prefixed = PrefixStore(address.prefix, store)
+    try:
+        _agree_on_job(store, world, address)
+        _claim_rank(prefixed, world)
+        return ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"Rank {world.rank} on {world.host} lost the connection to the store at {address.host}:{address.port} "
+            "while the ranks were meeting. The process that serves it is gone; look at the last lines of its log.",
+            [] if address.is_served_by_launcher else [0],
+        ) from error
+
+
+def _meet(plane: ControlPlane, deadline: timedelta) -> None:
+    """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
+    plane.listen()
+    try:
+        plane.barrier("rendezvous", deadline)
+    except BaseException as error:
+        plane.report_failure(error)
+        plane.stop_listening()
+        raise
+
+
+def disconnect() -> None:
+    """Leaves this process's control plane; the next ``connect`` makes a new one."""
+    global _plane
+    with _lock:
+        if _plane is not None:
+            _plane.stop_listening()
+        _plane = None
+
+
+def _open_store(world: World, address: Address, deadline: timedelta) -> Store:
+    if world.size == 1:
+        return HashStore()
+    if world.rank == 0 and not address.is_served_by_launcher:
+        store = _serve(world, address)
+    else:
+        host = _LOOPBACK if world.num_nodes == 1 and not address.is_served_by_launcher else address.host
+        store = _join(world, host, address, _await_port(world, host, address, deadline))
+    store.set_timeout(_CALL_TIMEOUT)
+    return store
+
+
+def _serve(world: World, address: Address) -> TCPStore:
+    """Serves the store on one address only: loopback on one host, else the interface of the main address."""
+    host = _LOOPBACK if world.num_nodes == 1 else address.host
+    try:
+        listener = _listen(host, address.port)
+    except OSError as error:
+        raise RendezvousError(
+            f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {_port_remedy(error)}"
+        ) from error
+    return TCPStore(
+        host,
+        address.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_CALL_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _port_remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "Another process holds the port (an earlier run that did not end?): end it, or set MASTER_PORT to a free "
+            "one on every node."
+        )
+    return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
+        log.info("rank 0: %s is not an interface of this host; listening on all of them", host)
+        return socket.create_server(("", port), backlog=4096)
+
+
+def _await_port(world: World, host: str, address: Address, deadline: timedelta) -> timedelta:
+    """Tries until somebody listens; torch's own client overruns its time-out by seconds. Returns the time left."""
+    end = time.monotonic() + deadline.total_seconds()
+    while True:
+        try:
+            left_s = end - time.monotonic()
+            socket.create_connection((host, address.port), timeout=min(max(left_s, 0.05), 1.0)).close()
+            return timedelta(seconds=max(1.0, end - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise PeerMissing(
+                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
+                    f"{host}:{address.port}: {error}. Rank 0 did not start, or MASTER_ADDR / MASTER_PORT differ "
+                    "between the ranks, or a firewall closes the port.",
+                    [0],
+                ) from error
+            time.sleep(_CONNECT_EVERY_S)
+
+
+def _join(world: World, host: str, address: Address, deadline: timedelta) -> TCPStore:
+    """Becomes a client of the store. On a thread, because torch's client waits for ever for a server that is silent."""
+    seconds = min(deadline.total_seconds(), _ANSWER_S)
+    found: queue.SimpleQueue[TCPStore | dist.DistError] = queue.SimpleQueue()
+
+    def join() -> None:
+        try:
+            timeout = timedelta(seconds=seconds)
+            found.put(TCPStore(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except dist.DistError as error:
+            found.put(error)
+
+    threading.Thread(target=join, name="distplus-join", daemon=True).start()
+    try:
+        store = found.get(timeout=seconds + _ANSWER_MARGIN_S)
+    except queue.Empty:
+        store = None
+    if isinstance(store, TCPStore):
+        return store
+    raise RendezvousError(
+        f"Rank {world.rank} on {world.host} reached {host}:{address.port}, but what listens there does not answer as "
+        f"the store of a job within {seconds:g} s. Another service holds the port: end it, or set MASTER_PORT to a "
+        "free one on every node."
+    ) from store
+
+
+def _agree_on_job(store: Store, world: World, address: Address) -> None:
+    """Refuses a stray rank of another job or of another world size; the first rank to come says what is right."""
+    mine = {"job": address.job, "world_size": world.size, "host": world.host, "pid": world.pid}
+    found = _claim(store, f"distplus/{address.attempt}/job", mine)
+    for field in ("job", "world_size"):
+        if found[field] != mine[field]:
+            raise RendezvousError(
+                f"Rank {world.rank} on {world.host} (pid {world.pid}) belongs to another job than the one "
+                f"at {address.host}:{address.port}: {field} is {mine[field]!r} here and {found[field]!r} there (set by "
+                f"host {found['host']}, pid {found['pid']}). Give each job its own MASTER_PORT and start all ranks "
+                "with the same world size."
+            )
+
+
+def _claim_rank(store: Store, world: World) -> None:
+    mine = Peer.of(world)
+    found = Peer.from_json(store.compare_set(f"hello/{world.rank}", "", mine.to_json()))
+    if found != mine:
+        raise RendezvousError(
+            f"Two processes call themselves rank {world.rank} of {world.size}: {found} and {mine}. Give each node its "
+            f"own NODE_RANK (0..{world.num_nodes - 1}), or let torchrun or srun set the ranks."
+        )
+
+
+def _claim(store: Store, key: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Sets a key where nobody has set it, and returns what is there now."""
+    return dict(json.loads(store.compare_set(key, "", json.dumps(value))))

@@ -1,0 +1,46 @@
+"""Global order as a pure function, token stores, mixtures, loader, and resumable data modules."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_distplus.data.map_datamodule import ResumableDataModule
+    from lightning_distplus.data.mixture import Mixture
+    from lightning_distplus.data.order import ORDER_VERSION, permute
+    from lightning_distplus.data.token_datamodule import Source, TokenDataModule
+    from lightning_distplus.data.tokens import MegatronTokens, MegatronWriter, TokenSource, dtype_for
+
+__all__ = [
+    "ORDER_VERSION",
+    "MegatronTokens",
+    "MegatronWriter",
+    "Mixture",
+    "ResumableDataModule",
+    "Source",
+    "TokenDataModule",
+    "TokenSource",
+    "dtype_for",
+    "permute",
+]
+
+_HOMES = {
+    "ORDER_VERSION": "order",
+    "MegatronTokens": "tokens",
+    "MegatronWriter": "tokens",
+    "Mixture": "mixture",
+    "ResumableDataModule": "map_datamodule",
+    "Source": "token_datamodule",
+    "TokenDataModule": "token_datamodule",
+    "TokenSource": "tokens",
+    "dtype_for": "tokens",
+    "permute": "order",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: this package alone imports neither torch nor Lightning."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,371 @@
+"""What the resumable data modules share: hooks, state, and the callback that keeps the Trainer in step."""
+
+# No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
+import logging
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+
+from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+from lightning_distplus.data.order import ORDER_VERSION
+from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
+from lightning_distplus.data.position import (
+    STATE_VERSION,
+    Position,
+    read_state,
+    require_same_batch,
+    require_same_data,
+)
+from lightning_distplus.data.progress import Cursor
+from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.world import DataParallel
+
+__all__ = ["ExactDataModule"]
+
+_log = logging.getLogger(__name__)
+_MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
+
+
+class ExactDataModule(pl.LightningDataModule):
+    """The position in the data, its state, and its place in the Trainer's loops.
+
+    The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
+    for, so that a checkpoint may be written at any moment; micro-batches of an unfinished accumulation window are
+    replayed. The state is the same on all ranks and is made without communication.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batch: int,
+        seed: int,
+        options: WorkerOptions,
+        pin_memory: bool | None,
+        allow_global_batch_change: bool,
+        ignore_fingerprint: bool,
+    ) -> None:
+        super().__init__()
+        if micro_batch < 1:
+            raise ValueError(f"The batch size is {micro_batch}; it is at least 1.")
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._options = options
+        self._pin_memory = pin_memory
+        self._allow_global_batch_change = allow_global_batch_change
+        self._ignore_fingerprint = ignore_fingerprint
+        self._cursor: Cursor | None = None
+        self._known_identity: dict[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
+        self._plan: EpochPlan | None = None
+        self._changes: list[list[int]] = []
+        self._loaders: dict[str, SampleLoader] = {}
+        self._timer: _Timer | None = None
+
+    # What a kind of data defines.
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for the same order; compared when a state is loaded."""
+
+    @abstractmethod
+    def _num_global_batches(self, geometry: Geometry) -> int:
+        """Optimizer steps of an epoch."""
+
+    @abstractmethod
+    def _order(self, position: Position) -> tuple[Order, int]:
+        """The order of the epoch at ``position``, and the place of the next sample in that order."""
+
+    @abstractmethod
+    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
+        """The requests of a plan."""
+
+    @abstractmethod
+    def _fetcher(self, stage: str) -> Any:
+        """Fetches a request of the stage, "train" or "val"."""
+
+    @abstractmethod
+    def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
+        """The validation batches, or None where there is no validation data."""
+
+    @abstractmethod
+    def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
+        """One validation request."""
+
+    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        """Micro-batches of an optimizer step."""
+        return int(trainer.accumulate_grad_batches)
+
+    def _require_reachable(self, position: Position, global_batch: int) -> None:
+        """Raises when the position lies past the data; data without an end need not override this."""
+
+    # Public.
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of all completed optimizer steps, over all ranks and epochs."""
+        return self.position().consumed_samples
+
+    def position(self) -> Position:
+        """Where a run that is resumed now would go on."""
+        if self._loaded is not None:
+            return read_state(self._loaded)
+        return self._cursor.position() if self._cursor is not None else Position()
+
+    def sample_ids(self, batch_idx: int) -> list[Any]:
+        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index)."""
+        if self._plan is None:
+            raise RuntimeError("No epoch has begun, so that no samples are assigned yet.")
+        ids: list[Any] = self._plan.ids(batch_idx).tolist()
+        return [tuple(one) if isinstance(one, list) else one for one in ids]
+
+    # Lightning's hooks.
+
+    def setup(self, stage: str) -> None:
+        """Checks the data against the batch sizes; sets the Trainer's accumulation where a global batch is given."""
+        if stage == "fit":
+            self._cursor = self._join(self._cursor)
+
+    def teardown(self, stage: str) -> None:
+        """Ends persistent workers."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends persistent workers."""
+        self._close()
+
+    def train_dataloader(self) -> SampleLoader:
+        """This rank's batches."""
+        geometry = self._joined().geometry
+        if "train" not in self._loaders:
+            self._loaders["train"] = self._loader("train", self._begin_epoch, lambda: self._num_batches(geometry))
+        return self._loaders["train"]
+
+    def val_dataloader(self) -> SampleLoader | list[Any]:
+        """This rank's validation batches, in order, as many as on any other rank."""
+        plan = self._validation_plan(_data_parallel(self.trainer))
+        if plan is None:
+            return []
+        if "val" not in self._loaders:
+            requests = _ValidationRequests(plan, self._validation_request)
+            self._loaders["val"] = self._loader("val", lambda: requests, lambda: len(plan))
+        return self._loaders["val"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
+        if self._loaded is not None or self._cursor is None:
+            return dict(self._loaded or {})
+        return {
+            "version": STATE_VERSION,
+            "order_version": ORDER_VERSION,
+            **self._known_identity,
+            "global_batch": self._cursor.geometry.global_batch,
+            "micro_step": self._cursor.geometry.micro_step,
+            "global_batch_changes": self._changes,
+            **asdict(self.position()),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a saved position over.
+
+        Raises:
+            DatasetMismatch: It belongs to other data, another order or another global batch.
+        """
+        if self.trainer is not None and not _is_fitting(self.trainer):
+            return  # validate and test read weights only
+        self._timer = _Timer()
+        read_state(state_dict)
+        self._loaded = dict(state_dict)
+        if self.trainer is not None:
+            self._translate(self._loaded, self._joined().geometry)
+        self._timer.pause()
+
+    # Inside.
+
+    def _joined(self) -> Cursor:
+        """The cursor on the present Trainer; also where a subclass overrides ``setup`` without calling this one's."""
+        if self._cursor is None or self._cursor.trainer is not self.trainer:
+            self._cursor = self._join(None)
+        return self._cursor
+
+    def _join(self, cursor: Cursor | None) -> Cursor:
+        """Fits the Trainer and the data to each other; a Trainer that goes on keeps its cursor."""
+        trainer: Any = self.trainer
+        if trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no Trainer yet, and which samples a batch holds depends on its ranks. "
+                "Pass it to Trainer.fit, or set its attribute `trainer` first."
+            )
+        if not any(isinstance(one, _InStep) and one.data is self for one in trainer.callbacks):
+            trainer.callbacks.insert(0, _InStep(self))  # first, so that its records are made when others save
+        ranks = _data_parallel(trainer)
+        geometry = Geometry(micro_batch=self._micro_batch, accumulation=self._accumulation(trainer, ranks), ranks=ranks)
+        _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
+        self._known_identity = self._identity()
+        if cursor is None or cursor.trainer is not trainer:
+            self._changes = []
+            return Cursor(trainer, geometry)
+        return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
+
+    def _num_batches(self, geometry: Geometry) -> int:
+        return self._num_global_batches(geometry) * geometry.accumulation
+
+    def _loader(
+        self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
+    ) -> SampleLoader:
+        pin = self._pin_memory
+        if pin is None:
+            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        options = replace(self._options, pin_memory=pin)
+        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+
+    def _begin_epoch(self) -> Iterator[Request]:
+        """Called at the first ``next()`` of an epoch: the Trainer's counters stand where it begins or goes on."""
+        if self._timer is not None:
+            self._timer.go_on()
+        cursor = self._joined()
+        position = cursor.begin_epoch()
+        order, first = self._order(position)
+        self._plan = EpochPlan(
+            order=order,
+            geometry=cursor.geometry,
+            first_batch=position.batches,
+            first_position=first,
+            num_batches=self._num_batches(cursor.geometry),
+        )
+        return self._requests(self._plan, position.epoch)
+
+    def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
+        """A saved position in the micro-batches of this run."""
+        ours = self._known_identity
+        saved = {name: state.get(name) for name in ours}
+        require_same_data(saved, ours, ignore_fingerprint=self._ignore_fingerprint)
+        require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
+        position, global_batch = read_state(state), int(state["global_batch"])
+        self._require_reachable(position, global_batch)
+        self._changes = [list(change) for change in state["global_batch_changes"]]
+        if global_batch != geometry.global_batch:
+            change = [position.consumed_samples, global_batch, geometry.global_batch]
+            self._changes = [*self._changes, change][-_MAX_CHANGES:]
+        if (global_batch, state["micro_step"]) == (geometry.global_batch, geometry.micro_step):
+            return position
+        return replace(
+            position,
+            batches=-(-position.offset // geometry.global_batch) * geometry.accumulation,
+            total_batches=position.consumed_samples // geometry.micro_step,
+        )
+
+    def _place(self) -> None:
+        """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
+        if self._loaded is None:
+            return
+        cursor = self._joined()
+        cursor.place(self._translate(self._loaded, cursor.geometry))
+        self._loaded = None
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
+
+    def _close(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders = {}
+
+
+class _InStep(Callback):
+    """Keeps the Trainer's loops and the data in step. The data module adds it to the Trainer by itself."""
+
+    def __init__(self, data: ExactDataModule) -> None:
+        self.data = data
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        name = type(self.data).__qualname__
+        if self._is_fitted_by(trainer) and name not in checkpoint:
+            raise DatasetMismatch(
+                f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
+                "data anew. Resume with the data module that wrote it, or load its weights into a new run."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_fitted_by(trainer):
+            self.data._place()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        timer = self.data._timer
+        if timer is None or not self._is_fitted_by(trainer):
+            return
+        timer.pause()
+        self.data._timer = None
+        if trainer.is_global_zero:
+            position, elapsed_ms = self.data.position(), timer.elapsed_s * 1000
+            where = (position.consumed_samples, trainer.global_step, position.epoch)
+            _log.info("resumed at sample %d, step %d, epoch %d, in %.1f ms", *where, elapsed_ms)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data._joined().begin_validation()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data._joined().end_validation()
+
+    def _is_fitted_by(self, trainer: Any) -> bool:
+        return _is_fitting(trainer) and trainer.datamodule is self.data
+
+
+@dataclass(frozen=True)
+class _ValidationRequests:
+    """The requests of a validation run; a new iterator for each run."""
+
+    plan: SequentialPlan
+    request: Callable[[SequentialPlan, Any], Request]
+
+    def __iter__(self) -> Iterator[Request]:
+        return (self.request(self.plan, positions) for positions in self.plan)
+
+
+class _Timer:
+    """Adds up the time between ``go_on`` and ``pause``."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        self.elapsed_s += time.perf_counter() - self._since
+
+
+def _is_fitting(trainer: Any) -> bool:
+    return bool(trainer.state.fn == "fit")
+
+
+def _data_parallel(trainer: Any) -> DataParallel:
+    """The data-parallel place of this process; tensor-parallel peers have the same."""
+    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return DataParallel(rank=kwargs["rank"], size=kwargs["num_replicas"]) if kwargs else DataParallel()
+
+
+def _refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int) -> None:
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise ValueError(
+            "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
+            "Use Trainer(accumulate_grad_batches=...)."
+        )
+    limit = trainer.limit_train_batches
+    length = min(num_batches, limit if isinstance(limit, int) else int(num_batches * limit))
+    if trainer.strategy.handles_gradient_accumulation and length % accumulation:
+        raise ValueError(
+            f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
+            f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
+            "Choose a multiple."
+        )

@@ -1,0 +1,192 @@
+"""The loader: a plain iterable around a stock DataLoader that fetches what it is told to, and draws nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_distplus.data.order import derive_key, splitmix64
+
+__all__ = ["Request", "SampleFetcher", "SampleLoader", "WorkerOptions"]
+
+_AUGMENT = -2  # separates the keys of augmentation from those of the order
+_PRIVATE = -3  # and those of the DataLoader's own generator
+
+
+class Request(NamedTuple):
+    """One micro-batch to fetch.
+
+    Attributes:
+        ids: What the data set is asked for, one row per sample.
+        positions: The samples' places in the epoch's global order.
+        epoch: The epoch of that order.
+        weights: float32 of shape (num_samples,), 0 for a repeat; None where the batch carries no weights.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    epoch: int
+    weights: NDArray[np.float32] | None = None
+
+
+class SampleFetcher:
+    """Fetches and collates the samples of a map-style data set, each under random numbers of its own.
+
+    Before each sample python's, numpy's and torch's CPU generators are seeded from (seed, epoch, position in the
+    global order). So a random augmentation does not depend on the number of workers or ranks, on what was fetched
+    before, or on whether the run was interrupted. A data set with ``__getitems__`` is seeded once per batch, by its
+    first position: its augmentation then depends on how the batch is cut.
+
+    Args:
+        dataset: Anything with ``__getitem__``, or ``__getitems__`` for a whole batch.
+        collate: Samples to batch; None means ``torch.utils.data.default_collate``.
+        seed: Of the augmentation; None leaves the generators alone.
+    """
+
+    def __init__(self, dataset: Any, *, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
+        self.dataset = dataset
+        self.collate = collate or default_collate
+        self.seed = seed
+
+    def __getitems__(self, request: Request) -> Any:
+        """The collated batch, or the pair (batch, weights) where the request has weights."""
+        ids, seeds = request.ids.tolist(), self._seeds(request)
+        if hasattr(self.dataset, "__getitems__"):
+            _seed_generators(seeds[0])
+            samples = self.dataset.__getitems__(ids)
+        else:
+            samples = []
+            for index, seed in zip(ids, seeds, strict=True):
+                _seed_generators(seed)
+                samples.append(self.dataset[index])
+        batch = self.collate(samples)
+        return batch if request.weights is None else (batch, torch.from_numpy(request.weights))
+
+    def _seeds(self, request: Request) -> list[int] | list[None]:
+        if self.seed is None:
+            return [None] * len(request.ids)
+        key = derive_key(self.seed, _AUGMENT, request.epoch)
+        return [splitmix64(key ^ position) for position in request.positions.tolist()]
+
+
+def _seed_generators(seed: int | None) -> None:
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """The options of ``torch.utils.data.DataLoader`` that are passed on to it."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+
+
+@dataclass
+class _Requests:
+    """The batch sampler of the inner DataLoader: iterates over the plan of the present epoch."""
+
+    plan: Iterable[Request] = field(default_factory=tuple)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.plan)
+
+
+class SampleLoader:
+    """Batches in the order of the requests.
+
+    It is no DataLoader and has no ``load_state_dict``, so that Lightning neither rebuilds it with another sampler nor
+    hands every rank the state of rank 0. Its iterator asks for the plan at the first ``next()`` and not before: by
+    then the Trainer has restored all states.
+
+    Args:
+        fetcher: An object with ``__getitems__(request)`` that returns the finished batch.
+        plan: Called at the start of each pass: the requests that remain in this epoch.
+        num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
+        options: Workers and pinning.
+        seed: Of the DataLoader's own generator; the global one is never drawn from.
+    """
+
+    def __init__(
+        self,
+        fetcher: Any,
+        *,
+        plan: Callable[[], Iterable[Request]],
+        num_batches: Callable[[], int],
+        options: WorkerOptions,
+        seed: int = 0,
+    ) -> None:
+        self._fetcher = fetcher
+        self._plan = plan
+        self._num_batches = num_batches
+        self._options = options
+        self._seed = derive_key(seed, _PRIVATE)
+        # Only a fetcher that seeds disturbs the generators, and only where it runs in this process.
+        self._isolate = options.num_workers == 0 and getattr(fetcher, "seed", None) is not None
+        self._requests = _Requests()
+        self._generator = torch.Generator()
+        self._inner: DataLoader[Any] | None = None
+
+    def __len__(self) -> int:
+        return self._num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._requests.plan = self._plan()
+        self._generator.manual_seed(self._seed)
+        iterator = iter(self._loader())
+        while True:
+            try:
+                if self._isolate:
+                    with _generators_kept():
+                        batch = next(iterator)
+                else:
+                    batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+    def close(self) -> None:
+        """Ends the workers that persist."""
+        self._inner = None
+
+    def _loader(self) -> DataLoader[Any]:
+        if self._inner is None:
+            options = self._options
+            self._inner = DataLoader(
+                self._fetcher,
+                batch_sampler=self._requests,  # type: ignore[arg-type]  # any iterable of what the fetcher takes
+                collate_fn=_as_it_is,
+                generator=self._generator,
+                num_workers=options.num_workers,
+                pin_memory=options.pin_memory,
+                persistent_workers=options.persistent_workers,
+                prefetch_factor=options.prefetch_factor,
+            )
+        return self._inner
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)

@@ -1,0 +1,109 @@
+"""The saved position in the data, and whether it fits the run that loads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_distplus.data.order import ORDER_VERSION
+from lightning_distplus.data.plan import Geometry
+from lightning_distplus.errors import DatasetMismatch
+
+__all__ = ["STATE_VERSION", "Position", "differences", "read_state", "require_same_batch", "require_same_data"]
+
+STATE_VERSION = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A place between two optimizer steps.
+
+    Attributes:
+        epoch: The Trainer's epoch.
+        batches: Micro-batches of this epoch that are done.
+        offset: Samples of this epoch that are done, over all ranks.
+        consumed_samples: Samples of all epochs that are done, over all ranks.
+        total_batches: Micro-batches of all epochs that are done.
+        steps: Optimizer steps done.
+        is_validated: Whether the validation that is due here, if any, has run.
+        validation_batches: Validation batches that have run in this epoch.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    offset: int = 0
+    consumed_samples: int = 0
+    total_batches: int = 0
+    steps: int = 0
+    is_validated: bool = False
+    validation_batches: int = 0
+
+
+def read_state(state: Mapping[str, Any]) -> Position:
+    """The position in a saved state.
+
+    Raises:
+        DatasetMismatch: The state or its order is of a version that this package does not know.
+    """
+    for name, ours in (("version", STATE_VERSION), ("order_version", ORDER_VERSION)):
+        if state.get(name) != ours:
+            raise DatasetMismatch(
+                f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads {ours}. "
+                "Resume with the version of lightning_distplus that wrote the checkpoint."
+            )
+    return Position(**{name: state[name] for name in Position.__dataclass_fields__})
+
+
+def require_same_data(saved: Mapping[str, Any], ours: Mapping[str, Any], *, ignore_fingerprint: bool) -> None:
+    """Compares what defines the data and its order.
+
+    Raises:
+        DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
+    """
+    found = differences(saved, ours)
+    if not found:
+        return
+    text = "\n".join(f"  {line}" for line in found)
+    if ignore_fingerprint:
+        _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
+        return
+    raise DatasetMismatch(
+        f"The checkpoint was written with other data or another order:\n{text}\n"
+        "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module to "
+        "go on at the same position of the new order (samples may then repeat or be missed)."
+    )
+
+
+def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
+    """Compares the global batch.
+
+    Raises:
+        DatasetMismatch: It differs and ``allow_change`` is False.
+    """
+    if saved["global_batch"] != geometry.global_batch and not allow_change:
+        raise DatasetMismatch(
+            f"The checkpoint was written with a global batch of {saved['global_batch']} samples; this run has "
+            f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
+            "allow_global_batch_change=True."
+        )
+
+
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """One line for each thing that differs, with both sides."""
+    lines = []
+    for name in sorted((saved.keys() | ours.keys()) - {"sources"}):
+        if saved.get(name) != ours.get(name):
+            lines.append(f"{name}: {saved.get(name)!r} in the checkpoint, {ours.get(name)!r} in this run")
+    old, new = saved.get("sources", []), ours.get("sources", [])
+    if len(old) != len(new):
+        lines.append(f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run")
+        return lines
+    for place, pair in enumerate(zip(old, new, strict=True)):
+        for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
+            if before != now:
+                lines.append(f"source {place}: {what}: {before!r} in the checkpoint, {now!r} in this run")
+    return lines

@@ -1,0 +1,191 @@
+"""The data module for pretraining: weighted mixtures of packed token files."""
+
+# No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.loader import Request, WorkerOptions
+from lightning_distplus.data.mixture import MixedOrder, Mixture
+from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
+from lightning_distplus.data.position import Position
+from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.data.tokens import MegatronTokens
+from lightning_distplus.world import DataParallel
+
+__all__ = ["Source", "TokenDataModule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One source of a mixture."""
+
+    path: str
+    """Prefix of the pair <path>.bin and <path>.idx."""
+    weight: float = 1.0
+    """Share of the samples, relative to the other sources."""
+    name: str | None = None
+    """Shown in messages; the path by default."""
+
+
+class TokenDataModule(ExactDataModule):
+    """Exact, position-independent resume for pretraining on packed tokens.
+
+    The training data is one endless stream. Global sample g comes from the source and the draw that the weights
+    assign to g; draw k of a source with n samples is sample k mod n of its epoch k // n, each epoch in an order of its
+    own. Global batch s is the samples from s x global_batch on, cut into micro-batches and these into one contiguous
+    slice per data-parallel rank. So the tokens of a step depend on seed, sources and global batch alone, and not on
+    the number of ranks, the micro-batch or the workers. An epoch of the Trainer is (samples of all sources) //
+    (global batch) optimizer steps of that stream; use ``max_steps`` for a run of a given length.
+
+    A batch is ``{"input_ids": x, "shift_labels": y}``, both int64 of shape (micro_batch_size, seq_len), and y[:, t] is
+    the token after x[:, t]. The name is that of Hugging Face: ``labels`` would be shifted a second time by its models,
+    so it is not used. ``model(input_ids=x, labels=y, shift_labels=y).loss`` or
+    ``cross_entropy(logits.flatten(0, 1), y.flatten())``.
+
+    Args:
+        sources: The path of one source, or a list of ``Source`` (or of their dicts).
+        seq_len: Tokens per sample.
+        micro_batch_size: Samples per data-parallel rank and micro-batch.
+        global_batch_size: Samples per optimizer step. The Trainer's accumulation then follows from it. None means
+            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``.
+        val_sources: Validation data, read in order, each source once; weights do not count.
+        seed: Of the order.
+        shuffle: False reads each source from its beginning to its end.
+        num_workers: 0 is fastest for memory-mapped tokens.
+        vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
+        pin_memory: None means: when the Trainer runs on CUDA.
+        persistent_workers: As in ``torch.utils.data.DataLoader``.
+        prefetch_factor: As in ``DataLoader``.
+        allow_global_batch_change: Resume with another global batch.
+        ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
+    """
+
+    def __init__(
+        self,
+        sources: str | list[Source],
+        *,
+        seq_len: int,
+        micro_batch_size: int,
+        global_batch_size: int | None = None,
+        val_sources: str | list[Source] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        vocab_size: int | None = None,
+        pin_memory: bool | None = None,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        allow_global_batch_change: bool = False,
+        ignore_fingerprint: bool = False,
+    ) -> None:
+        super().__init__(
+            micro_batch=micro_batch_size,
+            seed=seed,
+            options=WorkerOptions(
+                num_workers=num_workers, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
+            ),
+            pin_memory=pin_memory,
+            allow_global_batch_change=allow_global_batch_change,
+            ignore_fingerprint=ignore_fingerprint,
+        )
+        self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
+        if not self._sources["train"]:
+            raise ValueError("sources is empty; name at least one source.")
+        self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
+        self._seq_len = seq_len
+        self._global_batch_size = global_batch_size
+        self._shuffle = shuffle
+        self._vocab_size = vocab_size
+        self._files: dict[str, list[MegatronTokens]] = {}
+        self._fingerprints: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        """Opens and checks all sources."""
+        for kind in ("train", "val"):
+            self._fetcher(kind).check_vocabulary()
+        super().setup(stage)
+
+    def _open(self, stage: str) -> list[MegatronTokens]:
+        if stage not in self._files:
+            self._files[stage] = [MegatronTokens(source.path, self._seq_len) for source in self._sources[stage]]
+        return self._files[stage]
+
+    def _num_samples(self, stage: str) -> list[int]:
+        return [tokens.num_samples for tokens in self._open(stage)]
+
+    def _identity(self) -> dict[str, Any]:
+        if not self._fingerprints:
+            self._fingerprints = [tokens.fingerprint() for tokens in self._open("train")]
+        rows = zip(self._fingerprints, self._mixture.numerators, self._num_samples("train"), strict=True)
+        return {
+            "sources": [list(row) for row in rows],
+            "seq_len": self._seq_len,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
+        if wanted is None:
+            return present
+        accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
+        if rest or not accumulation:
+            raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
+        if present not in (1, accumulation):
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
+                f"{accumulation} ({self._micro_batch} samples on {ranks.size} ranks). Leave one of the two out."
+            )
+        if accumulation > 1 and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"global_batch_size={wanted} takes an accumulation of {accumulation}, and with manual optimization the "
+                "Trainer does not accumulate. Leave global_batch_size out."
+            )
+        trainer.accumulate_grad_batches = accumulation
+        return accumulation
+
+    def _num_global_batches(self, geometry: Geometry) -> int:
+        return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
+
+    def _order(self, position: Position) -> tuple[Order, int]:
+        order = MixedOrder(self._mixture, self._num_samples("train"), seed=self._seed, shuffle=self._shuffle)
+        return order, position.consumed_samples
+
+    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
+        for positions, ids in plan:
+            yield Request(ids, positions, epoch)
+
+    def _fetcher(self, stage: str) -> TokenFetcher:
+        names = [source.name or source.path for source in self._sources[stage]]
+        return TokenFetcher(self._open(stage), names=names, seq_len=self._seq_len, vocab_size=self._vocab_size)
+
+    def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
+        sizes = self._num_samples("val")
+        if not sizes:
+            return None
+        return SequentialPlan(num_samples=sum(sizes), micro_batch=self._micro_batch, ranks=ranks, uneven="drop")
+
+    def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
+        ends = np.cumsum(self._num_samples("val"))
+        sources = np.searchsorted(ends, positions, side="right")
+        starts = np.concatenate([[0], ends[:-1]])
+        return Request(np.stack([sources, positions - starts[sources]], axis=1), positions, 0)
+
+
+def _as_sources(sources: str | Sequence[Source | dict[str, Any]]) -> list[Source]:
+    if isinstance(sources, str):
+        return [Source(path=sources)]
+    return [source if isinstance(source, Source) else Source(**source) for source in sources]
+
+
+def _no_fit(wanted: int, micro_batch: int, ranks: DataParallel) -> str:
+    fitting = [size for size in range(1, wanted // ranks.size + 1) if wanted % (size * ranks.size) == 0]
+    remedy = f"micro_batch_size that fits: {', '.join(map(str, fitting))}" if fitting else "no micro_batch_size fits"
+    return (
+        f"global_batch_size={wanted} is no multiple of micro_batch_size={micro_batch} x {ranks.size} data-parallel "
+        f"ranks = {micro_batch * ranks.size}; {remedy}."
+    )

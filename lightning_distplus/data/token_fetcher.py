@@ -1,0 +1,66 @@
+"""Token batches: blocks of several sources, gathered into one batch for a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_distplus.data.loader import Request
+from lightning_distplus.data.tokens import TokenSource
+
+__all__ = ["TokenFetcher"]
+
+_NUM_CHECKED = 64  # blocks of each source whose token ids are checked at setup
+
+
+class TokenFetcher:
+    """Fetches one batch of token blocks.
+
+    Args:
+        sources: Where the blocks are.
+        names: Of the sources, for messages.
+        seq_len: Targets per block.
+        vocab_size: Token ids below this are legal; None means unchecked.
+    """
+
+    def __init__(
+        self, sources: Sequence[TokenSource], *, names: Sequence[str], seq_len: int, vocab_size: int | None
+    ) -> None:
+        self._sources = list(sources)
+        self._names = list(names)
+        self._seq_len = seq_len
+        self._vocab_size = vocab_size
+
+    def __getitems__(self, request: Request) -> dict[str, torch.Tensor]:
+        """Both tensors int64 of shape (num_samples, seq_len); request.ids: (num_samples, 2), source and index."""
+        blocks = np.empty((len(request.ids), self._seq_len + 1), dtype=np.int64)
+        for source in np.unique(request.ids[:, 0]).tolist():
+            rows = request.ids[:, 0] == source
+            blocks[rows] = self._gather(source, request.ids[rows, 1])
+        tokens = torch.from_numpy(blocks)
+        return {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
+
+    def check_vocabulary(self) -> None:
+        """Checks up to 64 blocks of each source, evenly spread.
+
+        Raises:
+            ValueError: A token id is not in the vocabulary.
+        """
+        if self._vocab_size is None:
+            return
+        for place, source in enumerate(self._sources):
+            count = min(_NUM_CHECKED, source.num_samples)
+            self._gather(place, np.linspace(0, source.num_samples - 1, count).astype(np.int64))
+
+    def _gather(self, source: int, indices: NDArray[np.int64]) -> NDArray[np.integer]:
+        blocks = self._sources[source].gather(indices)
+        if self._vocab_size is not None and (blocks.max() >= self._vocab_size or blocks.min() < 0):
+            row, column = np.argwhere((blocks >= self._vocab_size) | (blocks < 0))[0].tolist()
+            raise ValueError(
+                f"Source {self._names[source]} holds the token id {blocks[row, column]} (sample {indices[row]}), and "
+                f"vocab_size is {self._vocab_size}. Prepare the source with the model's tokenizer."
+            )
+        return blocks

@@ -1,0 +1,27 @@
+"""How a process ends with the exit code of the error that ended it."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from lightning_distplus.errors import DistplusError
+
+__all__ = ["install_exit_codes"]
+
+
+def install_exit_codes() -> None:
+    """Chains ``sys.excepthook``, so that an uncaught error of ours ends the process with its code; idempotent."""
+    if not isinstance(sys.excepthook, _ExitCodes):
+        sys.excepthook = _ExitCodes(sys.excepthook)
+
+
+class _ExitCodes:
+    def __init__(self, previous: object) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._previous(kind, error, trace)  # type: ignore[operator]
+        if isinstance(error, DistplusError):
+            # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
+            raise SystemExit(int(error.exit_code))

@@ -1,0 +1,111 @@
+"""Every environment variable that is read or set, with its meaning. Nothing else touches ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = [
+    "DISTPLUS_FAULTS",
+    "DS_ACCELERATOR",
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "WORLD_SIZE",
+    "Variable",
+    "changed",
+    "restore",
+    "snapshot",
+]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name and what it means to us."""
+
+    name: str
+    meaning: str
+
+    def get(self) -> str | None:
+        """The value, or None where it is unset or empty."""
+        return os.environ.get(self.name) or None
+
+    def integer(self) -> int | None:
+        """The value as an integer, or None where it is unset.
+
+        Raises:
+            ValueError: The value is not an integer.
+        """
+        text = self.get()
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(
+                f"The environment variable {self.name} ({self.meaning}) is {text!r}, which is not an integer."
+            ) from None
+
+    def set(self, value: str | int) -> None:
+        """Sets the variable for this process and the processes that it starts."""
+        os.environ[self.name] = str(value)
+
+
+RANK = Variable("RANK", "global rank of this process, set by torchrun")
+LOCAL_RANK = Variable("LOCAL_RANK", "rank within the node, set by torchrun and by Lightning's own launcher")
+WORLD_SIZE = Variable("WORLD_SIZE", "number of processes in the job, set by torchrun")
+NODE_RANK = Variable("NODE_RANK", "index of this node, set by hand for Lightning's own launcher")
+GROUP_RANK = Variable("GROUP_RANK", "index of this node, set by torchrun")
+MASTER_ADDR = Variable("MASTER_ADDR", "host of rank 0")
+MASTER_PORT = Variable("MASTER_PORT", "port of the store on the host of rank 0")
+TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", "id of the job under torchrun")
+TORCHELASTIC_RESTART_COUNT = Variable("TORCHELASTIC_RESTART_COUNT", "how often torchrun has restarted the workers")
+TORCHELASTIC_USE_AGENT_STORE = Variable(
+    "TORCHELASTIC_USE_AGENT_STORE", '"True" when torchrun\'s agent already serves a store at MASTER_ADDR:MASTER_PORT'
+)
+SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
+SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+
+DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment."""
+    return dict(os.environ)
+
+
+def restore(values: Mapping[str, str]) -> None:
+    """Makes the environment exactly ``values``: what is not in it is removed."""
+    for name in set(os.environ) - set(values):
+        del os.environ[name]
+    os.environ.update(values)
+
+
+@contextmanager
+def changed(**values: str | int | None) -> Iterator[None]:
+    """Sets variables for the length of a block and puts the old values back; None removes a variable."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _assign(values)
+        yield
+    finally:
+        _assign(before)
+
+
+def _assign(values: dict[str, str | int | None] | dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)

@@ -1,0 +1,132 @@
+"""The ledger: what happened to a run, one JSON object per line, one append-only file per rank.
+
+Every line has ``time`` (unix seconds), ``rank``, ``attempt`` (restarts before this process), ``seq`` (0, 1, ... within
+one process) and ``kind``; the other fields belong to the kind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["EventLog", "read_events"]
+
+logger = logging.getLogger(__name__)
+
+_RESERVED = frozenset({"time", "rank", "attempt", "seq", "kind"})
+
+
+class EventLog:
+    """Writes one rank's events. It opens its file at the first event and may be used from several threads.
+
+    A disk error never reaches the caller: it is reported once, and the number of lost events stands in the next one
+    that can be written, as ``num_lost``.
+
+    Args:
+        directory: Folder of the ledger; made when missing.
+        rank: Rank of this process.
+        attempt: How often the job was restarted before.
+    """
+
+    def __init__(self, directory: str | Path, rank: int, *, attempt: int = 0) -> None:
+        self.path = Path(directory) / f"events-rank{rank:05d}.jsonl"
+        self._rank = rank
+        self._attempt = attempt
+        self._seq = 0
+        self._num_lost = 0
+        self._has_warned = False
+        self._ends_in_newline = True
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+
+    def write(self, kind: str, /, **fields: Any) -> None:
+        """Appends one event. Values that JSON does not know are written as their text.
+
+        Raises:
+            ValueError: A field has a name that every event has.
+        """
+        if taken := _RESERVED & fields.keys():
+            raise ValueError(f"The event {kind!r} has the fields {sorted(taken)}, which the ledger sets. Rename them.")
+        with self._lock:
+            event = {"time": time.time(), "rank": self._rank, "attempt": self._attempt, "seq": self._seq, "kind": kind}
+            if self._num_lost:
+                event["num_lost"] = self._num_lost
+            self._seq += 1
+            try:
+                self._append(json.dumps({**event, **fields}, default=str).encode() + b"\n")
+                self._num_lost = 0
+            except OSError as error:
+                self._num_lost += 1
+                self._warn_once(error)
+
+    def close(self) -> None:
+        """Closes the file; a later event opens it again."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is None:
+            self._open()
+        assert self._descriptor is not None
+        if not self._ends_in_newline:
+            line = b"\n" + line
+        # One call, so that a reader meets whole lines, save for the last one before a full disk or a kill.
+        num_written = os.write(self._descriptor, line)
+        self._ends_in_newline = num_written == len(line)
+        if not self._ends_in_newline:
+            raise OSError(f"{num_written} of {len(line)} bytes were written")
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size_bytes = os.fstat(descriptor).st_size
+        self._ends_in_newline = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
+        self._descriptor = descriptor
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "rank %d: events cannot be written to %s (%s); training goes on without them.",
+                self._rank,
+                self.path,
+                error,
+            )
+
+
+def read_events(directory: str | Path) -> list[dict[str, Any]]:
+    """All ranks' events, ordered by time, then rank and sequence number. Torn lines are left out.
+
+    Args:
+        directory: Folder of the ledger; a missing one has no events.
+    """
+    events: list[dict[str, Any]] = []
+    for file in sorted(Path(directory).glob("events-rank*.jsonl")):
+        for line in file.read_bytes().split(b"\n"):
+            if (event := _parse(line)) is not None:
+                events.append(event)
+    return sorted(events, key=lambda event: (event["time"], event["rank"], event["seq"]))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and event.keys() >= _RESERVED else None

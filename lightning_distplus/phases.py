@@ -1,0 +1,82 @@
+"""The phase a run is in, and its deadline on every process group."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from lightning_distplus import _compat
+from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
+
+__all__ = ["Phases"]
+
+log = logging.getLogger(__name__)
+
+_TORCHS_PATIENCE = timedelta(minutes=30)  # torch.distributed's own default for a group
+
+
+class Phases:
+    """Gives the phase's deadline, plus a margin, to every process group, also to those that a library makes.
+
+    A deadline may grow at any moment: a rank that waits longer than its peers harms nobody. It may shrink only where
+    all ranks have just met; otherwise a rank that is early would time out on one that is still in the longer phase.
+
+    Args:
+        timeouts: The deadlines; None leaves torch's time-outs alone.
+        on_hang: With ``"report"`` the groups wait for a day.
+    """
+
+    def __init__(self, timeouts: Timeouts | None, on_hang: OnHang = "abort") -> None:
+        self._timeouts = timeouts
+        self._on_hang = on_hang
+        self.current = Phase.SETUP
+        self._in_force = self._deadline
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a rank waits for its peers in this phase, at a gate and in any message of the control plane.
+
+        The phase's deadline; a day with ``on_hang="report"``; with ``timeout=None`` as long as torch waits.
+        """
+        return self.patience_in(self.current)
+
+    def patience_in(self, phase: Phase) -> timedelta:
+        """How long a rank waits for its peers in another phase."""
+        if phase is Phase.RENDEZVOUS:  # nobody can report on a rank that is not there yet
+            return (self._timeouts or Timeouts()).deadline(phase)
+        if self._timeouts is None:
+            return _TORCHS_PATIENCE
+        deadline = self._timeouts.deadline(phase)
+        return deadline if self._on_hang == "abort" else group_timeout(deadline, self._on_hang)
+
+    @property
+    def _deadline(self) -> timedelta:
+        return (self._timeouts or Timeouts()).deadline(self.current)
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """What a group gets now; None where torch's default stays. Above the phase's, until all ranks have met."""
+        return None if self._timeouts is None else group_timeout(self._in_force, self._on_hang)
+
+    def enter(self, phase: Phase) -> None:
+        """Enters a phase, from any rank at any moment; the groups' time-outs only grow."""
+        self.current = phase
+        if self._deadline > self._in_force:
+            self._set(self._deadline)
+
+    def enter_after_meeting(self, phase: Phase) -> None:
+        """Enters a phase when all ranks have just met: the groups' time-outs grow or shrink."""
+        self.current = phase
+        if self._deadline != self._in_force:
+            self._set(self._deadline)
+
+    def _set(self, deadline: timedelta) -> None:
+        self._in_force = deadline
+        self.apply()
+
+    def apply(self) -> None:
+        """Sets the phase's time-out on every group of this process; call it again after groups were made."""
+        timeout = self.group_timeout
+        if timeout is not None:
+            for group in _compat.process_groups():
+                _compat.set_group_timeout(group, timeout)

@@ -1,0 +1,122 @@
+"""FullyShardedDataParallel (FSDP1), resilient, on GPUs and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_distplus import _compat
+from lightning_distplus.strategies.mixin import ResilientStrategy
+
+__all__ = ["ResilientFSDP"]
+
+_CPU = torch.device("cpu")
+
+
+class _FSDPOnAnyDevice(FSDPStrategy):
+    """Lets FSDP1 run on the CPU, where Lightning 2.6.6 names CUDA outright (issues 21804, 21812, 21814)."""
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return bool(self.root_device.type == "cpu")
+
+    def setup_environment(self) -> None:
+        mesh = self.kwargs.get("device_mesh")
+        if isinstance(mesh, (tuple, list)) and self._is_on_cpu:
+            self.kwargs["device_mesh"] = init_device_mesh("cpu", tuple(mesh))
+        super().setup_environment()
+
+    def _setup_model(self, model: Module) -> Module:
+        wrapped: Module | None = getattr(self, "_wrapped", None)
+        if wrapped is None or getattr(wrapped, "module", None) is not model:
+            wrapped = self._wrap(model)
+        # A second fit, or a validation after it, gets the wrapper that is there: what it holds is sharded already.
+        self._wrapped = wrapped
+        return wrapped
+
+    def _wrap(self, model: Module) -> Module:
+        if not self._is_on_cpu or any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return super()._setup_model(model)
+        model = FullyShardedDataParallel(model, **self._wrapping())
+        # The parent would say that it ignores a policy which has just been followed.
+        policy = self.kwargs.pop("auto_wrap_policy", None)
+        try:
+            return super()._setup_model(model)
+        finally:
+            if policy is not None:
+                self.kwargs["auto_wrap_policy"] = policy
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        if self._is_on_cpu:
+            with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._wrapping()):
+                yield
+        else:
+            with super().model_sharded_context():
+                yield
+
+    def _wrapping(self) -> dict[str, Any]:
+        return {
+            "cpu_offload": self.cpu_offload,
+            "mixed_precision": self.mixed_precision_config,
+            "sharding_strategy": self.sharding_strategy,
+            "device_id": _CPU,
+            **self.kwargs,
+        }
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._full_state_dict():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._full_state_dict():
+            return super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        with self._full_state_dict():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _full_state_dict(self) -> AbstractContextManager[None]:
+        return _compat.full_state_dict_without_offload() if self._is_on_cpu else nullcontext()
+
+    def setup(self, trainer: Trainer) -> None:
+        plugin = self.precision_plugin
+        if self._is_on_cpu and type(plugin) is FSDPPrecision and plugin.scaler is None:
+            self.precision_plugin = _FSDPPrecisionOnCPU(cast(Any, plugin.precision))
+        super().setup(trainer)
+
+
+class _FSDPPrecisionOnCPU(FSDPPrecision):
+    """Casts on the CPU; Lightning names CUDA."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self.precision == "bf16-mixed":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return super().forward_context()
+
+
+class ResilientFSDP(ResilientStrategy, _FSDPOnAnyDevice):
+    """``FSDPStrategy`` with deadlines, a step gate and committed checkpoints.
+
+    Args:
+        state_dict_type: ``"sharded"`` by default, unlike the parent: each rank writes its own shard.
+        **kwargs: Everything that ``ResilientStrategy`` and ``FSDPStrategy`` take.
+    """
+
+    strategy_name = "resilient_fsdp"
+    wrapper_class = FullyShardedDataParallel
+
+    def __init__(self, *, state_dict_type: Literal["full", "sharded"] = "sharded", **kwargs: Any) -> None:
+        super().__init__(state_dict_type=state_dict_type, **kwargs)

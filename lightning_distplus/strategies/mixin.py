@@ -1,0 +1,330 @@
+"""What makes a strategy resilient: one rendezvous, a deadline per phase, a gate per step, committed saves."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_distplus import _compat, env
+from lightning_distplus.batch_gate import BatchGate
+from lightning_distplus.control import Address, ControlPlane, GateRecord, connect
+from lightning_distplus.ending import install_exit_codes
+from lightning_distplus.errors import PeerError, PreflightError
+from lightning_distplus.events import EventLog
+from lightning_distplus.phases import Phases
+from lightning_distplus.strategies.saving import CommittedSaves
+from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.world import World
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+__all__ = ["ResilientStrategy"]
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_TIMEOUTS = Timeouts()
+
+
+class ResilientStrategy(_Base):
+    """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
+
+    Args:
+        timeout: One duration (sets the step's deadline), a deadline for each phase, or None (torch's own time-outs).
+        preflight: Whether the launch is checked before the first process group is formed.
+        on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        **kwargs: Everything that the Lightning strategy takes.
+    """
+
+    wrapper_class: ClassVar[type | None] = None
+    """The class to which the parent passes arguments that it does not know."""
+
+    def __init__(
+        self,
+        *,
+        timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
+        preflight: bool = True,
+        on_hang: OnHang = "abort",
+        **kwargs: Any,
+    ) -> None:
+        if on_hang not in ("abort", "report"):
+            raise ValueError(f'on_hang is {on_hang!r}; it is "abort" or "report".')
+        self.timeouts = resolve_timeouts(timeout)
+        self.preflight = preflight
+        self.on_hang: OnHang = on_hang
+        self.phases = Phases(self.timeouts, on_hang)
+        self._plane: ControlPlane | None = None
+        self._gate: BatchGate | None = None
+        self._saves: CommittedSaves | None = None
+        self._events: EventLog | None = None
+        self._first_step = 0
+        self._has_failed = False
+        self._refuse_unknown_arguments(kwargs)
+        super().__init__(**kwargs)
+        # The parent's own time-out only matters where it forms a group itself, which it never does under us.
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane; it is there from ``setup_environment`` on."""
+        assert self._plane is not None, "the control plane is connected in setup_environment"
+        return self._plane
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
+        install_exit_codes()
+        if self.preflight:
+            self._check_number_of_processes()
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""
+        install_exit_codes()
+        self._has_failed = False
+        self.phases.enter(Phase.SETUP)
+        if self.preflight:
+            self._check_number_of_processes()
+        self.set_world_ranks()
+        assert self.accelerator is not None
+        self._plane = connect(self._world(), self._address(), self.phases.patience_in(Phase.RENDEZVOUS))
+        self._plane.listen()
+        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
+        self.accelerator.setup_device(self.root_device)
+        self._form_default_group()
+        with _compat.default_group_timeout(self.phases.group_timeout):
+            super().setup_environment()
+        self.phases.apply()
+
+    def setup(self, trainer: Trainer) -> None:
+        """The parent's set-up; every process group that it makes gets the phase's deadline."""
+        self._open_ledger(trainer)
+        if trainer.state.fn == "fit":
+            self._gate = BatchGate(
+                trainer,
+                self.plane,
+                deadline=lambda: self.phases.patience,
+                on_passed=self._after_gate,
+            )
+        with _compat.default_group_timeout(self.phases.group_timeout):
+            super().setup(trainer)
+        self.phases.apply()
+
+    def _open_ledger(self, trainer: Trainer) -> None:
+        folder = trainer.default_root_dir
+        home = Path("distplus") if "://" in folder else Path(folder) / "distplus"
+        self._events = EventLog(home, self.global_rank, attempt=self._address().attempt)
+        self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        if self._events is not None:
+            self._events.write(kind, **fields)
+
+    def _check_number_of_processes(self) -> None:
+        """Refuses a launcher that started another number of processes than the Trainer expects.
+
+        Raises:
+            PreflightError: On all ranks, with the product spelled out.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        devices, nodes = self._devices_per_node(), self.num_nodes
+        started = None
+        if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
+            started = env.WORLD_SIZE.integer() if environment.creates_processes_externally else None
+        elif environment.creates_processes_externally:
+            started = environment.world_size()
+        if started is not None and started != devices * nodes:
+            product = f"{devices} x {nodes} = {devices * nodes}"
+            raise PreflightError(
+                f"The launcher ({type(environment).__name__}) started {started} processes, but "
+                f"Trainer(devices={devices}, num_nodes={nodes}) expects {product}. Make them equal: torchrun "
+                f"--nnodes {nodes} --nproc-per-node {devices}, srun --nodes {nodes} --ntasks-per-node {devices}, or "
+                "change devices and num_nodes."
+            )
+
+    def _devices_per_node(self) -> int:
+        return len(self.parallel_devices or [])
+
+    def _world(self) -> World:
+        return World(
+            rank=self.global_rank,
+            size=self.world_size,
+            local_rank=self.local_rank,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+        )
+
+    def _address(self) -> Address:
+        environment = self.cluster_environment
+        assert environment is not None
+        return Address(
+            host=environment.main_address,
+            port=environment.main_port,
+            is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
+            job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+            attempt=env.TORCHELASTIC_RESTART_COUNT.integer() or env.SLURM_RESTART_COUNT.integer() or 0,
+        )
+
+    def _form_default_group(self) -> None:
+        """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
+        if dist.is_initialized():
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        env.MASTER_ADDR.set(environment.main_address)
+        env.MASTER_PORT.set(environment.main_port)
+        _compat.init_default_group(
+            self._get_process_group_backend(),
+            store=self.plane.store_for("default-group"),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self.phases.group_timeout,
+            device=self.root_device,
+        )
+
+    def _refuse_unknown_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
+
+        Raises:
+            TypeError: No class takes the argument.
+        """
+        classes = [base for base in type(self).__mro__ if base is not object]
+        if self.wrapper_class is not None:
+            classes.append(self.wrapper_class)
+        known = {name for base in classes for name in inspect.signature(base).parameters}
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} takes no argument {', '.join(map(repr, unknown))}. "
+                f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
+            )
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Puts this rank's random number generators back after a resume, and opens the gate."""
+        super().on_train_start()
+        assert self._gate is not None
+        assert self.lightning_module is not None
+        self._first_step = self.lightning_module.trainer.global_step
+        self._gate.open()
+        self._committed_saves.restore_rng()
+
+    def _after_gate(self, records: list[GateRecord]) -> None:
+        """All ranks have just met: a good moment to shrink the deadline to that of a step."""
+        first_step_done = records[0].global_step > self._first_step
+        self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
+
+    def on_validation_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_predict_start()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def _committed_saves(self) -> CommittedSaves:
+        assert self._saves is not None
+        return self._saves
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
+
+        Raises:
+            PeerFailed: A rank could not save; the previous checkpoint is untouched.
+        """
+        step = checkpoint.get("global_step")
+        self._committed_saves.save(
+            checkpoint,
+            filepath,
+            lambda stage: super(ResilientStrategy, self).save_checkpoint(checkpoint, stage, storage_options),
+            data=self._place_in_data(checkpoint),
+        )
+        self._note("saved", path=str(filepath), global_step=step)
+
+    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        module = self.lightning_module
+        datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
+        return checkpoint.get(type(datamodule).__qualname__)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads what rank 0 has chosen, after verifying it.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed.
+            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
+        """
+        checkpoint = self._committed_saves.load(
+            checkpoint_path,
+            lambda path: super(ResilientStrategy, self).load_checkpoint(path, weights_only),
+        )
+        self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The parent's part.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+        """
+        with self._committed_saves.refusing_another_model():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint together with its manifest."""
+        if self.is_global_zero:
+            self._committed_saves.remove(filepath)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks what happened here; never raises."""
+        super().on_exception(exception)
+        self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
+        if isinstance(exception, SIGTERMException):
+            return  # agreed at the gate: the others raise it as well
+        self._has_failed = True
+        if self._plane is not None:
+            self._plane.report_failure(exception)
+
+    def teardown(self) -> None:
+        """Puts everything back and leaves together; never raises."""
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+        if self._plane is not None:
+            self._leave(self._plane)
+        self._note("end", failed=self._has_failed)
+        super().teardown()
+
+    def _leave(self, plane: ControlPlane) -> None:
+        if self._has_failed:
+            plane.stop_listening()
+            return
+        try:
+            plane.farewell(self.phases.patience_in(Phase.TEARDOWN))
+        except PeerError as error:
+            log.warning("rank %d ends alone: %s", self.global_rank, error)

@@ -1,0 +1,237 @@
+"""Committed saves of a strategy: what goes into a checkpoint beside the parent's state, and what comes back out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
+from lightning_distplus.checkpoint.protocol import SaveInfo, commit
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
+from lightning_distplus.phases import Phases
+from lightning_distplus.rng import rng_state, set_rng_state
+from lightning_distplus.timeouts import Phase
+
+__all__ = ["CommittedSaves"]
+
+log = logging.getLogger(__name__)
+
+_KEY = "lightning_distplus"
+_VERSION = 1
+_SIGNS_OF_ANOTHER_MODEL = (
+    "Missing key",
+    "Unexpected key",
+    "size mismatch",
+    "does not exist in the loaded",
+    "Size mismatch",
+)
+_DIFFERENCES_CHARACTERS = 1000
+_REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
+
+
+class CommittedSaves:
+    """Saves and loads the checkpoints of one strategy.
+
+    Args:
+        plane: The control plane over which the ranks agree.
+        phases: The deadlines.
+        strategy: The name of the strategy, for the manifest.
+    """
+
+    def __init__(self, plane: ControlPlane, phases: Phases, *, strategy: str) -> None:
+        self._plane = plane
+        self._phases = phases
+        self._strategy = strategy
+        self._rng: dict[str, bytes] | None = None
+        self._loaded: str | Path = ""
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        target: str | Path,
+        write: Callable[[Path], object],
+        *,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        """Saves in a stage beside the target and commits it when every rank has succeeded.
+
+        Args:
+            checkpoint: What Lightning has collected; this rank's generators are added.
+            target: Where the checkpoint shall be.
+            write: The parent's own save, given the place in the stage.
+            data: The place in the data, for people who read the manifest.
+
+        Raises:
+            PeerFailed: Another rank could not save; what was at the target is untouched.
+        """
+        path = _local(target)
+        if path is None:
+            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", self._rank, target)
+            write(target)  # type: ignore[arg-type]
+            return
+        before = self._phases.current
+        self._phases.enter(Phase.CHECKPOINT)
+        checkpoint[_KEY] = {"version": _VERSION, "rng": self._gather_rng()}
+        info = SaveInfo(
+            global_step=checkpoint.get("global_step", 0),
+            epoch=checkpoint.get("epoch", 0),
+            strategy=self._strategy,
+            data=_plain(data),
+        )
+        commit(path, write, rank=self._rank, gather=self._gather, info=info)
+        # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
+        self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
+
+    def load(self, path: str | Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Verifies and reads what rank 0 has chosen.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed.
+            CheckpointMismatch: It was saved by a strategy with another layout.
+        """
+        self._phases.enter(Phase.RESUME)
+        local = _local(path)
+        self._loaded = path
+        if local is None:
+            checkpoint = read(path)  # type: ignore[arg-type]
+        else:
+            chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
+            self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            with self.refusing_another_model(chosen):
+                checkpoint = read(chosen)
+        self._remember(checkpoint)
+        return checkpoint
+
+    @contextmanager
+    def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+        """
+        try:
+            yield
+        except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
+            text = str(error)
+            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
+                raise
+            raise CheckpointMismatch(
+                f"The checkpoint {path or self._loaded} is of another model than this run's: {_differences(text)}. "
+                "Build the model that was saved, or start without ckpt_path."
+            ) from error
+
+    def restore_rng(self) -> None:
+        """Puts this rank's generators back to where the checkpoint left them."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def remove(self, path: str | Path) -> None:
+        """Removes a checkpoint together with its manifest."""
+        remove(Path(path))
+
+    @property
+    def _rank(self) -> int:
+        return self._plane.world.rank
+
+    def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._plane.gather_json(name, value, self._phases.patience_in(Phase.CHECKPOINT))
+
+    def _gather_rng(self) -> list[dict[str, bytes]]:
+        """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
+        packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
+        deadline = self._phases.patience_in(Phase.CHECKPOINT)
+        return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
+
+    def _agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0 decides; its answer, or its error, is that of all ranks."""
+        mine: dict[str, Any] = {}
+        error: DistplusError | None = None
+        if self._rank == 0:
+            try:
+                mine = decide()
+            except (CheckpointCorrupt, CheckpointMismatch) as caught:
+                error = caught
+                mine = {"error": str(caught), "type": type(caught).__name__}
+        answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
+        return answer
+
+    def _verify(self, path: Path) -> dict[str, Any]:
+        if not path.exists():
+            raise CheckpointMismatch(
+                f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
+            )
+        if state(path) is CheckpointState.UNMANIFESTED:
+            log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
+            return {}
+        verify_or_raise(path)
+        saved_by = read_manifest(path).strategy
+        if path.is_dir() and saved_by != self._strategy:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
+                f"shards. Resume with {saved_by}, or save a full checkpoint there and load that."
+            )
+        return {}
+
+    def _remember(self, checkpoint: dict[str, Any]) -> None:
+        ours = checkpoint.get(_KEY)
+        if ours is None:
+            return
+        if ours["version"] != _VERSION:
+            raise CheckpointMismatch(
+                f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
+                f"{_VERSION}. Install the version that wrote it."
+            )
+        if len(ours["rng"]) == self._plane.world.size:
+            self._rng = ours["rng"][self._rank]
+        elif self._rank == 0:
+            log.warning(
+                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
+                len(ours["rng"]),
+                self._plane.world.size,
+            )
+
+
+def _plain(data: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The data module's state where JSON can hold it; a state of tensors stays in the checkpoint alone."""
+    try:
+        json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return data
+
+
+def _local(path: str | Path) -> Path | None:
+    """The path, or None for a URL of a remote file system."""
+    return None if "://" in str(path) else Path(path)
+
+
+def _differences(text: str) -> str:
+    """The lines that name tensors, without the frames of the ranks on which they were found."""
+    lines = [line.strip() for line in text.splitlines()]
+    named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+    return "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]
+
+
+def _frame(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+def _read_frames(data: bytes) -> dict[str, bytes]:
+    parts, start = [], 0
+    while start < len(data):
+        size = int.from_bytes(data[start : start + 4], "little")
+        parts.append(data[start + 4 : start + 4 + size])
+        start += 4 + size
+    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,0 +1,61 @@
+"""Test your own multi-rank jobs: start real processes, plant faults in them, prove that they resume exactly."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_distplus.testing.callback import FaultCallback
+    from lightning_distplus.testing.faults import Fault, FaultPlan, FiredFault
+    from lightning_distplus.testing.lightning_run import LightningRun
+    from lightning_distplus.testing.oracles import (
+        Trace,
+        assert_resumes_exactly,
+        assert_same_on_all_ranks,
+        weights_digest,
+    )
+    from lightning_distplus.testing.spawning import SpawnResult, preload, spawn
+
+__all__ = [
+    "Fault",
+    "FaultCallback",
+    "FaultPlan",
+    "FiredFault",
+    "LightningRun",
+    "SpawnResult",
+    "Trace",
+    "assert_resumes_exactly",
+    "assert_same_on_all_ranks",
+    "preload",
+    "spawn",
+    "weights_digest",
+]
+
+_HOMES = {
+    "Fault": "faults",
+    "FaultCallback": "callback",
+    "FaultPlan": "faults",
+    "FiredFault": "faults",
+    "LightningRun": "lightning_run",
+    "SpawnResult": "spawning",
+    "Trace": "oracles",
+    "assert_resumes_exactly": "oracles",
+    "assert_same_on_all_ranks": "oracles",
+    "preload": "spawning",
+    "spawn": "spawning",
+    "weights_digest": "oracles",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that importing this package loads neither torch nor lightning."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

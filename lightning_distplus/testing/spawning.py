@@ -1,0 +1,279 @@
+"""Running a function in real processes, one per rank, within a deadline; none of them survives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from lightning_distplus import env as environment
+from lightning_distplus.testing.faults import FaultPlan, FiredFault
+from lightning_distplus.testing.launchers import Mode, Started, preload, prepare, rank_variables, start
+from lightning_distplus.testing.rank import DUMP_SIGNAL, Job
+from lightning_distplus.timeouts import Duration, parse_duration
+
+__all__ = ["SpawnResult", "preload", "spawn"]
+
+_TAIL_LINES = 30
+_DUMP_S = 0.3
+_KILL_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnResult:
+    """How a spawn ended."""
+
+    exit_codes: dict[int, int | None]
+    """Per rank; a signal is a negative number. None: ended by its launcher, which does not say how."""
+    logs: dict[int, str]
+    """Standard output and error per rank, of all attempts."""
+    results: dict[int, Any]
+    """What the function returned, for the ranks on which it returned."""
+    faults: list[FiredFault] = field(default_factory=list)
+    """The faults that fired, in order of time."""
+    faults_planned: int = 0
+    alive: dict[int, str] = field(default_factory=dict)
+    """Ranks that were still there at the deadline: "running", "stopped" or "not started"."""
+    launcher_log: str = ""
+    """What torchrun, or Lightning's launcher, itself wrote."""
+    elapsed_s: float
+    deadline_s: float
+
+    @property
+    def faults_fired(self) -> int:
+        """How many of the plan's faults fired."""
+        return len(self.faults)
+
+    def check(self) -> SpawnResult:
+        """Returns itself if every rank ended with 0 in time and every planned fault fired.
+
+        Raises:
+            AssertionError: Names the ranks, with the end of their logs.
+        """
+        problems = []
+        if self.alive:
+            states = ", ".join(f"rank {rank} ({state})" for rank, state in self.alive.items())
+            problems.append(f"After {self.deadline_s:g} s these ranks had not ended and were killed: {states}.")
+        failed = {rank: code for rank, code in self.exit_codes.items() if code != 0 and rank not in self.alive}
+        if failed:
+            problems.append("Failed: " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()))
+        if self.faults_fired != self.faults_planned:
+            problems.append(f"{self.faults_fired} of {self.faults_planned} planned faults fired.")
+        if not problems:
+            return self
+        tails = [_tail(f"rank {rank}", self.logs[rank]) for rank in sorted({*failed, *self.alive})]
+        if self.launcher_log:
+            tails.append(_tail("the launcher", self.launcher_log))
+        raise AssertionError("\n".join([*problems, *tails]))
+
+
+def spawn(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    faults: FaultPlan | None = None,
+    deadline: Duration = "60s",
+    mode: Mode = "forkserver",
+    max_restarts: int = 0,
+    env: Mapping[str, str | int | None] | None = None,
+    log_dir: str | Path | None = None,
+) -> SpawnResult:
+    """Runs a function in real processes, one per rank, and waits for all of them.
+
+    A Lightning Trainer inside, with ``devices=world_size``, joins the processes as its ranks.
+
+    Args:
+        fn: An importable function. If its first parameter is called ``rank``, it gets the rank.
+        world_size: The number of ranks.
+        args: Further arguments, picklable.
+        faults: Faults for ``FaultCallback()`` or ``FaultPlan.from_environment().fire(...)`` in the ranks. Give it a
+            record of its own (``plan.recorded_in(path)``) to carry what has fired into another spawn.
+        deadline: The longest run, not counting the first start of the forkserver. Then the ranks write their stacks
+            into their logs and are killed.
+        mode: ``"forkserver"`` forks ranks that have torch and Lightning imported; ``"fresh"`` starts new interpreters;
+            ``"torchrun"`` runs torchrun, with ``max_restarts``; ``"lightning"`` starts one process whose Trainer starts
+            the others. In the last two the launcher sets RANK and its kin.
+        max_restarts: How often torchrun restarts the ranks.
+        env: Variables to set in the ranks, or to remove with None.
+        log_dir: Where to keep the logs; they are in the result anyway.
+
+    Returns:
+        Exit codes, logs, return values and fired faults; call ``.check()`` on it where all ranks must succeed.
+    """
+    _refuse_mistakes(world_size, mode, max_restarts)
+    deadline_s = parse_duration(deadline, field="deadline").total_seconds()
+    with tempfile.TemporaryDirectory(prefix="distplus-spawn-") as folder:
+        plan = faults or FaultPlan()
+        plan = plan if plan.record else plan.recorded_in(Path(folder) / "faults.jsonl")
+        fired_before = len(plan.fired())
+        job = _job(fn, tuple(args), world_size, mode, plan, env or {}, folder, log_dir)
+        prepare(mode)
+        begin = time.monotonic()
+        started, alive = _run(job, world_size, max_restarts, begin + deadline_s)
+        return SpawnResult(
+            exit_codes=_exit_codes(job, started, world_size),
+            logs={rank: _text(job.log(rank)) for rank in range(world_size)},
+            results=_results(job, world_size),
+            faults=plan.fired()[fired_before:],
+            faults_planned=len(plan.faults) - fired_before,
+            alive=alive,
+            launcher_log=_text(Path(job.log_folder) / "launcher.log"),
+            elapsed_s=time.monotonic() - begin,
+            deadline_s=deadline_s,
+        )
+
+
+def _refuse_mistakes(world_size: int, mode: str, max_restarts: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; a job has at least one rank.")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}; it is one of {', '.join(get_args(Mode))}.")
+    if max_restarts and mode != "torchrun":
+        raise ValueError(f'max_restarts is {max_restarts}, but only mode="torchrun" restarts ranks; mode is {mode!r}.')
+
+
+def _job(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    mode: Mode,
+    plan: FaultPlan,
+    changes: Mapping[str, str | int | None],
+    folder: str,
+    log_dir: str | Path | None,
+) -> Job:
+    try:
+        call = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{fn!r} with its arguments cannot be sent to another process: {error}. "
+            "Give a function that stands at the top of a module, and picklable arguments."
+        ) from error
+    log_folder = Path(folder if log_dir is None else log_dir).absolute()
+    log_folder.mkdir(parents=True, exist_ok=True)
+    preparation = multiprocessing.spawn.get_preparation_data("rank")
+    for private in ("authkey", "sys_argv", "name"):  # a launcher starts further ranks from sys.argv
+        preparation.pop(private, None)
+    variables = rank_variables(mode, world_size, changes)
+    variables[environment.DISTPLUS_FAULTS.name] = plan.to_json()
+    return Job(
+        call=call, mode=mode, folder=folder, log_folder=str(log_folder), variables=variables, preparation=preparation
+    )
+
+
+def _run(job: Job, world_size: int, max_restarts: int, until: float) -> tuple[list[Started], dict[int, str]]:
+    """Starts the job and waits; whatever happens, also Ctrl-C, nothing of it is left."""
+    started: list[Started] = []
+    alive: dict[int, str] = {}
+    try:
+        started = start(job, world_size, max_restarts)
+        pause_s = 0.002
+        while any(process.poll() is None for process in started):
+            if time.monotonic() > until:
+                alive = _alive(job, world_size)
+                _dump_stacks(job, alive)
+                break
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, 0.02)
+    finally:
+        _kill_all(job, started, world_size)
+    return started, alive
+
+
+def _alive(job: Job, world_size: int) -> dict[int, str]:
+    """Which ranks have not ended, and in which state the system sees them."""
+    states: dict[int, str] = {}
+    for rank in range(world_size):
+        if job.note(rank, "exit").exists():
+            continue
+        pid = _text(job.note(rank, "pid"))
+        letter = _process_state(pid) if pid else "not started"
+        if letter not in ("Z", "X", ""):
+            states[rank] = {"T": "stopped", "t": "stopped", "not started": "not started"}.get(letter, "running")
+    return states
+
+
+def _process_state(pid: str) -> str:
+    """The state letter of /proc/PID/stat, which follows the name in parentheses; empty when the process is gone."""
+    return _text(Path("/proc") / pid / "stat").rpartition(")")[2].strip()[:1]
+
+
+def _dump_stacks(job: Job, alive: Mapping[int, str]) -> None:
+    for rank, state in alive.items():
+        if state == "running":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(_text(job.note(rank, "pid"))), DUMP_SIGNAL)
+    time.sleep(_DUMP_S)
+
+
+def _kill_all(job: Job, started: Sequence[Started], world_size: int) -> None:
+    """Kills the process groups, and then whatever still has a log of this job open, in whatever group it is."""
+    logs = {str(job.log(rank)) for rank in range(world_size)} | {str(Path(job.log_folder) / "launcher.log")}
+    until = time.monotonic() + _KILL_S
+    while True:
+        for process in started:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # the group is gone, or the rank has not made it yet
+                    os.killpg(process.pid, signal.SIGKILL)
+        holders = _holders_of(logs)
+        for pid in holders:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not holders and all(process.poll() is not None for process in started):
+            return
+        if time.monotonic() > until:
+            raise RuntimeError(f"Processes {holders} of this job do not end {_KILL_S:g} s after SIGKILL.")
+        time.sleep(0.005)
+
+
+def _holders_of(paths: set[str]) -> list[int]:
+    """Processes, other than this one, that have one of the files open. Empty where there is no /proc."""
+    holders = []
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+            if any(str(link.readlink()) in paths for link in (process / "fd").iterdir()):
+                holders.append(int(process.name))
+    return holders
+
+
+def _exit_codes(job: Job, started: Sequence[Started], world_size: int) -> dict[int, int | None]:
+    if job.mode in ("forkserver", "fresh"):
+        return {rank: process.poll() for rank, process in enumerate(started)}
+    codes: dict[int, int | None] = {}
+    for rank in range(world_size):
+        code = _text(job.note(rank, "exit"))
+        codes[rank] = int(code) if code else None
+    if job.mode == "lightning":
+        return {**codes, 0: started[0].poll()}
+    outcome = _text(Path(job.folder) / "outcome.json")
+    failures = {int(rank): code for rank, code in json.loads(outcome or "{}").items()}
+    return {**codes, **failures}
+
+
+def _results(job: Job, world_size: int) -> dict[int, Any]:
+    paths = {rank: job.note(rank, "result") for rank in range(world_size)}
+    return {rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _tail(owner: str, log: str) -> str:
+    lines = log.rstrip().splitlines()[-_TAIL_LINES:]
+    return "\n".join([f"--- end of the log of {owner}", *lines]) if lines else f"--- {owner} wrote nothing"

@@ -1,0 +1,53 @@
+"""Who this process is among the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+__all__ = ["DataParallel", "World"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One process's place in the job.
+
+    Ranks are global process indices in ``range(size)``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"World.size is {self.size}; a job has at least one process.")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"World.rank is {self.rank}; it lies in 0..{self.size - 1}, because World.size is {self.size}."
+            )
+
+    @property
+    def ranks(self) -> range:
+        """All ranks of the job."""
+        return range(self.size)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """This process's place on the data-parallel axis; tensor-parallel peers share it and so get identical batches."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"The data-parallel rank is {self.rank}; it lies in 0..{self.size - 1}.")

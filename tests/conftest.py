@@ -1,0 +1,281 @@
+"""The police of the test suite: a test that leaks something, or exceeds its deadline, fails by name.
+
+Self-contained, because its own tests copy it into a scratch folder and run pytest there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+DEFAULT_DEADLINE_S = 60.0
+TEARDOWN_S = 10.0  # what a teardown gets at least, after a call that used up the deadline
+BACKSTOP_S = 10.0  # how long after the deadline a test that no signal handler can interrupt ends the whole run
+GRACE_S = 2.0  # how long a thread or a process that is on its way out may take
+
+# Set by upstream packages when they are imported or first used; nobody reads them to tell ranks apart.
+UPSTREAM_VARIABLES = {
+    "CUDA_MODULE_LOADING",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+OWN_LOGGERS = ("root", "lightning_distplus", "tests")
+KEPT_BY_MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+TCP_LISTEN = "0A"
+
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=100, database=None)
+settings.load_profile("suite")
+
+stderr_fd: int | None = None  # standard error outside pytest's capture
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a test could leave behind, at one moment."""
+
+    variables: dict[str, str]
+    modules: set[str]
+    has_process_group: bool
+    threads: set[threading.Thread]
+    processes: dict[int, str]
+    signal_handlers: dict[int, Any]
+    log_handlers: dict[tuple[str, int], logging.Handler]
+    listening: dict[str, str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        return cls(
+            variables={name: value for name, value in os.environ.items() if name not in UPSTREAM_VARIABLES},
+            modules=set(sys.modules),
+            has_process_group=_process_group_exists(),
+            threads={thread for thread in threading.enumerate() if _counts(thread)},
+            processes=_descendants(),
+            signal_handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
+            log_handlers=_log_handlers(),
+            listening=_listening_sockets(),
+        )
+
+
+@dataclass
+class Leaks:
+    """The difference between two moments."""
+
+    before: Belongings
+    after: Belongings
+    texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        old, new = self.before, self.after
+        for name in sorted(set(old.variables) | set(new.variables)):
+            was, now = old.variables.get(name), new.variables.get(name)
+            if was != now:
+                self.texts.append(f"environment variable {name}: {was!r} before, {now!r} now")
+        if new.has_process_group and not old.has_process_group:
+            self.texts.append("the default process group of torch.distributed")
+        self.texts += [f"thread {thread.name!r}" for thread in new.threads - old.threads]
+        self.texts += [f"process {pid}: {new.processes[pid]}" for pid in self.processes]
+        for number in self.signals:
+            was, now = old.signal_handlers[number], new.signal_handlers[number]
+            self.texts.append(f"handler of {signal.Signals(number).name}: {was!r} before, {now!r} now")
+        self.texts += [f"log handler {handler!r} of logger {name!r}" for name, handler in self.log_handlers]
+        self.texts += [
+            f"socket that listens on {new.listening[key]}" for key in new.listening if key not in old.listening
+        ]
+
+    @property
+    def processes(self) -> list[int]:
+        return sorted(set(self.after.processes) - set(self.before.processes))
+
+    @property
+    def signals(self) -> list[int]:
+        return [
+            number
+            for number, handler in self.after.signal_handlers.items()
+            if handler != self.before.signal_handlers.get(number)
+        ]
+
+    @property
+    def log_handlers(self) -> list[tuple[str, logging.Handler]]:
+        """New handlers; upstream packages may add theirs in the test that is the first to import them."""
+        fresh = self.after.modules - self.before.modules
+        imported_upstream = any(name.partition(".")[0] not in OWN_LOGGERS for name in fresh)
+        return [
+            (name, handler)
+            for (name, key), handler in self.after.log_handlers.items()
+            if (name, key) not in self.before.log_handlers
+            and (name.partition(".")[0] in OWN_LOGGERS or not imported_upstream)
+        ]
+
+    def clean_up(self) -> None:
+        """Puts things back, so that the next test is not blamed for this one."""
+        for name in set(self.after.variables) - set(self.before.variables):
+            os.environ.pop(name, None)
+        os.environ.update(self.before.variables)
+        if self.after.has_process_group and not self.before.has_process_group:
+            sys.modules["torch.distributed"].destroy_process_group()
+        for pid in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for number in self.signals:
+            signal.signal(number, self.before.signal_handlers[number])
+        for name, handler in self.log_handlers:
+            logging.getLogger(None if name == "root" else name).removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def police() -> Iterator[None]:
+    """Fails the test that leaves something behind. The first fixture of each test, so the last to be torn down."""
+    before = Belongings.now()
+    yield
+    until = time.monotonic() + GRACE_S
+    leaks = Leaks(before, Belongings.now())
+    while leaks.texts and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.05)
+        leaks = Leaks(before, Belongings.now())
+    if leaks.texts:
+        leaks.clean_up()
+        pytest.fail("The test leaks\n  " + "\n  ".join(leaks.texts), pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global stderr_fd
+    config.addinivalue_line("markers", "deadline(seconds): how long the test may take (default 60)")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "soak: long repetition, run by `make chaos`")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        stderr_fd = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("deadline")
+    item.stash[DEADLINE] = Deadline(item.nodeid, float(marker.args[0]) if marker else DEFAULT_DEADLINE_S)
+    with item.stash[DEADLINE]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with item.stash[DEADLINE]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    item.stash[DEADLINE].extend(TEARDOWN_S)
+    with item.stash[DEADLINE]:
+        return (yield)
+
+
+class Deadline:
+    """The end of one test. SIGALRM fails it; where no handler can run, faulthandler ends the whole run."""
+
+    def __init__(self, test: str, seconds: float) -> None:
+        self.test = test
+        self.seconds = seconds
+        self.until = time.monotonic() + seconds
+
+    def extend(self, least_s: float) -> None:
+        self.until = max(self.until, time.monotonic() + least_s)
+
+    def __enter__(self) -> None:
+        left_s = max(self.until - time.monotonic(), 0.001)
+        self._previous = signal.signal(signal.SIGALRM, self._expire)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+        faulthandler.dump_traceback_later(left_s + BACKSTOP_S, exit=True, file=stderr_fd or 2)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._previous)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        os.write(stderr_fd or 2, f"\n{self.test} exceeds its deadline of {self.seconds:g} s. All stacks:\n".encode())
+        faulthandler.dump_traceback(file=stderr_fd or 2, all_threads=True)
+        pytest.fail(f"{self.test} exceeds its deadline of {self.seconds:g} s (@pytest.mark.deadline changes it)")
+
+
+DEADLINE = pytest.StashKey[Deadline]()
+
+
+def _process_group_exists() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _counts(thread: threading.Thread) -> bool:
+    """tqdm keeps one monitor thread for the process; a dummy thread belongs to C code."""
+    return not isinstance(thread, threading._DummyThread) and type(thread).__name__ != "TMonitor"
+
+
+def _descendants() -> dict[int, str]:
+    """Living children, grandchildren and so on, without what multiprocessing keeps for the length of this process."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            letter, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if letter not in "ZX":
+            parents[int(stat.parent.name)] = int(parent)
+    commands: dict[int, str] = {}
+    family = {os.getpid()}
+    while fresh := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
+        family |= fresh
+    for pid in family - {os.getpid()}:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue
+        if parents[pid] != os.getpid() or not any(name in command for name in KEPT_BY_MULTIPROCESSING):
+            commands[pid] = command
+    return commands
+
+
+def _log_handlers() -> dict[tuple[str, int], logging.Handler]:
+    loggers = {
+        name: logger for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)
+    }
+    return {
+        (name, id(handler)): handler
+        for name, logger in {**loggers, "root": logging.root}.items()
+        for handler in logger.handlers
+        if not type(handler).__module__.startswith("_pytest")
+    }
+
+
+def _listening_sockets() -> dict[str, str]:
+    """TCP sockets of this process that listen, by inode."""
+    inodes = set()
+    for link in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone
+            inodes.add(str(link.readlink()))
+    listening: dict[str, str] = {}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        if not Path(table).exists():
+            continue
+        for line in Path(table).read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == TCP_LISTEN and f"socket:[{columns[9]}]" in inodes:
+                listening[columns[9]] = f"port {int(columns[1].rpartition(':')[2], 16)}"
+    return listening

@@ -1,0 +1,179 @@
+"""Exact resume with a real Trainer: samples, augmentation, validations and counters as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_distplus.testing import assert_same_on_all_ranks, spawn
+from tests.distributed.resume_jobs import (
+    Diary,
+    FailsOnce,
+    SaveAt,
+    assert_every_save_resumes_exactly,
+    final_counters,
+    fit,
+    fit_on_ranks,
+    global_batches,
+    map_data,
+    quiet_trainer,
+    token_data,
+    write_tokens,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "three epochs": {"max_epochs": 3, "num_samples": 9},
+    "limited by steps": {"max_epochs": 5, "max_steps": 18},
+    "accumulation": {"max_epochs": 2, "num_samples": 26, "accumulate_grad_batches": 3},
+    "accumulation, last window cut": {"max_epochs": 2, "accumulate_grad_batches": 3, "limit_train_batches": 5},
+    "validation inside the epoch": {"max_epochs": 2, "val_check_interval": 3},
+    "validation across epochs": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
+    "validation inside windows": {"max_epochs": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
+    "validation in every second epoch": {"max_epochs": 4, "num_samples": 9, "check_val_every_n_epoch": 2},
+    "schedule planned beforehand": {"max_epochs": 2, "plans_schedule": True, "accumulate_grad_batches": 2},
+    "sanity check": {"max_epochs": 2, "num_sanity_val_steps": 1},
+}
+
+
+def arguments_of(case: str) -> tuple[Any, dict[str, Any]]:
+    arguments = dict(CASES[case])
+    num_samples = arguments.pop("num_samples", 17)
+    return lambda: map_data(num_samples), arguments
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_save_after_each_batch_resumes_exactly(case: str, tmp_path: Path) -> None:
+    make_data, arguments = arguments_of(case)
+    assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, **arguments) >= 10
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_start",
+        "on_before_optimizer_step",
+        "on_validation_batch_end",
+        "on_validation_end",
+        "on_train_epoch_start",
+        "on_train_epoch_end",
+    ],
+)
+@pytest.mark.parametrize("case", ["limited by steps", "accumulation", "validation inside windows"])
+def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
+    make_data, arguments = arguments_of(case)
+    assert assert_every_save_resumes_exactly(make_data, hook, tmp_path, **arguments) >= 2
+
+
+@pytest.fixture
+def _worker_handler() -> Iterator[None]:
+    """torch sets a handler for SIGCHLD with its first worker, and never takes it back."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
+def test_workers_give_what_the_main_process_gives_after_a_resume_too(options: dict[str, Any], tmp_path: Path) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    undisturbed = fit(map_data(), callbacks=[saver], max_epochs=2)
+    with_workers = fit(map_data(num_workers=2, **options), max_epochs=2)
+    assert with_workers.events == undisturbed.events
+    for path, num_before in (saver.saves[2], saver.saves[7], saver.saves[12]):
+        resumed = fit(map_data(num_workers=2, **options), ckpt_path=path, max_epochs=2)
+        assert resumed.events == undisturbed.events[num_before:]
+        assert final_counters(resumed) == final_counters(undisturbed)
+
+
+@pytest.mark.parametrize("failing_batch", [4, 7, 15])
+def test_save_after_an_error_inside_a_step_resumes_at_that_step(failing_batch: int, tmp_path: Path) -> None:
+    undisturbed = fit(map_data(), max_epochs=2, accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(map_data(), max_epochs=2, accumulate_grad_batches=2, callbacks=[FailsOnce(failing_batch, tmp_path)])
+    resumed = fit(map_data(), max_epochs=2, accumulate_grad_batches=2, ckpt_path=tmp_path / "error.ckpt")
+    assert resumed.events == undisturbed.events[-len(resumed.events) :]
+    assert final_counters(resumed) == final_counters(undisturbed)
+    first = next(event for event in resumed.events if event[0] == "train")
+    assert first[-2] == failing_batch - failing_batch % 2
+
+
+def test_run_that_ended_at_max_steps_goes_on_exactly_with_more_steps(tmp_path: Path) -> None:
+    longer = fit(map_data(), max_epochs=5, max_steps=21)
+    saver = SaveAt("on_train_epoch_end", tmp_path)
+    shorter = fit(map_data(), max_epochs=5, max_steps=13, callbacks=[saver])
+    extended = fit(map_data(), max_epochs=5, max_steps=21, ckpt_path=saver.saves[-1][0])
+    train = [[event for event in run.events if event[0] == "train"] for run in (shorter, extended, longer)]
+    assert train[0] + train[1] == train[2]
+    assert final_counters(extended) == final_counters(longer)
+
+
+def samples(run: Diary) -> list[tuple[Any, ...]]:
+    return [event[3:5] for event in run.events if event[0] == "train"]
+
+
+def test_second_fit_of_a_trainer_goes_on_and_a_new_trainer_begins_anew() -> None:
+    data, model = map_data(), Diary()
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(model, data)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data)
+    whole = fit(map_data(), max_epochs=2)
+    assert samples(model) == samples(whole)
+    assert data.consumed_samples == 32
+    assert samples(fit(data, max_epochs=1)) == samples(whole)[:8]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("corpus")
+    sources = [
+        {"path": write_tokens(folder / "prose", 301), "weight": 0.7, "name": "prose"},
+        {"path": write_tokens(folder / "code", 121, start=10_000), "weight": 0.3, "name": "code"},
+    ]
+    return {"sources": sources}
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens"])
+def test_two_ranks_resume_exactly_on_two_ranks_and_on_one(kind: str, corpus: dict[str, Any], tmp_path: Path) -> None:
+    make_data, data, batch = (map_data, {"num_samples": 50}, "batch_size")
+    if kind == "tokens":
+        make_data, data, batch = (token_data, corpus, "micro_batch_size")
+    settings = {"accumulate_grad_batches": 2}
+
+    def run(world_size: int, micro_batch: int, resume_from: list[int], **arguments: Any) -> dict[int, Any]:
+        job = (make_data, {**data, batch: micro_batch}, world_size, str(tmp_path), resume_from, arguments)
+        return spawn(fit_on_ranks, world_size, args=job, deadline="60s").check().results
+
+    undisturbed = run(2, 2, [], **settings)
+    steps = global_batches(undisturbed)
+    assert len(steps) >= 12
+    if kind == "map":
+        for epoch in (0, 1):
+            assert len({sample for step in range(6 * epoch, 6 * epoch + 6) for sample in steps[step]}) == 48
+    points = [2, 11, 12, 17]
+    assert_same_on_all_ranks({rank: runs[0][1] for rank, runs in undisturbed.items()})
+    for world_size, micro_batch, accumulation in ((2, 2, 2), (1, 8, 1), (1, 2, 4)):
+        resumed = run(world_size, micro_batch, points, accumulate_grad_batches=accumulation)
+        for place, point in enumerate(points):
+            first = (point + 1) // 2
+            assert global_batches(resumed, place) == {step: steps[step] for step in steps if step >= first}
+            assert {runs[place][1] for runs in resumed.values()} == {undisturbed[0][0][1]}
+
+
+def fit_with_tensor_parallel_peers(data: dict[str, Any]) -> dict[int, list[list[int]]]:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    return fit_on_ranks(token_data, data, 4, "", [], {"strategy": strategy, "max_steps": 3, "callbacks": []})[0][0]
+
+
+def test_tensor_parallel_peers_get_identical_batches_and_data_parallel_ranks_different_ones(
+    corpus: dict[str, Any],
+) -> None:
+    seen = spawn(fit_with_tensor_parallel_peers, 4, args=(corpus,), deadline="60s").check().results
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert not {*seen[0][0][0]} & {*seen[2][0][0]}

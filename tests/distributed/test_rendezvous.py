@@ -1,0 +1,276 @@
+"""The rendezvous in real processes: all ranks meet, or each of them says who is missing or in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_distplus import _compat, env
+from lightning_distplus.control import Address, ControlPlane, connect, disconnect, rendezvous
+from lightning_distplus.errors import PeerLost
+from lightning_distplus.testing import spawn
+from lightning_distplus.world import World
+
+NO_DEADLINE = timedelta(seconds=20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """How one process comes to the rendezvous."""
+
+    rank: int
+    size: int
+    job: str = "job"
+    num_nodes: int = 1
+    late_s: float = 0.0
+    stays_s: float = 0.0
+    deadline: timedelta = NO_DEADLINE
+    answer_s: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of it."""
+
+    entered: float
+    left: float
+    pid: int
+    error: str = ""
+    text: str = ""
+    ranks: list[int] = field(default_factory=list)
+    listening_on: list[str] = field(default_factory=list)
+
+
+def enter(rank: int, entrants: dict[int, Entrant]) -> Outcome | None:
+    """Meets the others as ``entrants[rank]`` says; a process that is not among them stays away."""
+    entrant = entrants.get(rank)
+    if entrant is None:
+        return None
+    rendezvous._ANSWER_S = entrant.answer_s
+    time.sleep(entrant.late_s)
+    entered = time.time()
+    world = World(rank=entrant.rank, size=entrant.size, num_nodes=entrant.num_nodes)
+    outcome = Outcome(entered=entered, left=0.0, pid=os.getpid())
+    try:
+        connect(world, _address(entrant.job), entrant.deadline)
+        outcome = replace(outcome, left=time.time(), listening_on=_listening_on(env.MASTER_PORT.integer() or 0))
+    except Exception as error:
+        ranks = getattr(error, "ranks", [])
+        return replace(outcome, left=time.time(), error=type(error).__name__, text=str(error), ranks=ranks)
+    time.sleep(entrant.stays_s)
+    disconnect()
+    return outcome
+
+
+def _address(job: str = "", attempt: int = 0) -> Address:
+    return Address(
+        host=env.MASTER_ADDR.get() or "",
+        port=env.MASTER_PORT.integer() or 0,
+        is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
+        job=job,
+        attempt=attempt,
+    )
+
+
+def _listening_on(port: int) -> list[str]:
+    """The local addresses on which this host listens at a port, as /proc writes them."""
+    tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return [
+        columns[1].rpartition(":")[0] for columns in lines if columns[3] == "0A" and columns[1].endswith(f":{port:04X}")
+    ]
+
+
+def _run(entrants: dict[int, Entrant], **arguments: Any) -> dict[int, Outcome]:
+    found = spawn(enter, max(entrants) + 1, args=(entrants,), deadline="30s", **arguments).check().results
+    return {rank: found[rank] for rank in entrants}
+
+
+@pytest.mark.parametrize("missing", [2, 0])
+def test_every_rank_that_came_names_the_one_that_did_not(missing: int) -> None:
+    """Row S8. One rank enters half a second after the others: it hears of it from the first whose deadline passes."""
+    deadline = timedelta(seconds=1.5)
+    present = [rank for rank in range(4) if rank != missing]
+    entrants = {rank: Entrant(rank=rank, size=4, deadline=deadline) for rank in present}
+    entrants[3] = replace(entrants[3], late_s=0.5)
+
+    found = _run(entrants)
+
+    assert {outcome.error for outcome in found.values()} == {"PeerMissing"}
+    assert [outcome.ranks for outcome in found.values()] == [[missing]] * 3
+    last = max(outcome.entered for outcome in found.values())
+    assert max(outcome.left for outcome in found.values()) < last + deadline.total_seconds() + 1
+    if missing:
+        assert "1 of 4 ranks did not come: rank 2 (never seen, node 0)" in found[1].text
+    else:
+        assert "for rank 0 at 127.0.0.1:" in found[1].text
+
+
+def test_the_node_of_missing_ranks_is_named() -> None:
+    deadline = timedelta(seconds=0.5)
+    entrants = {rank: Entrant(rank=rank, size=4, num_nodes=2, deadline=deadline) for rank in (0, 1)}
+    for outcome in _run(entrants).values():
+        assert outcome.ranks == [2, 3]
+        assert "rank 2 (never seen, node 1), rank 3 (never seen, node 1)" in outcome.text
+
+
+def test_a_stray_rank_of_another_world_size_is_refused_and_disturbs_nobody() -> None:
+    job = {rank: Entrant(rank=rank, size=3, stays_s=1.0) for rank in range(3)}
+    found = _run({**job, 3: Entrant(rank=3, size=8, late_s=0.3)})
+    assert [found[rank].error for rank in range(3)] == [""] * 3
+    assert found[3].error == "RendezvousError"
+    assert "world_size is 8 here and 3 there" in found[3].text
+    assert f"pid {found[3].pid}" in found[3].text
+
+
+def test_a_stray_rank_of_another_job_is_refused() -> None:
+    job = {rank: Entrant(rank=rank, size=2, stays_s=1.0) for rank in range(2)}
+    found = _run({**job, 2: Entrant(rank=1, size=2, job="other", late_s=0.3)})
+    assert (found[0].error, found[1].error, found[2].error) == ("", "", "RendezvousError")
+    assert "job is 'other' here and 'job' there" in found[2].text
+
+
+def test_a_second_process_with_the_same_rank_is_refused_and_both_are_named() -> None:
+    job = {rank: Entrant(rank=rank, size=2, stays_s=1.0) for rank in range(2)}
+    found = _run({**job, 2: Entrant(rank=1, size=2, late_s=0.3)})
+    assert (found[0].error, found[1].error, found[2].error) == ("", "", "RendezvousError")
+    assert "Two processes call themselves rank 1 of 2" in found[2].text
+    assert f"pid {found[1].pid}" in found[2].text
+    assert f"pid {found[2].pid}" in found[2].text
+
+
+def test_a_port_that_another_service_holds_is_one_clear_error_on_every_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        entrants = {rank: Entrant(rank=rank, size=2, answer_s=0.5) for rank in range(2)}
+        found = _run(entrants, env={"MASTER_PORT": port})
+
+    assert [outcome.error for outcome in found.values()] == ["RendezvousError"] * 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in found[0].text
+    assert "set MASTER_PORT to a free one" in found[0].text
+    assert f"reached 127.0.0.1:{port}, but what listens there does not answer" in found[1].text
+    assert all(outcome.left - outcome.entered < 2.5 for outcome in found.values())
+
+
+def test_an_address_that_does_not_resolve_is_one_clear_error() -> None:
+    entrants = {0: Entrant(rank=0, size=2, num_nodes=2)}
+    (outcome,) = _run(entrants, env={"MASTER_ADDR": "no-such-host.invalid"}).values()
+    assert outcome.error == "RendezvousError"
+    assert "cannot listen on no-such-host.invalid" in outcome.text
+    assert "Set MASTER_ADDR to the host of rank 0" in outcome.text
+
+
+def test_on_one_host_the_store_listens_on_the_loopback_interface_only() -> None:
+    found = _run({rank: Entrant(rank=rank, size=2, stays_s=0.2) for rank in range(2)}, env={"MASTER_ADDR": "0.0.0.0"})
+    loopback = {"0100007F"} if sys.byteorder == "little" else {"7F000001"}
+    assert set(found[0].listening_on) == loopback
+
+
+def lose(rank: int, lost: int) -> tuple[list[int], float, str]:
+    plane = connect(World(rank=rank, size=3), _address(), NO_DEADLINE)
+    plane.listen()
+    if rank == lost:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        plane.barrier("never", NO_DEADLINE)
+    except PeerLost as error:
+        plane.report_failure(error)
+        return error.ranks, time.monotonic() - begin, str(error)
+    finally:
+        disconnect()
+    raise AssertionError("the barrier opened")
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        (0, "lost the connection to rank 0, which serves the job's store, during the barrier 'never'"),
+        (1, "waits for the barrier 'never', and the process of rank 1"),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_within_two_seconds(lost: int, text: str) -> None:
+    run = spawn(lose, 3, args=(lost,), deadline="30s")
+    assert run.exit_codes == {rank: -signal.SIGKILL if rank == lost else 0 for rank in range(3)}
+    for ranks, elapsed_s, found in run.results.values():
+        assert ranks == [lost]
+        assert elapsed_s < 2
+        assert text in found
+
+
+def exchange_large(rank: int) -> list[tuple[int, int]]:
+    plane = connect(World(rank=rank, size=3), _address(), NO_DEADLINE)
+    assert connect(World(rank=rank, size=3), _address(), NO_DEADLINE) is plane, "one per process"
+    values = plane.gather("large", bytes([rank]) * (1 << 20), NO_DEADLINE)
+    plane.farewell(NO_DEADLINE)
+    disconnect()
+    return [(len(value), value[0]) for value in values]
+
+
+def test_messages_of_1_mib_pass_through_the_store_of_rank_0() -> None:
+    run = spawn(exchange_large, 3, deadline="30s").check()
+    assert list(run.results.values()) == [[(1 << 20, 0), (1 << 20, 1), (1 << 20, 2)]] * 3
+    assert not any(run.logs.values()), "nothing is printed on the way"
+
+
+def form_group_and_die(rank: int, num_deaths: int, folder: str) -> int:
+    """Rank 0 is killed after each of the first attempts has formed its group."""
+    attempt = env.TORCHELASTIC_RESTART_COUNT.integer() or 0
+    plane = connect(World(rank=rank, size=2), _address(env.TORCHELASTIC_RUN_ID.get() or "", attempt), NO_DEADLINE)
+    _form_group(plane)
+    value = torch.tensor(rank + 1)
+    dist.all_reduce(value)
+    (Path(folder) / f"attempt{attempt:02d}-rank{rank}").write_text(str(int(value)))
+    plane.barrier("all have written", NO_DEADLINE)
+    if attempt < num_deaths:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+    dist.destroy_process_group()
+    plane.farewell(NO_DEADLINE)
+    disconnect()
+    return attempt
+
+
+def _form_group(plane: ControlPlane) -> None:
+    _compat.init_default_group(
+        "gloo",
+        store=plane.store_for("default-group"),
+        rank=plane.world.rank,
+        world_size=plane.world.size,
+        timeout=NO_DEADLINE,
+        device=torch.device("cpu"),
+    )
+
+
+def _restart(num_deaths: int, folder: Path) -> None:
+    run = spawn(
+        form_group_and_die, 2, args=(num_deaths, str(folder)), mode="torchrun", max_restarts=num_deaths,
+        deadline=30 + 10 * num_deaths,
+    ).check()  # fmt: skip
+    assert run.results == {0: num_deaths, 1: num_deaths}
+    formed = sorted(path.name for path in folder.iterdir() if path.read_text() == "3")
+    assert formed == [f"attempt{attempt:02d}-rank{rank}" for attempt in range(num_deaths + 1) for rank in range(2)]
+
+
+@pytest.mark.deadline(60)
+def test_the_ranks_form_their_group_again_after_each_restart_of_torchrun(tmp_path: Path) -> None:
+    _restart(3, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(300)
+def test_the_ranks_form_their_group_again_after_20_of_20_restarts(tmp_path: Path) -> None:
+    _restart(20, tmp_path)

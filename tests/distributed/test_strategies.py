@@ -1,0 +1,228 @@
+"""The four strategies in real processes: deadlines on every group, the CPU, and else the parents' own behaviour."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_distplus.testing import SpawnResult, spawn
+from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
+from tests.distributed import jobs
+
+CPU_DEEPSPEED = {"stage": 2}
+TIMEOUTS = {"setup": "50m", "step": "3m", "validation": "20m", "checkpoint": "40m"}
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    return CPU_DEEPSPEED if "DeepSpeed" in name else {}
+
+
+def seconds(phase: str) -> float:
+    deadline = Timeouts(**TIMEOUTS).deadline(Phase(phase))
+    return group_timeout(deadline).total_seconds()
+
+
+def fit_and_note_timeouts(name: str, arguments: dict[str, Any], folder: str, world_size: int) -> dict[str, list[float]]:
+    notes = jobs.GroupTimeouts()
+    trainer = jobs.trainer(
+        jobs.strategy(name, **arguments), world_size, folder, max_steps=5, val_check_interval=3, callbacks=[notes]
+    )
+    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(8))
+    trainer.save_checkpoint(str(Path(folder) / "end.ckpt"))
+    notes.note("after a save")
+    return notes.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "world_size", "num_groups"),
+    [
+        ("ResilientDDP", {}, 2, 1),
+        ("ResilientFSDP", {}, 2, 1),
+        ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, 4, 3),
+        ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}, 2, 2),
+        ("ResilientModelParallel", {"data_parallel_size": 2, "tensor_parallel_size": 2}, 4, 3),
+        ("ResilientDeepSpeed", {"stage": 1}, 2, 2),
+        ("ResilientDeepSpeed", {"stage": 2}, 2, 2),
+        ("ResilientDeepSpeed", {"stage": 3}, 2, 2),
+    ],
+)
+def test_every_process_group_has_the_deadline_of_its_phase(
+    name: str, arguments: dict[str, Any], world_size: int, num_groups: int, tmp_path: Path
+) -> None:
+    run = spawn(
+        fit_and_note_timeouts,
+        world_size,
+        args=(name, {**arguments, "timeout": TIMEOUTS}, str(tmp_path), world_size),
+        deadline="3m",
+    ).check()
+    for seen in run.results.values():
+        assert len(seen["setup"]) >= num_groups
+        expected = {
+            "setup": "setup",
+            "step": "step",
+            "validation": "validation",
+            "step after validation": "step",
+            "after a save": "checkpoint",
+        }
+        for moment, phase in expected.items():
+            assert set(seen[moment]) == {seconds(phase)}, (moment, seen)
+
+
+def test_timeout_none_leaves_torchs_own_time_outs_also_for_deepspeed(tmp_path: Path) -> None:
+    for name in ("ResilientDDP", "ResilientDeepSpeed"):
+        run = spawn(
+            fit_and_note_timeouts,
+            2,
+            args=(name, {**arguments_of(name), "timeout": None}, str(tmp_path / name), 2),
+            deadline="3m",
+        ).check()
+        assert {value for seen in run.results.values() for values in seen.values() for value in values} == {1800.0}
+
+
+def test_on_hang_report_gives_the_groups_a_day(tmp_path: Path) -> None:
+    arguments = {"timeout": "1m", "on_hang": "report"}
+    run = spawn(fit_and_note_timeouts, 2, args=("ResilientDDP", arguments, str(tmp_path), 2)).check()
+    day = timedelta(hours=24).total_seconds()
+    assert {value for values in run.results[0].values() for value in values} == {day}
+
+
+def losses(name: str, arguments: dict[str, Any], folder: str) -> list[str]:
+    model = jobs.Model()
+    trainer = jobs.trainer(jobs.strategy(name, **arguments), 2, folder, max_steps=6, accumulate_grad_batches=2)
+    trainer.fit(model, jobs.loader())
+    return model.losses
+
+
+@pytest.mark.parametrize(
+    ("ours", "parent", "parents_arguments"),
+    [
+        ("ResilientDDP", "DDPStrategy", {}),
+        ("ResilientModelParallel", "ModelParallelStrategy", {"data_parallel_size": 2, "tensor_parallel_size": 1}),
+    ],
+)
+def test_the_loss_curve_is_the_parents_bit_for_bit(
+    ours: str, parent: str, parents_arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    resilient = spawn(losses, 2, args=(ours, {}, str(tmp_path))).check()
+    stock = spawn(losses, 2, args=(parent, parents_arguments, str(tmp_path))).check()
+    assert len(stock.results[0]) == 12
+    assert resilient.results == stock.results
+
+
+def train_and_resume(name: str, arguments: dict[str, Any], precision: str, folder: str, world_size: int) -> Any:
+    path = str(Path(folder) / "three.ckpt")
+    first = jobs.trainer(jobs.strategy(name, **arguments), world_size, folder, max_steps=3, precision=precision)
+    model = jobs.Model()
+    first.fit(model, jobs.loader())
+    first.save_checkpoint(path)
+    second = jobs.trainer(
+        jobs.strategy(name, **arguments), world_size, folder, max_steps=5, precision=precision, gradient_clip_val=None
+    )
+    resumed = jobs.Model(seed=1)
+    second.fit(resumed, jobs.loader(), ckpt_path=path)
+    return {"step": second.global_step, "before": model.losses, "after": resumed.losses}
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("sharding", "precision"),
+    [
+        ("FULL_SHARD", "32-true"),
+        ("SHARD_GRAD_OP", "bf16-true"),
+        ("NO_SHARD", "32-true"),
+        ("FULL_SHARD", "bf16-mixed"),
+    ],
+)
+def test_fsdp_trains_saves_and_resumes_on_the_cpu(
+    sharding: str, precision: str, state_dict_type: str, tmp_path: Path
+) -> None:
+    arguments = {"sharding_strategy": sharding, "state_dict_type": state_dict_type}
+    check_resumed(spawn(train_and_resume, 2, args=("ResilientFSDP", arguments, precision, str(tmp_path), 2)))
+
+
+def test_fsdp_hybrid_shard_resumes_on_a_mesh_of_two_by_two(tmp_path: Path) -> None:
+    arguments = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    check_resumed(spawn(train_and_resume, 4, args=("ResilientFSDP", arguments, "32-true", str(tmp_path), 4)))
+
+
+def check_resumed(run: SpawnResult) -> None:
+    run.check()
+    for result in run.results.values():
+        assert result["step"] == 5
+        assert len(result["after"]) == 2
+    assert not any("Traceback" in log for log in run.logs.values())
+
+
+def all_entry_points(name: str, arguments: dict[str, Any], folder: str) -> dict[str, Any]:
+    model, data = jobs.Model(), jobs.loader(16)
+    trainer = jobs.trainer(jobs.strategy(name, **arguments), 2, folder, max_epochs=1)
+    trainer.fit(model, data, data)
+    first = trainer.global_step
+    metrics = trainer.validate(model, data, verbose=False)[0]
+    metrics |= trainer.test(model, data, verbose=False)[0]
+    predictions = len(trainer.predict(model, data, return_predictions=True))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data, data)
+    return {"steps": [first, trainer.global_step], "metrics": sorted(metrics), "predictions": predictions}
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_fit_validate_test_predict_and_a_second_fit_run_in_one_process(name: str, tmp_path: Path) -> None:
+    run = spawn(all_entry_points, 2, args=(name, arguments_of(name), str(tmp_path)), deadline="2m").check()
+    expected = {"steps": [4, 8], "metrics": ["test_loss", "val_loss"], "predictions": 4}
+    assert run.results == {0: expected, 1: expected}
+    noise = [line for log in run.logs.values() for line in log.splitlines() if "[c10d]" in line or "Traceback" in line]
+    assert noise == []
+
+
+def fit_by_name(name: str, folder: str) -> str:
+    trainer = jobs.trainer(name, 2, folder, max_steps=2)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return type(trainer.strategy).__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("resilient_ddp", "ResilientDDP"),
+        ("resilient_fsdp", "ResilientFSDP"),
+        ("resilient_model_parallel", "ResilientModelParallel"),
+        ("resilient_deepspeed_stage_1", "ResilientDeepSpeed"),
+    ],
+)
+def test_a_strategy_is_found_by_its_registered_name(name: str, cls: str, tmp_path: Path) -> None:
+    assert set(spawn(fit_by_name, 2, args=(name, str(tmp_path))).check().results.values()) == {cls}
+
+
+def fit_with_hook(folder: str) -> int:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    calls = []
+
+    def counting_hook(state, bucket):  # DDP compares annotations as objects, and here they would be text
+        calls.append(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    strategy = jobs.strategy("ResilientDDP", ddp_comm_hook=counting_hook)
+    jobs.trainer(strategy, 2, folder, max_steps=3).fit(jobs.Model(), jobs.loader())
+    return len(calls)
+
+
+def test_a_ddp_communication_hook_works_on_gloo(tmp_path: Path) -> None:
+    assert set(spawn(fit_with_hook, 2, args=(str(tmp_path),)).check().results.values()) == {3}
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_a_misspelt_argument_is_refused_at_once(name: str) -> None:
+    with pytest.raises(TypeError, match="timout"):
+        jobs.strategy(name, timout="30m")
+
+
+@pytest.mark.parametrize("value", ["30q", -1, "", "${timeout}", {"stepp": "2m"}])
+def test_a_wrong_timeout_is_refused_with_the_accepted_forms(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"30m|Phases"):
+        jobs.strategy("ResilientDDP", timeout=value)

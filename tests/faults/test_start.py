@@ -1,0 +1,83 @@
+"""Starting wrong: every rank says what is wrong, soon, and ends with the exit code for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus.errors import DistplusError, ExitCode
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+ARGUMENTS: dict[str, dict[str, Any]] = {"ResilientDeepSpeed": {"stage": 2}}
+
+
+def fit(rank: int, name: str, devices: int, absent: int | None, folder: str, timeout: Any) -> None:
+    """Fits and notes how long it took to fail, and how; a rank that is absent leaves at once."""
+    if rank == absent:
+        return
+    strategy = jobs.strategy(name, timeout=timeout, **ARGUMENTS.get(name, {}))
+    begin = time.monotonic()
+    try:
+        jobs.trainer(strategy, devices, folder, max_steps=1).fit(jobs.Model(), jobs.loader())
+    except DistplusError as error:
+        seconds = time.monotonic() - begin
+        note = [seconds, isinstance(error, ValueError), getattr(error, "ranks", []), f"{type(error).__name__}: {error}"]
+        Path(folder, f"rank{rank}").write_text("\n".join(map(str, note)))
+        raise
+
+
+def _notes(folder: Path) -> dict[int, tuple[float, bool, str, str]]:
+    """Per rank: seconds until the error, whether it is a ValueError, its ranks, its text."""
+    notes = {}
+    for path in sorted(folder.glob("rank?")):
+        seconds, is_value_error, ranks, text = path.read_text().split("\n", 3)
+        notes[int(path.name[-1])] = (float(seconds), is_value_error == "True", ranks, text)
+    return notes
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_wrong_number_of_devices_is_one_preflight_error_on_all_ranks(name: str, tmp_path: Path) -> None:
+    """Row S5, the count check: torchrun has started two processes for a Trainer that expects one."""
+    variables = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+
+    run = spawn(fit, 2, args=(name, 1, None, str(tmp_path), "20s"), env=variables, deadline="40s")
+
+    assert run.exit_codes == {0: ExitCode.PREFLIGHT, 1: ExitCode.PREFLIGHT}, run.logs
+    notes = _notes(tmp_path)
+    assert set(notes) == {0, 1}
+    for seconds, is_value_error, _, text in notes.values():
+        assert seconds < 5
+        assert is_value_error
+        assert text.startswith("PreflightError: The launcher (TorchElasticEnvironment) started 2 processes, but ")
+        assert "Trainer(devices=1, num_nodes=1) expects 1 x 1 = 1." in text
+        assert "torchrun --nnodes 1 --nproc-per-node 1" in text
+
+
+@pytest.mark.parametrize(("name", "absent"), [("ResilientDDP", 1), ("ResilientFSDP", 0)])
+def test_missing_rank_is_named_by_the_ranks_that_came(name: str, absent: int, tmp_path: Path) -> None:
+    """Row S8 with a Trainer: the rendezvous deadline + 1 s, on every rank that came."""
+    run = spawn(fit, 3, args=(name, 3, absent, str(tmp_path), {"rendezvous": "2s"}), deadline="40s")
+
+    present = [rank for rank in range(3) if rank != absent]
+    assert run.exit_codes == {absent: 0, **dict.fromkeys(present, ExitCode.PEER_LOST)}, run.logs
+    notes = _notes(tmp_path)
+    assert set(notes) == set(present)
+    for seconds, _, ranks, text in notes.values():
+        assert seconds < 3
+        assert ranks == f"[{absent}]"
+        assert text.startswith("PeerMissing: Rank ")
+        assert f"rank {absent}" in text
+
+
+def fit_alone(name: str, folder: str) -> None:
+    trainer = jobs.trainer(jobs.strategy(name), 1, folder, max_steps=2)
+    trainer.fit(jobs.Model(), jobs.loader())
+
+
+def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+    variables = {"WORLD_SIZE": None, "MASTER_ADDR": None, "MASTER_PORT": None, "NODE_RANK": None}
+    spawn(fit_alone, 1, args=("ResilientDDP", str(tmp_path)), env=variables, deadline="40s").check()

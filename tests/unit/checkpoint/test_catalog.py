@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus.checkpoint import (
+    CheckpointState,
+    is_committed,
+    newest_valid,
+    read_manifest,
+    remove,
+    state,
+    verify,
+    verify_or_raise,
+)
+from lightning_distplus.errors import CheckpointCorrupt
+
+KINDS = ["file", "directory"]
+
+
+def data_file(path: Path) -> Path:
+    return path if path.is_file() else path / "model.bin"
+
+
+def meta(path: Path) -> Path:
+    return path / ".distplus" if path.is_dir() else path.parent / ".distplus" / path.name
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(data_file(path).read_bytes())
+    content[len(content) // 2] ^= 4
+    data_file(path).write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(data_file(path), 3)
+
+
+def lengthen(path: Path) -> None:
+    with data_file(path).open("ab") as file:
+        file.write(b"more")
+
+
+def lose_marker(path: Path) -> None:
+    (meta(path) / "commit").unlink()
+
+
+def spoil_marker(path: Path) -> None:
+    (meta(path) / "commit").write_bytes(b"{")
+
+
+def tamper_with_manifest(path: Path) -> None:
+    document = json.loads((meta(path) / "manifest.json").read_bytes())
+    document["global_step"] = 1000
+    (meta(path) / "manifest.json").write_text(json.dumps(document))
+
+
+def raise_manifest_version(path: Path) -> None:
+    document = json.loads((meta(path) / "manifest.json").read_bytes())
+    document["version"] = 9
+    (meta(path) / "manifest.json").write_text(json.dumps(document))
+
+
+def lose_manifest(path: Path) -> None:
+    (meta(path) / "manifest.json").unlink()
+
+
+def make_manifest_unreadable(path: Path) -> None:
+    lose_manifest(path)
+    (meta(path) / "manifest.json").symlink_to("manifest.json")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str, CheckpointState, str]] = [
+    (flip_bit, "full", CheckpointState.COMMITTED, "expected XXH3 digest [0-9a-f]{32}, found [0-9a-f]{32}"),
+    (truncate, "size", CheckpointState.COMMITTED, "expected 7 bytes, found 3 bytes"),
+    (lengthen, "size", CheckpointState.COMMITTED, "expected 7 bytes, found 11 bytes"),
+    (lose_marker, "size", CheckpointState.TORN, "commit: expected a marker .*, found none"),
+    (spoil_marker, "size", CheckpointState.TORN, "commit: expected a marker .*, found a file that is not JSON"),
+    (tamper_with_manifest, "size", CheckpointState.TORN, "commit: expected a marker for the manifest .*, found"),
+    (raise_manifest_version, "size", CheckpointState.TORN, "has manifest version 9; this release reads version 1"),
+    (lose_manifest, "size", CheckpointState.TORN, "manifest.json: expected a readable manifest"),
+    (make_manifest_unreadable, "size", CheckpointState.TORN, "manifest.json: expected a readable manifest"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("damage", "mode", "expected_state", "text"), DAMAGES, ids=[damage[0].__name__ for damage in DAMAGES]
+)
+def test_damaged_checkpoint_is_passed_over_with_one_warning(
+    tmp_path: Path,
+    save: Any,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    damage: Callable[[Path], None],
+    mode: Any,
+    expected_state: CheckpointState,
+    text: str,
+) -> None:
+    old, new = tmp_path / "step=1.ckpt", tmp_path / "step=2.ckpt"
+    save(old, step=1, kind=kind)
+    save(new, step=2, kind=kind)
+    assert newest_valid(tmp_path, verify=mode) == new
+    damage(new)
+    assert state(new) is expected_state
+    assert not verify(new, mode).ok
+    with pytest.raises(CheckpointCorrupt, match=text):
+        verify_or_raise(new, mode)
+    with caplog.at_level(logging.WARNING):
+        assert newest_valid(tmp_path, verify=mode) == old
+    assert len(caplog.records) == 1
+    assert str(new) in caplog.text
+    assert "expected" in caplog.text
+
+
+def test_missing_and_swapped_files_of_a_directory_are_named(tmp_path: Path, save: Any) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, step=1, kind="directory")
+    (path / "model.bin").rename(path / "temporary")
+    (path / "optimizer" / "state.bin").rename(path / "model.bin")
+    (path / "temporary").rename(path / "optimizer" / "state.bin")
+    assert verify(path, "size").ok
+    assert [Path(finding.file).name for finding in verify(path).findings] == ["model.bin", "state.bin"]
+    (path / "model.bin").unlink()
+    (finding,) = verify(path, "size").findings
+    assert (Path(finding.file).name, finding.expected, finding.found) == ("model.bin", "7 bytes", "no file")
+
+
+def test_file_in_place_of_a_directory_is_found(tmp_path: Path, save: Any) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, step=1, kind="directory")
+    (path / "optimizer" / "state.bin").unlink()
+    (path / "optimizer" / "state.bin").mkdir()
+    assert not verify(path, "size").ok
+
+
+def test_newest_is_by_step_then_commit_time_and_never_by_name_or_file_time(tmp_path: Path, save: Any) -> None:
+    for name, step in (("z.ckpt", 5), ("epoch=9-step=9999.ckpt", 7), ("a", 10), ("b.ckpt", 10), ("c.ckpt", 9)):
+        save(tmp_path / name, step=step)
+    os.utime(tmp_path / "z.ckpt", (2e9, 2e9))
+    assert newest_valid(tmp_path) == tmp_path / "b.ckpt"
+    remove(tmp_path / "b.ckpt")
+    assert newest_valid(tmp_path) == tmp_path / "a"
+
+
+def test_folder_that_is_missing_or_holds_none_has_no_newest(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "missing") is None
+    assert newest_valid(tmp_path) is None
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        newest_valid(tmp_path / "file")
+    with pytest.raises(ValueError, match="'full' or 'size'"):
+        newest_valid(tmp_path, verify="quick")  # type: ignore[arg-type]
+
+
+def test_unmanifested_checkpoints_are_told_apart_and_never_returned(
+    tmp_path: Path, save: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "legacy.ckpt").write_bytes(b"weights")
+    (tmp_path / "legacy-folder.ckpt").mkdir()
+    save(tmp_path / "inner" / "x.ckpt", step=1)
+    assert newest_valid(tmp_path) is None
+    assert not caplog.records
+    assert state(tmp_path / "legacy.ckpt") is CheckpointState.UNMANIFESTED
+    assert state(tmp_path / "legacy-folder.ckpt") is CheckpointState.UNMANIFESTED
+    assert state(tmp_path / "none.ckpt") is CheckpointState.MISSING
+    assert not is_committed(tmp_path / "legacy.ckpt")
+    with pytest.raises(CheckpointCorrupt, match=r"is unmanifested .*not saved through a Resilient strategy"):
+        verify_or_raise(tmp_path / "legacy.ckpt")
+    with pytest.raises(CheckpointCorrupt, match="no readable manifest"):
+        read_manifest(tmp_path / "legacy.ckpt")
+
+
+def test_looking_changes_nothing(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.ckpt", step=1, kind="directory")
+    save(tmp_path / "y.ckpt", step=2)
+    lose_marker(tmp_path / "y.ckpt")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert newest_valid(tmp_path) == tmp_path / "x.ckpt"
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_link_has_the_manifest_of_what_it_points_to(tmp_path: Path, save: Any) -> None:
+    for kind in KINDS:
+        path, link = tmp_path / f"{kind}.ckpt", tmp_path / f"last-{kind}.ckpt"
+        save(path, step=1, kind=kind)
+        link.symlink_to(path.name)
+        assert verify(link).ok
+        assert read_manifest(link) == read_manifest(path)
+        assert newest_valid(tmp_path) == path
+        remove(link)
+        assert verify(path).ok
+
+
+def test_broken_and_circular_links_are_no_checkpoints(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.ckpt", step=1)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "broken").symlink_to(tmp_path.parent / "gone")
+    assert newest_valid(tmp_path) == tmp_path / "x.ckpt"
+    assert state(tmp_path / "loop") is CheckpointState.MISSING
+    assert state(tmp_path / "broken") is CheckpointState.MISSING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_moved_with_its_meta_stays_valid(tmp_path: Path, save: Any, kind: str) -> None:
+    path = tmp_path / "here" / "x.ckpt"
+    save(path, step=1, kind=kind)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    assert newest_valid(tmp_path / "there") == tmp_path / "there" / "x.ckpt"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_aside_is_returned_only_while_its_successor_is_not_valid(tmp_path: Path, save: Any, kind: str) -> None:
+    save(tmp_path / "last.ckpt", step=9, content=b"old", kind=kind)
+    aside = tmp_path / ".distplus" / "last.ckpt.aside-0123abcd"
+    shutil.copytree(tmp_path, aside, ignore=shutil.ignore_patterns("*.aside-*"))
+    save(tmp_path / "kept", step=1)
+    shutil.copytree(aside, tmp_path / "spare")
+    save(tmp_path / "last.ckpt", step=8, content=b"new", kind=kind)
+    assert not aside.exists()
+    shutil.move(tmp_path / "spare", aside)
+    assert newest_valid(tmp_path) == tmp_path / "last.ckpt"
+    flip_bit(tmp_path / "last.ckpt")
+    assert newest_valid(tmp_path) == aside / "last.ckpt"
+    assert verify(aside / "last.ckpt").ok
+    remove(aside / "last.ckpt")
+    assert not aside.exists()
+    assert newest_valid(tmp_path) == tmp_path / "kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_remove_takes_payload_meta_and_asides_and_nothing_else(tmp_path: Path, save: Any, kind: str) -> None:
+    save(tmp_path / "x.ckpt", step=2, kind=kind)
+    save(tmp_path / "x", step=1, kind=kind)
+    shutil.copytree(tmp_path / ".distplus", tmp_path / ".distplus" / "x.ckpt.aside-00000000", dirs_exist_ok=True)
+    remove(tmp_path / "x.ckpt")
+    remove(tmp_path / "x.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"x", ".distplus"}
+    assert {path.name for path in (tmp_path / ".distplus").iterdir()} <= {"x"}
+    assert newest_valid(tmp_path) == tmp_path / "x"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_removing_races_end_quietly(tmp_path: Path, save: Any, kind: str) -> None:
+    errors: list[BaseException] = []
+
+    def remove_all() -> None:
+        try:
+            for index in range(20):
+                remove(tmp_path / f"{index}.ckpt")
+                newest_valid(tmp_path)
+        except BaseException as error:
+            errors.append(error)
+
+    for index in range(20):
+        save(tmp_path / f"{index}.ckpt", step=index, kind=kind)
+    threads = [threading.Thread(target=remove_all) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+    assert newest_valid(tmp_path) is None
+    assert {path.name for path in tmp_path.iterdir()} == {".distplus"}
+
+
+def test_killed_removal_leaves_no_half_checkpoint(tmp_path: Path, save: Any, in_child: Any, at_change: Any) -> None:
+    for kind in KINDS:
+        for index in range(20):
+            path = tmp_path / f"{kind}{index}" / "x.ckpt"
+            save(path, step=1, kind=kind)
+
+            def child(index: int = index, path: Path = path) -> None:
+                at_change(index, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+                remove(path)
+
+            status = in_child(child)
+            assert state(path) in (CheckpointState.COMMITTED, CheckpointState.MISSING)
+            assert newest_valid(path.parent) in (path, None)
+            if status == 0:
+                break
+        assert status == 0
+        assert index > 2

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus.checkpoint import (
+    CheckpointState,
+    SaveInfo,
+    commit,
+    gather_alone,
+    is_committed,
+    newest_valid,
+    read_manifest,
+    state,
+    verify,
+)
+from lightning_distplus.errors import ExitCode, PeerFailed, PeerMissing
+
+INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
+
+
+def names_in(folder: Path) -> set[str]:
+    return {child.name for child in folder.iterdir()}
+
+
+def shard_writer(rank: int) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        for index in range(3):
+            (path / f"shard{rank}-{index}.bin").write_bytes(bytes([rank]) * (10 + rank + index))
+
+    return write
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_directory_written_by_all_ranks_is_committed_once(tmp_path: Path, as_ranks: Any, world_size: int) -> None:
+    target = tmp_path / "new" / "step=5.ckpt"
+    ranks = as_ranks(
+        world_size, lambda rank, gather: commit(target, shard_writer(rank), rank=rank, gather=gather, info=INFO)
+    )
+    assert not ranks.errors
+    manifest = ranks.results.pop(0)
+    expected_paths = [f"shard{r}-{i}.bin" for r in range(world_size) for i in range(3)]
+    assert set(ranks.results.values()) <= {None}
+    assert read_manifest(target) == manifest
+    assert [entry.path for entry in manifest.files] == expected_paths
+    assert (manifest.global_step, manifest.epoch, manifest.world_size) == (5, 1, world_size)
+    assert (manifest.strategy, manifest.data) == ("resilient_fsdp", {"consumed_samples": 40})
+    assert abs(manifest.committed_at - time.time()) < 60
+    assert newest_valid(target.parent) == target
+    assert names_in(target.parent / ".distplus") == set()
+
+
+def test_file_that_only_rank_0_writes_is_committed(tmp_path: Path, as_ranks: Any) -> None:
+    target = tmp_path / "step=5.ckpt"
+
+    def save(rank: int, gather: Any) -> object:
+        write = (lambda path: path.write_bytes(b"all")) if rank == 0 else (lambda path: None)
+        return commit(target, write, rank=rank, gather=gather, info=INFO)
+
+    ranks = as_ranks(3, save)
+    assert not ranks.errors
+    assert verify(target).ok
+    assert names_in(tmp_path) == {"step=5.ckpt", ".distplus"}
+    assert names_in(tmp_path / ".distplus") == {"step=5.ckpt"}
+    assert names_in(tmp_path / ".distplus" / "step=5.ckpt") == {"manifest.json", "commit"}
+
+
+def test_rank_0s_target_holds_for_all_ranks(tmp_path: Path, as_ranks: Any) -> None:
+    ranks = as_ranks(
+        2,
+        lambda rank, gather: commit(
+            tmp_path / f"loss=0.{rank}.ckpt", shard_writer(rank), rank=rank, gather=gather, info=INFO
+        ),
+    )
+    assert not ranks.errors
+    assert names_in(tmp_path) == {"loss=0.0.ckpt", ".distplus"}
+    assert len(ranks.results[0].files) == 6
+
+
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_failing_rank_is_named_on_all_ranks_and_the_previous_checkpoint_stays(
+    tmp_path: Path, as_ranks: Any, save: Any, content_of: Any, guilty: int, kind: str
+) -> None:
+    target = tmp_path / "last.ckpt"
+    save(target, step=4, content=b"old", kind=kind)
+
+    def failing_save(rank: int, gather: Any) -> object:
+        def write(path: Path) -> None:
+            shard_writer(rank)(path)
+            if rank == guilty:
+                raise OSError(28, "No space left on device")
+
+        return commit(target, write, rank=rank, gather=gather, info=INFO)
+
+    ranks = as_ranks(3, failing_save)
+    assert not ranks.results
+    assert len({str(error) for error in ranks.errors.values()}) == 1
+    for rank, error in ranks.errors.items():
+        assert isinstance(error, PeerFailed)
+        assert error.ranks == [guilty]
+        assert f"rank {guilty} failed first, in phase 'write', with OSError: [Errno 28]" in str(error)
+        assert isinstance(error.__cause__, OSError) == (rank == guilty)
+        assert error.exit_code == (ExitCode.FAILED if rank == guilty else ExitCode.PEER_LOST)
+    assert newest_valid(tmp_path) == target
+    assert content_of(target) == b"old"
+    assert names_in(tmp_path) == {"last.ckpt", ".distplus"}
+    assert names_in(tmp_path / ".distplus") <= {"last.ckpt"}
+
+
+def test_first_of_several_failing_ranks_is_named(tmp_path: Path, as_ranks: Any) -> None:
+    def save(rank: int, gather: Any) -> object:
+        def write(path: Path) -> None:
+            time.sleep(0.2 * (rank != 1))
+            raise ValueError(f"told by rank {rank}")
+
+        return commit(tmp_path / "x.ckpt", write, rank=rank, gather=gather, info=INFO)
+
+    ranks = as_ranks(2, save)
+    assert "rank 1 failed first, in phase 'write', with ValueError: told by rank 1" in str(ranks.errors[0])
+    assert ranks.errors[0].ranks == [0, 1]
+    assert str(ranks.errors[0].__cause__) == "told by rank 0"
+
+
+def test_save_that_leaves_no_file_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="left no file"):
+        commit(tmp_path / "x.ckpt", lambda path: None, rank=0, gather=gather_alone, info=INFO)
+    assert newest_valid(tmp_path) is None
+
+
+def test_files_that_rank_0_cannot_see_are_refused(tmp_path: Path, as_ranks: Any) -> None:
+    late = tmp_path / "late"
+
+    def save(rank: int, gather: Any) -> object:
+        def gather_and_write(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+            values: list[dict[str, Any]] = gather(name, value)
+            if rank == 1 and name == "checkpoint list":  # appears only for rank 1, after rank 0 has listed
+                next(tmp_path.glob(".distplus/*.stage-*/x.ckpt")).joinpath("alien.bin").write_bytes(b"1")
+                late.touch()
+            return values
+
+        return commit(tmp_path / "x.ckpt", shard_writer(rank), rank=rank, gather=gather_and_write, info=INFO)
+
+    ranks = as_ranks(2, save)
+    assert late.exists()
+    assert "sees alien.bin" in str(ranks.errors[0])
+    assert 1 in ranks.errors[1].ranks
+    assert newest_valid(tmp_path) is None
+
+
+def test_file_that_still_grows_is_refused(tmp_path: Path) -> None:
+    def grow(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+        if name == "checkpoint list":
+            with next(tmp_path.glob(".distplus/*.stage-*/x.ckpt")).open("ab") as file:
+                file.write(b"more")
+        return [value]
+
+    with pytest.raises(PeerFailed, match="had 4 bytes when the save ended on all ranks and has 8 bytes now"):
+        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"part"), rank=0, gather=grow, info=INFO)
+    assert newest_valid(tmp_path) is None
+
+
+def test_lost_peer_ends_the_commit_without_a_checkpoint(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.ckpt", step=1, content=b"old")
+
+    def lonely(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+        if name == "checkpoint digest":
+            raise PeerMissing("rank 1 did not answer", ranks=[1])
+        return [value]
+
+    with pytest.raises(PeerMissing):
+        commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"new"), rank=0, gather=lonely, info=INFO)
+    assert (tmp_path / "x.ckpt").read_bytes() == b"old"
+    assert newest_valid(tmp_path) == tmp_path / "x.ckpt"
+    assert names_in(tmp_path / ".distplus") == {"x.ckpt"}
+
+
+def test_interrupt_during_the_save_stays_an_interrupt_and_reaches_the_others(tmp_path: Path, as_ranks: Any) -> None:
+    def save(rank: int, gather: Any) -> object:
+        def write(path: Path) -> None:
+            if rank == 1:
+                raise KeyboardInterrupt
+
+        return commit(tmp_path / "x.ckpt", write, rank=rank, gather=gather, info=INFO)
+
+    ranks = as_ranks(2, save)
+    assert isinstance(ranks.errors[1], KeyboardInterrupt)
+    assert "KeyboardInterrupt" in str(ranks.errors[0])
+
+
+def test_data_position_that_json_cannot_hold_is_refused_before_the_save() -> None:
+    with pytest.raises(TypeError):
+        SaveInfo(global_step=0, epoch=0, strategy="s", data={"position": b"bytes"})
+
+
+@pytest.mark.parametrize("new", ["file", "directory"])
+@pytest.mark.parametrize("old", ["file", "directory", "legacy file", "legacy directory", "link"])
+def test_any_existing_target_is_replaced(tmp_path: Path, save: Any, content_of: Any, old: str, new: str) -> None:
+    target = tmp_path / "last.ckpt"
+    if old == "legacy file":
+        target.write_bytes(b"legacy")
+    elif old == "legacy directory":
+        target.mkdir()
+        (target / "model.bin").write_bytes(b"legacy")
+    elif old == "link":
+        save(tmp_path / "step=1.ckpt", step=1, content=b"linked")
+        target.symlink_to("step=1.ckpt")
+    else:
+        save(target, step=1, content=b"old", kind=old)
+    for step in (2, 3):
+        save(target, step=step, content=b"new%d" % step, kind=new)
+        assert newest_valid(tmp_path) == target
+        assert not target.is_symlink()
+        assert content_of(target) == b"new%d" % step
+        assert names_in(tmp_path) == {"last.ckpt", ".distplus"} | ({"step=1.ckpt"} if old == "link" else set())
+        assert names_in(tmp_path / ".distplus") <= {"last.ckpt", "step=1.ckpt"}
+    if old == "link":
+        assert verify(tmp_path / "step=1.ckpt").ok
+
+
+def test_earlier_step_replaces_a_later_one(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "last.ckpt", step=100, content=b"old")
+    save(tmp_path / "last.ckpt", step=3, content=b"new")
+    assert read_manifest(tmp_path / "last.ckpt").global_step == 3
+
+
+def test_target_folder_that_is_a_file_fails_on_all_ranks(tmp_path: Path, as_ranks: Any) -> None:
+    (tmp_path / "folder").write_bytes(b"")
+    target = tmp_path / "folder" / "x.ckpt"
+    ranks = as_ranks(2, lambda rank, gather: commit(target, shard_writer(rank), rank=rank, gather=gather, info=INFO))
+    assert [type(error) for error in ranks.errors.values()] == [PeerFailed, PeerFailed]
+    assert "in phase 'begin', with NotADirectoryError" in str(ranks.errors[1])
+
+
+def test_full_disk_fails_on_all_ranks_and_leaves_the_old_one(
+    tmp_path: Path, as_ranks: Any, save: Any, in_child: Any
+) -> None:
+    target = tmp_path / "last.ckpt"
+    save(target, step=1, content=b"old", kind="directory")
+
+    def child() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+        def write(path: Path) -> None:
+            path.mkdir(exist_ok=True)
+            (path / "large.bin").write_bytes(bytes(40_000))
+
+        def failing_save(rank: int, gather: Any) -> object:
+            return commit(target, write if rank == 0 else shard_writer(rank), rank=rank, gather=gather, info=INFO)
+
+        ranks = as_ranks(2, failing_save)
+        assert [type(ranks.errors[rank]) for rank in range(2)] == [PeerFailed, PeerFailed]
+        assert "rank 0 failed first, in phase 'write', with OSError: [Errno 27] File too large" in str(ranks.errors[1])
+
+    assert in_child(child) == 0
+    assert newest_valid(tmp_path) == target
+    assert (target / "model.bin").read_bytes() == b"old"
+    assert names_in(tmp_path / ".distplus") == set()
+
+
+TRANSITIONS = [
+    ("file", "file"),
+    ("directory", "directory"),
+    ("file", "directory"),
+    ("directory", "file"),
+    (None, "file"),
+    (None, "directory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "new_step"),
+    [(*kinds, 9) for kinds in TRANSITIONS] + [("file", "file", 7), ("directory", "directory", 7)],
+)
+def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str | None, new: str, new_step: int
+) -> None:
+    target = tmp_path / "last.ckpt"
+    seen: set[bytes | None] = set()
+    save(tmp_path / "warm-up" / "x.ckpt", step=0, content=b"x", kind=new)
+    for index in range(200):
+        folder = tmp_path / str(index)
+        target = folder / "last.ckpt"
+        folder.mkdir()
+        if old is not None:
+            save(target, step=8, content=b"old", kind=old)
+
+        def child(index: int = index, target: Path = target) -> None:
+            at_change(index, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            save(target, step=new_step, content=b"new", kind=new)
+
+        status = in_child(child)
+        found = newest_valid(folder)
+        seen.add(content_of(found) if found else None)
+        assert found or old is None, f"nothing is left after a kill before change {index}"
+        assert names_in(folder) <= {"last.ckpt", ".distplus"}
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        # The next run resumes and saves under the same name: nothing of the killed one is left.
+        save(target, step=10, content=b"next", kind=new)
+        assert newest_valid(folder) == target
+        assert content_of(target) == b"next"
+        assert names_in(folder / ".distplus") <= {"last.ckpt"} | {p.name for p in folder.glob(".distplus/*.removed-*")}
+    assert status == 0
+    assert index > 10
+    assert seen == {b"old" if old else None, b"new"}
+
+
+@pytest.mark.parametrize(("old", "new"), TRANSITIONS)
+def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str | None, new: str
+) -> None:
+    save(tmp_path / "warm-up" / "x.ckpt", step=0, content=b"x", kind=new)
+    outcomes = {"failed": 0, "saved": 0}
+    for index in range(200):
+        folder = tmp_path / str(index)
+        target = folder / "last.ckpt"
+        folder.mkdir()
+        if old is not None:
+            save(target, step=8, content=b"old", kind=old)
+
+        def child(index: int = index, target: Path = target, folder: Path = folder) -> None:
+            def refuse(event: str) -> None:
+                (tmp_path / f"fired-{index}").symlink_to(event)
+                raise OSError(5, f"planted at {event}")
+
+            at_change(index, refuse)
+            try:
+                save(target, step=9, content=b"new", kind=new)
+            except PeerFailed as error:
+                (tmp_path / f"failed-{index}").write_text(str(error))
+
+        assert in_child(child) == 0
+        if not (tmp_path / f"fired-{index}").is_symlink():
+            break
+        failed = (tmp_path / f"failed-{index}").exists()
+        assert not failed or "planted at" in (tmp_path / f"failed-{index}").read_text()
+        outcomes["failed" if failed else "saved"] += 1
+        expected = (target if old else None) if failed else target
+        assert newest_valid(folder) == expected
+        if expected is not None:
+            assert content_of(target) == (b"old" if failed else b"new")
+    assert outcomes["failed"] > 5  # and an error while the stage is cleared after the commit is not a failed save
+
+
+def test_file_system_without_hard_links_gets_a_copy(tmp_path: Path, save: Any, content_of: Any, in_child: Any) -> None:
+    target = tmp_path / "last.ckpt"
+    save(target, step=1, content=b"old")
+
+    def child() -> None:
+        import errno
+        import sys
+
+        def hook(event: str, args: Any) -> None:
+            if event == "os.link":
+                raise OSError(errno.EPERM, "no hard links here")
+            if event == "os.rename" and "commit.prepared" in str(args[0]) and ".stage-" not in str(args[0]):
+                os.kill(os.getpid(), signal.SIGKILL)  # just before the marker
+
+        sys.addaudithook(hook)
+        save(target, step=2, content=b"new")
+
+    assert in_child(child) == -signal.SIGKILL
+    assert state(target) is CheckpointState.TORN
+    found = newest_valid(tmp_path)
+    assert found is not None
+    assert found.parent.name.startswith("last.ckpt.aside-")
+    assert content_of(found) == b"old"
+    assert found.stat().st_nlink == 1
+
+
+def test_durable_commit_leaves_the_same_as_a_fast_one(tmp_path: Path, save: Any) -> None:
+    for kind in ("file", "directory"):
+        target = tmp_path / kind
+        for content in (b"old", b"new"):
+            writer = {"file": lambda p, c=content: p.write_bytes(c), "directory": shard_writer(1)}[kind]
+            commit(target, writer, rank=0, gather=gather_alone, info=INFO, durable=True)
+        assert is_committed(target)
+        assert verify(target).ok

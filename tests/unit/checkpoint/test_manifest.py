@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
+
+MANIFEST = Manifest(
+    global_step=12,
+    epoch=1,
+    world_size=2,
+    strategy="resilient_fsdp",
+    files=(FileEntry("optimizer/state.bin", 7, "0" * 32), FileEntry("model.bin", 0, "a" * 32)),
+    committed_at=1767225600.25,
+    packages={"torch": "2.13.0"},
+    data={"consumed_samples": 96},
+)
+
+
+def changed(path: str, value: Any) -> str:
+    document = copy.deepcopy(json.loads(MANIFEST.to_json()))
+    *folders, name = path.split(".")
+    place: Any = document
+    for folder in folders:
+        place = place[int(folder)] if folder.isdigit() else place[folder]
+    if value is ...:
+        del place[name]
+    else:
+        place[name] = value
+    return json.dumps(document)
+
+
+def test_manifest_survives_a_round_trip() -> None:
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+    assert MANIFEST.size_bytes == 7
+
+
+def test_manifest_is_readable_text_with_the_version_first() -> None:
+    lines = MANIFEST.to_json().splitlines()
+    assert lines[:3] == ["{", '  "version": 1,', '  "global_step": 12,']
+    assert all(len(line) < 100 for line in lines)
+
+
+def test_unknown_field_is_ignored() -> None:
+    assert Manifest.from_json(changed("from_the_future", [1])) == MANIFEST
+
+
+def test_unknown_version_is_refused_naming_both_sides() -> None:
+    with pytest.raises(CheckpointMismatch, match="has manifest version 2; this release reads version 1"):
+        Manifest.from_json(changed("version", 2))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", ...),
+        ("version", "1"),
+        ("global_step", -1),
+        ("global_step", True),
+        ("global_step", 1.0),
+        ("epoch", None),
+        ("world_size", 0),
+        ("strategy", 3),
+        ("committed_at", "now"),
+        ("committed_at", float("nan")),
+        ("packages", {"torch": 2}),
+        ("packages", ...),
+        ("data", [1]),
+        ("files", []),
+        ("files", {}),
+    ],
+)
+def test_malformed_field_is_named(field: str, value: Any) -> None:
+    with pytest.raises(CheckpointCorrupt, match=f"checkpoint.json: field '{field}': expected .*, found"):
+        Manifest.from_json(changed(field, value), "checkpoint.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("path", "../other"),
+        ("path", "/etc/passwd"),
+        ("path", "a//b"),
+        ("path", "."),
+        ("path", ""),
+        ("path", "optimizer/state.bin"),
+        ("size_bytes", -1),
+        ("xxh3_128", "A" * 32),
+        ("xxh3_128", "a" * 31),
+        ("xxh3_128", ...),
+    ],
+)
+def test_malformed_file_is_named_by_its_index(field: str, value: Any) -> None:
+    with pytest.raises(CheckpointCorrupt, match=rf"files\[1\]: field '{field}': expected"):
+        Manifest.from_json(changed(f"files.1.{field}", value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", b"\xff\xfe\x00"])
+def test_text_that_is_no_object_is_corrupt(text: str | bytes) -> None:
+    with pytest.raises(CheckpointCorrupt, match="expected a JSON"):
+        Manifest.from_json(text)
+
+
+def test_recorded_packages_have_versions() -> None:
+    assert installed_packages()["torch"].split(".")[0].isdigit()
+
+
+def test_importing_the_package_loads_neither_torch_nor_xxhash() -> None:
+    code = (
+        "import sys, lightning_distplus.checkpoint as c\n"
+        "assert not {'torch', 'lightning', 'xxhash'} & sys.modules.keys()\n"
+        "assert all(getattr(c, name) is not None for name in c.__all__)\n"
+        "assert callable(c.commit) and not {'torch', 'lightning'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_distplus.cli.__main__ import COMMANDS, main
+
+
+def test_help_lists_every_command_and_loads_no_torch() -> None:
+    code = "import sys\nfrom lightning_distplus.cli.__main__ import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'lightning' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert all(name in found.stdout for name in COMMANDS)
+    assert found.stdout.endswith("False False\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"]])
+def test_an_unknown_command_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"distplus {name}" in capsys.readouterr().out.replace("[options] ", "")
+
+
+def test_bad_input_of_prepare_is_one_line_and_exit_code_1(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("distplus prepare: The input")
+    assert error.count("\n") == 1

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_distplus import env
+from lightning_distplus.checkpoint import newest_valid, read_manifest
+from lightning_distplus.cli.__main__ import main
+from lightning_distplus.testing import spawn
+
+BORING = "lightning.pytorch.demos.boring_classes"
+DDP = {"class_path": "lightning_distplus.ResilientDDP"}
+
+
+class Scaled(BoringModel):
+    """A model with an argument."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lightning leaves its seeds in the environment, and looks at the arguments of the process."""
+    monkeypatch.setattr(sys, "argv", ["distplus"])
+    before = env.snapshot()
+    yield
+    env.restore(before)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Writes a configuration with changes and returns the arguments that name it."""
+
+    def write(**changes: Any) -> list[str]:
+        trainer = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 2,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "limit_val_batches": 0,
+            "default_root_dir": str(tmp_path / "run"),
+            **changes.pop("trainer", {}),
+        }
+        document = {
+            "seed_everything": 1,
+            "trainer": trainer,
+            "model": {"class_path": f"{BORING}.BoringModel"},
+            "data": {"class_path": f"{BORING}.BoringDataModule"},
+            **changes,
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return ["--config", str(path)]
+
+    return write
+
+
+def printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *argv, "--print_config"])
+    assert ended.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code not in (0, None)
+    return capsys.readouterr().err
+
+
+def test_interpolation_follows_an_option_of_the_command_line(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"class_path": f"{__name__}.Scaled", "init_args": {"scale": "${trainer.max_steps}"}}
+    found = printed([*config(model=model), "--trainer.max_steps=7"], capsys)
+    assert found["model"]["init_args"]["scale"] == 7
+
+
+def test_an_interpolation_that_leads_nowhere_is_named(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"class_path": f"{__name__}.Scaled", "init_args": {"scale": "${trainer.nothing}"}}
+    assert "trainer.nothing" in refused(["fit", *config(model=model)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"trainer": {"max_stepz": 3}}, "max_stepz"),
+        ({"model": {"class_path": f"{BORING}.BoringModel", "init_args": {"widht": 3}}}, "widht"),
+        ({"modle": {"class_path": "x"}}, "modle"),
+        ({"trainer": {"strategy": {**DDP, "init_args": {"timout": "5m"}}}}, "timout"),
+        ({"trainer": {"strategy": {**DDP, "init_args": {"timeout": "5q"}}}}, "5q"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_named(
+    changes: dict[str, Any], name: str, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["fit", *config(**changes)], capsys)
+    assert name in error
+    assert "Traceback" not in error
+
+
+def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.yaml" in refused(["fit", "--config", "nowhere.yaml"], capsys)
+
+
+def test_our_strategies_are_known_by_name(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(config(trainer={"strategy": "resilient_ddp"}), capsys)["trainer"]["strategy"] == "resilient_ddp"
+    assert "resilient_fsdp" in StrategyRegistry
+
+
+def test_fit_saves_the_configuration_and_a_second_start_keeps_a_different_one(config: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["fit", *config(), "--trainer.logger=false"]) == 0
+    first = (run / "config.yaml").read_text()
+    assert main(["fit", *config(), "--trainer.logger=false"]) == 0
+    assert [path.name for path in run.glob("config*.yaml")] == ["config.yaml"]
+    assert main(["fit", *config(), "--trainer.max_steps=3"]) == 0
+    assert (run / "config-1.yaml").read_text() == first
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_the_other_loops_run(subcommand: str, config: Any) -> None:
+    assert main([subcommand, *config(trainer={"limit_val_batches": 1})]) == 0
+
+
+def test_auto_is_refused_where_a_checkpoint_is_needed(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no checkpoint to validate" in refused(["validate", *config(), "--ckpt_path", "auto"], capsys)
+
+
+def test_auto_refuses_checkpoints_that_cannot_be_trusted_unless_told(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "old.ckpt").write_bytes(b"foreign")
+    arguments = ["fit", *config(), "--ckpt_path", "auto"]
+    assert "--allow_fresh" in refused(arguments, capsys)
+    assert main([*arguments, "--allow_fresh"]) == 0
+
+
+def fit(arguments: list[str]) -> int:
+    sys.argv = ["distplus"]
+    return main(["fit", *arguments])
+
+
+def test_auto_continues_a_run_of_a_resilient_strategy(config: Any, tmp_path: Path) -> None:
+    trainer = {"strategy": "resilient_ddp", "devices": 2}
+    arguments = [*config(trainer=trainer), "--ckpt_path", "auto"]
+    first = spawn(fit, 2, args=(arguments,)).check()
+    assert "Restoring states" not in "".join(first.logs.values())
+    second = spawn(fit, 2, args=([*arguments, "--trainer.max_steps=4"],)).check()
+    assert "Restoring states" in "".join(second.logs.values())
+    newest = newest_valid(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert read_manifest(newest).global_step == 4

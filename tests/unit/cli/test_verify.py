@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone
+from lightning_distplus.cli.__main__ import main
+
+
+def save(path: Path, step: int) -> Path:
+    info = SaveInfo(global_step=step, epoch=0, strategy="test")
+    commit(path, lambda stage: stage.write_bytes(b"weights of step %d" % step), info=info, gather=gather_alone, rank=0)
+    return path
+
+
+def test_a_folder_of_sound_checkpoints_is_a_table_by_step_and_exit_code_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "step=10.ckpt", 10)
+    save(tmp_path / "step=9.ckpt", 9)
+    assert main(["verify", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert output.index("step=9.ckpt") < output.index("step=10.ckpt")
+    assert output.count("valid") == 2
+
+
+def test_damaged_torn_and_foreign_checkpoints_are_named_with_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "damaged.ckpt", 1).write_bytes(b"weights of step 7")
+    save(tmp_path / "torn.ckpt", 2)
+    (tmp_path / ".distplus" / "torn.ckpt" / "commit").unlink()
+    (tmp_path / "foreign.ckpt").write_bytes(b"x")
+    (tmp_path / "config.yaml").write_text("not a checkpoint")
+    assert main(["verify", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    for name, verdict in {"damaged": "damaged", "torn": "torn", "foreign": "unverified"}.items():
+        row = next(line for line in output.splitlines() if f"{name}.ckpt" in line)
+        assert verdict in row
+    assert "config.yaml" not in output
+    assert "expected XXH3 digest" in output
+
+
+def test_quick_overlooks_what_only_reading_shows(tmp_path: Path) -> None:
+    path = save(tmp_path / "one.ckpt", 1)
+    path.write_bytes(b"weights of step 7")
+    assert main(["verify", "--quick", str(path)]) == 0
+    assert main(["verify", str(path)]) == 1
+
+
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_no_checkpoint_at_all_is_exit_code_1(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / name)]) == 1
+    assert name in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""The global order: a permutation for every size, frozen by golden vectors, random to simple tests, and fast."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_distplus.data.order import MAX_SAMPLES, ORDER_VERSION, EpochOrder, derive_key, permute, splitmix64
+
+GOLDEN = [
+    (1, 0, [0], 0),
+    (2, 1, [0, 1], 1),
+    (10, derive_key(0, 0, 0), [2, 3, 6, 4, 5, 7, 1, 8], 9),
+    (1000, derive_key(1, 0, 3), [477, 71, 284, 526, 983, 340, 163, 556], 197),
+    (
+        10**9,
+        derive_key(0, 1, 0),
+        [264361154, 29407192, 28464253, 279565460, 593303313, 930063916, 527730133, 949997694],
+        369933094,
+    ),
+    (
+        2**40,
+        derive_key(-5, 2, 2**33),
+        [
+            58337993841,
+            669367989701,
+            395556781684,
+            1034221373216,
+            238756557357,
+            425370411829,
+            123374154910,
+            145447835457,
+        ],
+        900237331659,
+    ),
+]
+
+
+def test_keys_and_order_of_version_1_never_change() -> None:
+    assert ORDER_VERSION == 1
+    assert splitmix64(0) == 16294208416658607535  # the first output of the published generator for seed 0
+    assert derive_key(1, 2, 3) == 15020427595393229491
+    for n, key, first, last in GOLDEN:
+        assert permute(np.arange(len(first)), n, key).tolist() == first
+        assert permute(np.array([n - 1]), n, key).tolist() == [last]
+    whole = permute(np.arange(100_003), 100_003, derive_key(7, 0, 1))
+    assert xxhash.xxh3_64(whole.tobytes()).hexdigest() == "12c4b1ed0f2cc47d"
+
+
+@given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_every_size_is_permuted(n: int, key: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
+
+
+@given(n=st.integers(1, MAX_SAMPLES), key=st.integers(0, 2**64 - 1), start=st.integers(0, MAX_SAMPLES))
+def test_a_window_anywhere_has_distinct_values_in_range(n: int, key: int, start: int) -> None:
+    first = start % n
+    window = np.arange(first, min(first + 500, n))
+    values = permute(window, n, key)
+    assert len(np.unique(values)) == len(window)
+    assert values.min() >= 0
+    assert values.max() < n
+
+
+def test_an_index_does_not_depend_on_the_others_in_the_call() -> None:
+    whole = permute(np.arange(50_000), 50_000, 9)
+    assert [permute(np.array([i]), 50_000, 9).item() for i in (0, 8191, 8192, 49_999)] == whole[
+        [0, 8191, 8192, 49_999]
+    ].tolist()
+    assert permute(np.arange(6).reshape(2, 3), 50_000, 9).tolist() == whole[:6].reshape(2, 3).tolist()
+
+
+@pytest.mark.parametrize("n", [1000, 65_536, 100_003])
+def test_order_passes_tests_that_a_weak_cipher_fails(n: int) -> None:
+    seeds, num_bins = 60, 64
+    neighbours, bins = 0, np.zeros(num_bins)
+    for seed in range(seeds):
+        order = permute(np.arange(n), n, derive_key(seed, 0, 0))
+        neighbours += int((np.abs(np.diff(order)) == 1).sum())
+        bins += np.bincount((np.diff(order) % n) * num_bins // n, minlength=num_bins)
+    expected = seeds * np.bincount(np.arange(1, n) * num_bins // n)  # every difference but 0 is equally likely
+    chi_squared = float(((bins - expected) ** 2 / expected).sum())
+    assert abs(chi_squared - (num_bins - 1)) / np.sqrt(2 * (num_bins - 1)) < 3.5  # 4 rounds at n=1000 give 12
+    assert abs(neighbours / seeds - 2) < 3.5 * np.sqrt(2 / seeds)
+
+
+def test_tiny_orders_reach_every_permutation_equally_often() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(6000):
+        order = tuple(permute(np.arange(3), 3, derive_key(seed, 0, 0)).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 6
+    assert max(counts.values()) < 1.3 * min(counts.values())
+
+
+def test_seed_source_and_epoch_each_change_the_order() -> None:
+    def order(**parts: int) -> list[int]:
+        return EpochOrder(num_samples=1000, **{"seed": 0, **parts})(np.arange(1000)).tolist()
+
+    orders = [order(), order(seed=1), order(source=1), order(epoch=1), order(seed=-1)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert order(seed=0, epoch=1) != order(seed=1, epoch=0)
+
+
+def test_unshuffled_order_is_the_identity_and_begins_again_at_its_end() -> None:
+    order = EpochOrder(num_samples=5, seed=3, shuffle=False)
+    assert order(np.arange(7)).tolist() == [0, 1, 2, 3, 4, 0, 1]
+    shuffled = EpochOrder(num_samples=5, seed=3)(np.arange(7)).tolist()
+    assert shuffled[5:] == shuffled[:2]
+
+
+@pytest.mark.parametrize("n", [0, -1, MAX_SAMPLES + 1])
+def test_impossible_size_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match=f"not {n}"):
+        permute(np.array([0]), n, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_index_outside_the_order_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=r"Indices lie in 0\.\.9"):
+        permute(np.array([index]), 10, 0)
+
+
+def test_a_block_costs_at_most_100_ns_per_index() -> None:
+    indices = np.random.default_rng(0).integers(0, 10**9, 4096)
+    best = float("inf")
+    for _ in range(50):
+        begin = time.perf_counter()
+        permute(indices, 10**9, 7)
+        best = min(best, time.perf_counter() - begin)
+    assert best / 4096 < 100e-9

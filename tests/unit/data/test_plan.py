@@ -1,0 +1,98 @@
+"""Cutting the order into batches: every position once, the same global batches on any number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_distplus.data.order import EpochOrder
+from lightning_distplus.data.plan import EpochPlan, Geometry, SequentialPlan, num_global_batches
+from lightning_distplus.world import DataParallel
+
+
+def geometry(micro_batch: int, accumulation: int = 1, size: int = 1, rank: int = 0) -> Geometry:
+    return Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=DataParallel(rank=rank, size=size))
+
+
+def global_batches(micro_batch: int, accumulation: int, size: int, first_batch: int, first_position: int) -> list:
+    """The ids of each optimizer step: micro-steps in order, ranks in order."""
+    num_batches = 12 * accumulation
+    order = EpochOrder(num_samples=12 * 24, seed=0)
+    plans = [
+        EpochPlan(
+            order=order,
+            geometry=geometry(micro_batch, accumulation, size, rank),
+            first_batch=first_batch,
+            first_position=first_position,
+            num_batches=num_batches,
+        )
+        for rank in range(size)
+    ]
+    micro_steps = [np.concatenate([ids for _, ids in step]) for step in zip(*plans, strict=True)]
+    steps = [micro_steps[i : i + accumulation] for i in range(0, len(micro_steps), accumulation)]
+    return [np.concatenate(step).tolist() for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("size", "micro_batch", "accumulation"), [(1, 8, 3), (2, 4, 3), (3, 8, 1), (4, 3, 2), (8, 3, 1)]
+)
+def test_global_batches_do_not_depend_on_how_they_are_cut(size: int, micro_batch: int, accumulation: int) -> None:
+    expected = global_batches(24, 1, 1, 0, 0)
+    assert global_batches(micro_batch, accumulation, size, 0, 0) == expected
+    assert global_batches(micro_batch, accumulation, size, 5 * accumulation, 5 * 24) == expected[5:]
+
+
+def test_ids_of_one_batch_are_those_of_the_iteration() -> None:
+    plan = EpochPlan(
+        order=EpochOrder(num_samples=10**6, seed=0),
+        geometry=geometry(8, 1, size=4, rank=2),
+        first_batch=3,
+        first_position=3 * 32,
+        num_batches=3000,
+    )
+    for batch, (positions, ids) in enumerate(plan, start=3):
+        if batch % 500 < 3:
+            assert ids.tolist() == plan.ids(batch).tolist()
+            assert positions.tolist() == list(range(batch * 32 + 16, batch * 32 + 24))
+
+
+@given(
+    num_samples=st.integers(1, 500),
+    micro_batch=st.integers(1, 9),
+    size=st.integers(1, 5),
+    uneven=st.sampled_from(["drop", "pad"]),
+)
+def test_validation_reads_every_sample_once_with_equally_many_batches_per_rank(
+    num_samples: int, micro_batch: int, size: int, uneven
+) -> None:
+    plans = [
+        SequentialPlan(
+            num_samples=num_samples,
+            micro_batch=micro_batch,
+            ranks=DataParallel(rank=rank, size=size),
+            uneven=uneven,
+        )
+        for rank in range(size)
+    ]
+    batches = [list(plan) for plan in plans]
+    assert {len(one) for one in batches} == {len(plans[0])}
+    positions = np.sort(np.concatenate([np.zeros(0, np.int64), *[p for one in batches for p in one]]))
+    rest = num_samples % size
+    expected = num_samples - rest if uneven == "drop" else num_samples + (size - rest if rest else 0)
+    assert positions.tolist() == list(range(expected))
+    assert all(0 < len(p) <= micro_batch for one in batches for p in one)
+
+
+def test_uneven_end_is_dropped_padded_or_refused() -> None:
+    cut = geometry(4, accumulation=2, size=3)
+    assert num_global_batches(100, cut, "drop") == 4
+    assert num_global_batches(100, cut, "pad") == 5
+    assert num_global_batches(96, cut, "error") == 4
+    with pytest.raises(ValueError, match=r"100 samples are 4 global batches of 24 .* and 4 samples more"):
+        num_global_batches(100, cut, "error")
+    with pytest.raises(ValueError, match="23 samples, fewer than one global batch of 24"):
+        num_global_batches(23, cut, "drop")
+    with pytest.raises(ValueError, match=r"10 validation samples do not divide by 3 .*\(1 remain\)"):
+        SequentialPlan(num_samples=10, micro_batch=2, ranks=DataParallel(size=3), uneven="error")

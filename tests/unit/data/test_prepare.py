@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_distplus.data.prepare import END_OF_DOCUMENT, Progress, prepare
+from lightning_distplus.data.tokens import MegatronTokens
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "the cat sat on the mat\nand the dog sat on the log\n" * 40
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.txt").write_text("second " + TEXT)
+    (folder / "a.txt").write_text("first " + TEXT)
+    (folder / "sub" / "c.jsonl").write_text("".join(json.dumps({"text": f"line {n} {TEXT}"}) + "\n" for n in range(3)))
+    (folder / ".hidden").write_bytes(b"\xff\xfe")
+    return folder
+
+
+def tokens_of(prefix: Path) -> list[int]:
+    source = MegatronTokens(prefix, seq_len=1)
+    return np.fromfile(prefix.with_suffix(".bin"), dtype=source.dtype).tolist()
+
+
+def test_prepared_tokens_decode_to_the_documents_in_sorted_order(corpus: Path, tmp_path: Path) -> None:
+    result = prepare([corpus], tmp_path / "out", vocab_size=270, append_eod=True)
+    codec = tokenizers.Tokenizer.from_file(str(tmp_path / "out.tokenizer.json"))
+    text = codec.decode(tokens_of(result.prefix), skip_special_tokens=False)
+    expected = ["first " + TEXT, "second " + TEXT, *(f"line {n} {TEXT}" for n in range(3))]
+    assert text == "".join(document + END_OF_DOCUMENT for document in expected)
+    assert (result.num_documents, result.dtype, result.vocab_size) == (5, "uint16", 270)
+    assert MegatronTokens(result.prefix, seq_len=8).num_documents == 5
+    assert MegatronTokens(result.prefix, seq_len=8).num_tokens == result.num_tokens
+
+
+def test_the_same_files_give_the_same_bytes_in_another_process(corpus: Path, tmp_path: Path) -> None:
+    prepare([corpus], tmp_path / "one", vocab_size=300)
+    command = [sys.executable, "-m", "lightning_distplus.cli", "prepare", str(corpus), "--vocab_size=300"]
+    subprocess.run([*command, "--output", str(tmp_path / "two")], check=True, timeout=50, capture_output=True)
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+
+
+def test_a_long_document_is_read_in_pieces_and_stays_one_document(tmp_path: Path) -> None:
+    text = "".join(f"row {number} of a long file\n" for number in range(60_000))  # 1.5 MB
+    (tmp_path / "long.txt").write_text(text)
+    result = prepare([tmp_path / "long.txt"], tmp_path / "out", vocab_size=300)
+    codec = tokenizers.Tokenizer.from_file(str(result.tokenizer))
+    assert result.num_documents == 1
+    assert codec.decode(tokens_of(result.prefix)) == text
+
+
+def test_a_given_tokenizer_is_used_and_not_copied(corpus: Path, tmp_path: Path) -> None:
+    first = prepare([corpus / "a.txt"], tmp_path / "first", vocab_size=300)
+    second = prepare([corpus / "a.txt"], tmp_path / "second", tokenizer=first.tokenizer)
+    assert tokens_of(second.prefix) == tokens_of(first.prefix)
+    assert not (tmp_path / "second.tokenizer.json").exists()
+
+
+def test_max_bytes_ends_before_the_document_that_would_exceed_it(corpus: Path, tmp_path: Path) -> None:
+    size = (corpus / "a.txt").stat().st_size
+    result = prepare([corpus], tmp_path / "out", vocab_size=300, max_bytes=size + 10)
+    assert (result.num_documents, result.num_bytes) == (1, size)
+
+
+def test_progress_ends_at_the_total_of_both_stages(corpus: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    prepare([corpus], tmp_path / "out", vocab_size=300, on_progress=seen.append)
+    last = {progress.stage: progress for progress in seen}
+    assert set(last) == {"tokenizer", "tokens"}
+    assert all(progress.done_bytes == progress.total_bytes for progress in last.values())
+
+
+BAD_INPUT = {
+    "bad encoding names file and offset": (b"good\n\xff bad", ".txt", {}, ["bad.txt", "0xff", "offset 5"]),
+    "bad encoding in a later line counts from the file": (
+        b'{"text": "x"}\n\xff',
+        ".jsonl",
+        {},
+        ["bad.jsonl", "offset 14"],
+    ),
+    "empty file": (b"", ".txt", {}, ["no text", "bad.txt"]),
+    "empty lines only": (b"\n\n", ".jsonl", {}, ["no text"]),
+    "missing key names the line": (b'{"text": "x"}\n{"body": "y"}\n', ".jsonl", {}, ["line 2", "'text'", "'body'"]),
+    "a line that is no object": (b"[1]\n", ".jsonl", {}, ["line 1", "a list"]),
+    "a line that is no JSON": (b"{\n", ".jsonl", {}, ["line 1", "not JSON"]),
+    "a text that is no string": (b'{"text": 1}\n', ".jsonl", {}, ["line 1", "int"]),
+    "tiny vocabulary": (b"text", ".txt", {"vocab_size": 10}, ["vocab_size is 10", "257"]),
+    "two vocabularies": (b"text", ".txt", {"vocab_size": 300, "tokenizer": "t.json"}, ["Drop one"]),
+    "max_bytes below the first document": (b"text", ".txt", {"max_bytes": 1}, ["max_bytes=1"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_named_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    content, suffix, options, words = BAD_INPUT[case]
+    source = tmp_path / f"bad{suffix}"
+    source.write_bytes(content)
+    with pytest.raises(ValueError, match=r".") as caught:
+        prepare([source], tmp_path / "deep" / "out", **{"vocab_size": 300, **options})
+    for word in words:
+        assert word in str(caught.value)
+    assert not list((tmp_path / "deep").glob("*"))
+
+
+def test_a_vocabulary_that_does_not_fit_the_type_is_refused(tmp_path: Path) -> None:
+    vocabulary = {f"t{number}": number for number in range(70_000)}
+    codec = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    codec.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("t1 t69999")
+    with pytest.raises(ValueError, match=r"largest id is 69999; uint16 holds at most 65535"):
+        prepare([tmp_path / "text.txt"], tmp_path / "out", tokenizer=tmp_path, dtype="uint16")
+    assert prepare([tmp_path / "text.txt"], tmp_path / "out", tokenizer=tmp_path).dtype == "int32"
+
+
+def test_an_end_token_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
+    codec = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    codec.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a a")
+    with pytest.raises(ValueError, match="none of the end tokens"):
+        prepare([tmp_path / "text.txt"], tmp_path / "out", tokenizer=tmp_path, append_eod=True)
+
+
+def test_an_existing_target_is_kept_unless_told_otherwise(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.idx").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"out\.idx exists already"):
+        prepare([corpus], tmp_path / "out", vocab_size=300)
+    assert (tmp_path / "out.idx").read_text() == "precious"
+    prepare([corpus], tmp_path / "out", vocab_size=300, overwrite=True)
+    assert MegatronTokens(tmp_path / "out", seq_len=8).num_documents == 5
+
+
+def test_a_failed_overwrite_leaves_the_old_pair(corpus: Path, tmp_path: Path) -> None:
+    prepare([corpus], tmp_path / "out", vocab_size=300)
+    before = tokens_of(tmp_path / "out")
+    (corpus / "z.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepare([corpus], tmp_path / "out", vocab_size=300, overwrite=True)
+    assert tokens_of(tmp_path / "out") == before
+
+
+def test_a_missing_input_and_an_empty_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        prepare([tmp_path / "nowhere"], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no file in .*empty"):
+        prepare([tmp_path / "empty"], tmp_path / "out")
+
+
+def start(source: Path, output: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lightning_distplus.cli", "prepare", str(source), "--vocab_size=300"]
+    return subprocess.Popen([*command, "--output", str(output)], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_preparation_shows_no_target(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 2_500)  # 5 MB, a second
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_distplus.cli",
+        "prepare",
+        str(tmp_path / "text.txt"),
+        "--vocab_size=300",
+    ]
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        assert "training the tokenizer" in process.stderr.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["text.txt"]
+
+
+def test_control_c_ends_a_preparation_with_one_line_and_no_rest(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 2_500)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_distplus.cli",
+        "prepare",
+        str(tmp_path / "text.txt"),
+        "--vocab_size=300",
+    ]
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        assert "training the tokenizer" in process.stderr.readline()
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=30) == 130
+    assert time.monotonic() - began < 20
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -1,0 +1,207 @@
+"""Every private upstream name on which we rely is there; without it, its feature goes off with one warning."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch.distributed import distributed_c10d as c10d
+
+from lightning_distplus import _compat
+
+NAMES = [
+    # torch: process groups and stores
+    "torch._C._distributed_c10d:HashStore.clone",
+    "torch._C._distributed_c10d:PrefixStore.clone",
+    "torch._C._distributed_c10d:TCPStore.clone",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.distributed_c10d:_get_default_timeout",
+    "torch.distributed:ProcessGroup._get_backend",
+    "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",
+    "torch._C._distributed_c10d:ProcessGroupGloo.options",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    # Lightning: the broadcast of each batch, signals, checkpoints
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
+    "lightning.fabric.utilities.distributed:_destroy_dist_connection",
+    "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
+    "lightning.fabric.strategies.model_parallel:_get_full_state_dict_context",
+    # Lightning: the methods and attributes of the parents that the strategies override or use
+    "lightning.pytorch.strategies:DDPStrategy._register_ddp_hooks",
+    "lightning.pytorch.strategies:DDPStrategy._get_process_group_backend",
+    "lightning.pytorch.strategies:Strategy._configure_launcher",
+    "lightning.pytorch.strategies:FSDPStrategy._setup_model",
+    "lightning.pytorch.strategies:FSDPStrategy._get_process_group_backend",
+    "lightning.pytorch.strategies:ModelParallelStrategy._get_process_group_backend",
+    "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed",
+    "lightning.pytorch.strategies:DeepSpeedStrategy._get_process_group_backend",
+]
+ATTRIBUTES = {
+    "DDPStrategy": ["_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
+    "ModelParallelStrategy": ["_data_parallel_size", "_tensor_parallel_size"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_private_name_is_there(name: str) -> None:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        assert hasattr(found, part), (
+            f"{name} has vanished: give _compat.py another way, or switch its feature off there"
+        )
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize(("strategy", "names"), ATTRIBUTES.items())
+def test_private_attribute_of_a_parent_is_there(strategy: str, names: list[str]) -> None:
+    made = getattr(importlib.import_module("lightning.pytorch.strategies"), strategy)()
+    for name in names:
+        assert hasattr(made, name), f"{strategy}.{name} has vanished"
+
+
+def test_full_state_dict_context_has_the_signature_that_we_replace() -> None:
+    for module in ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel"):
+        original = importlib.import_module(module)._get_full_state_dict_context
+        assert list(inspect.signature(original).parameters) == list(
+            inspect.signature(_compat._full_state_dict_on_cpu).parameters
+        )
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The default group; it is not handed over, because a reference to it would keep its socket open."""
+    monkeypatch.setattr(_compat, "_warned", set())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(_compat, "_warned", set())
+    return Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:
+    assert _compat.process_groups() == [dist.group.WORLD]
+    assert _compat.read_group_timeout(dist.group.WORLD) == timedelta(seconds=77)
+    _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=5))
+    assert _compat.read_group_timeout(dist.group.WORLD) == timedelta(seconds=5)
+
+
+def test_groups_that_a_library_makes_inside_the_block_get_its_time_out(group: None) -> None:
+    original = c10d._get_default_timeout
+    with _compat.default_group_timeout(timedelta(seconds=9)):
+        inside = dist.new_group([0])
+    assert _compat.read_group_timeout(inside) == timedelta(seconds=9)
+    assert c10d._get_default_timeout is original
+
+
+def test_without_the_list_of_groups_the_default_group_is_left(group, monkeypatch, caplog) -> None:
+    dist.new_group([0])
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(default_pg=dist.group.WORLD))
+    for _ in range(2):
+        assert _compat.process_groups() == [dist.group.WORLD]
+    monkeypatch.undo()
+    assert len(_warnings(caplog)) == 1
+    assert "_world.pg_map is not in this version" in _warnings(caplog)[0]
+
+
+def test_a_backend_without_a_setter_keeps_its_time_out(group, monkeypatch, caplog) -> None:
+    class Backend:
+        options = None
+
+    monkeypatch.setattr(_compat, "_backends", lambda _group: [Backend()])
+    for _ in range(2):
+        _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=5))
+    assert _compat.read_group_timeout(dist.group.WORLD) is None
+    assert len(_warnings(caplog)) == 1
+    assert "Backend._set_default_timeout" in _warnings(caplog)[0]
+
+
+def test_a_group_that_does_not_tell_its_backends_keeps_its_time_out(group, caplog) -> None:
+    for _ in range(2):
+        _compat.set_group_timeout(object(), timedelta(seconds=5))
+    assert _compat.read_group_timeout(object()) is None
+    assert len(_warnings(caplog)) == 1
+    assert "ProcessGroup._get_backend" in _warnings(caplog)[0]
+
+
+def test_without_the_default_time_out_groups_keep_the_30_minutes(group, monkeypatch, caplog) -> None:
+    monkeypatch.delattr(c10d, "_get_default_timeout")
+    for _ in range(2):
+        with _compat.default_group_timeout(timedelta(seconds=5)):
+            pass
+    assert len(_warnings(caplog)) == 1
+    assert "_get_default_timeout" in _warnings(caplog)[0]
+    assert not hasattr(c10d, "_get_default_timeout")
+
+
+def test_the_gate_takes_the_place_of_the_broadcast_and_gives_it_back(trainer: Trainer) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    assert _compat.replace_batch_broadcast(trainer, gate := lambda: None)
+    assert loop._broadcast_sigterm_tensor is gate
+    _compat.restore_batch_broadcast(trainer)
+    _compat.restore_batch_broadcast(trainer)
+    assert loop._broadcast_sigterm_tensor.__func__ is type(loop)._broadcast_sigterm_tensor
+
+
+def test_without_the_broadcast_there_is_no_gate(trainer, monkeypatch, caplog) -> None:
+    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_broadcast_sigterm_tensor")
+    for _ in range(2):
+        assert not _compat.replace_batch_broadcast(trainer, lambda: None)
+    _compat.restore_batch_broadcast(trainer)
+    assert len(_warnings(caplog)) == 1
+    assert "ranks are not compared before each step" in _warnings(caplog)[0]
+
+
+def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, caplog) -> None:
+    connector = trainer._signal_connector
+    assert _compat.replace_sigterm_notifier(trainer, handler := lambda *_: None)
+    assert connector._sigterm_notifier_fn is handler
+    _compat.restore_sigterm_notifier(trainer)
+    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
+    monkeypatch.delattr(type(connector), "_sigterm_notifier_fn")
+    for _ in range(2):
+        assert not _compat.replace_sigterm_notifier(trainer, handler)
+    _compat.restore_sigterm_notifier(trainer)
+    assert len(_warnings(caplog)) == 1
+
+
+def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.delattr("lightning.pytorch.overrides.distributed._register_ddp_comm_hook")
+    for _ in range(2):
+        _compat.register_ddp_comm_hook(None, None, None, None)
+    assert len(_warnings(caplog)) == 1
+    assert "without its communication hook" in _warnings(caplog)[0]
+
+
+def test_without_the_full_state_dict_context_there_is_one_warning_per_module(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    module = importlib.import_module("lightning.pytorch.strategies.fsdp")
+    original = importlib.import_module("lightning.fabric.strategies.model_parallel")._get_full_state_dict_context
+    monkeypatch.delattr(module, "_get_full_state_dict_context")
+    for _ in range(2):
+        with _compat.full_state_dict_without_offload():
+            pass
+    assert len(_warnings(caplog)) == 1
+    fabric = importlib.import_module("lightning.fabric.strategies.model_parallel")
+    assert fabric._get_full_state_dict_context is original
+    assert not hasattr(module, "_get_full_state_dict_context")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("PeerLost('gone', [1])", 171), ("HangDetected('hangs', [1])", 170), ("DivergenceError('differ')", 172),
+        ("PreflightError('wrong')", 173), ("CheckpointCorrupt('torn')", 1), ("Preempted()", 143),
+    ],
+)  # fmt: skip
+def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code: int) -> None:
+    ended = run(f"""
+        import atexit
+        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import *
+        atexit.register(print, "ended in order")
+        install_exit_codes()
+        install_exit_codes()
+        raise {error}
+    """)
+    assert ended.returncode == code
+    assert ended.stdout == "ended in order\n"
+    name = error.partition("(")[0]
+    assert ended.stderr.count(f"lightning_distplus.errors.{name}: ") == (name != "Preempted")
+
+
+def test_another_error_ends_a_process_as_ever() -> None:
+    ended = run("""
+        from lightning_distplus.ending import install_exit_codes
+        install_exit_codes()
+        raise LookupError("lost")
+    """)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("LookupError: lost")
+
+
+def test_a_hook_that_the_user_has_set_is_still_called() -> None:
+    ended = run("""
+        import sys
+        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import PeerLost
+        sys.excepthook = lambda kind, error, trace: print("mine:", kind.__name__, error, trace.tb_lineno)
+        install_exit_codes()
+        raise PeerLost("gone")
+    """)
+    assert (ended.returncode, ended.stderr) == (171, "")
+    assert ended.stdout.startswith("mine: PeerLost gone ")
+
+
+def test_installing_twice_chains_once() -> None:
+    ended = run("""
+        import sys
+        from lightning_distplus.ending import install_exit_codes
+        install_exit_codes()
+        hook = sys.excepthook
+        install_exit_codes()
+        assert sys.excepthook is hook
+    """)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_distplus import _compat
+from lightning_distplus.phases import Phases
+from lightning_distplus.timeouts import Phase, Timeouts
+
+TIMEOUTS = Timeouts(setup=300, step=100, validation=200, checkpoint=400, data=500)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield
+    dist.destroy_process_group()
+
+
+def in_force() -> list[float]:
+    return [_compat.read_group_timeout(group).total_seconds() for group in _compat.process_groups()]
+
+
+def test_a_deadline_grows_at_any_moment_and_shrinks_only_after_a_meeting(group: None) -> None:
+    phases = Phases(TIMEOUTS)
+    phases.apply()
+    assert in_force() == [330]
+    phases.enter_after_meeting(Phase.STEP)
+    assert in_force() == [110]
+    phases.enter(Phase.CHECKPOINT)
+    assert in_force() == [440]
+    phases.enter(Phase.STEP)
+    assert (in_force(), phases.patience) == ([440], timedelta(seconds=100))
+    phases.enter(Phase.VALIDATION)  # longer than a step, shorter than what is in force
+    assert in_force() == [440]
+    phases.enter(Phase.STEP)
+    phases.enter_after_meeting(Phase.STEP)
+    assert in_force() == [110]
+
+
+def test_a_group_made_later_gets_the_deadline_in_force(group: None) -> None:
+    phases = Phases(TIMEOUTS)
+    phases.enter(Phase.DATA)
+    phases.enter(Phase.STEP)
+    with _compat.default_group_timeout(phases.group_timeout):
+        made = dist.new_group([0])
+    assert _compat.read_group_timeout(made) == timedelta(seconds=550)
+    later = dist.new_group([0])
+    assert _compat.read_group_timeout(later) == timedelta(minutes=30)
+    phases.apply()
+    assert in_force() == [550] * 3
+
+
+def test_with_report_the_groups_and_the_control_plane_wait_for_a_day(group: None) -> None:
+    phases = Phases(TIMEOUTS, "report")
+    phases.apply()
+    assert in_force() == [86400]
+    assert phases.patience == timedelta(days=1)
+    assert phases.patience_in(Phase.RENDEZVOUS) == timedelta(minutes=10)
+
+
+def test_without_deadlines_torch_keeps_its_own_and_the_control_plane_waits_as_long(group: None) -> None:
+    phases = Phases(None)
+    phases.apply()
+    phases.enter(Phase.CHECKPOINT)
+    phases.enter_after_meeting(Phase.STEP)
+    with _compat.default_group_timeout(phases.group_timeout):
+        made = dist.new_group([0])
+    assert in_force() == [77, 1800]
+    assert _compat.read_group_timeout(made) == timedelta(minutes=30)
+    assert phases.group_timeout is None
+    assert phases.patience == timedelta(minutes=30)
+    assert phases.patience_in(Phase.RENDEZVOUS) == timedelta(minutes=10)

@@ -8,10 +8,14 @@ STRATEGY ?= fsdp
 ARGS ?=
 
 BIN := .venv/bin
+COMPILE_COLLECTIVE := from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)
 STAMP := .venv/.installed
 
 # The tests start many small processes; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
+
+# Where torch and DeepSpeed keep the extensions that they compile: beside the packages that they were compiled for.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
 .PHONY: help pretrain test check bench chaos docs clean
 
@@ -45,10 +49,12 @@ clean: ## Remove everything that can be made again, .venv included
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # DeepSpeed comes as source and imports torch while it is built: hence first torch, then the build tools and what
-# DeepSpeed's set-up imports, then everything else without build isolation.
+# DeepSpeed's set-up imports, then everything else without build isolation. At its first start on a CPU it compiles a
+# collective, for a minute: better here than inside the deadline of the first test.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables packaging ninja py-cpuinfo
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples]"
+	DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE_COLLECTIVE)" >/dev/null
 	touch $@

@@ -1,6 +1,7 @@
 """What the control plane costs: the gate of each step, and a barrier of 1,000 ranks as threads.
 
-The ranks do nothing but pass gates, all at once; in a training step the gate comes beside milliseconds of work.
+The ranks do nothing but pass gates, all at once, with equal records as in a healthy run; in a training step the gate
+comes beside milliseconds of work.
 ``python -m benchmarks.control_gate [--quick] [--processes 1 2 4]`` runs it alone.
 """
 
@@ -62,7 +63,7 @@ def pass_gates(rank: int, size: int, num_gates: int) -> list[float]:
     gate.open(_DEADLINE)
     taken_ms = []
     for step in range(num_gates + num_gates // 10):
-        record = GateRecord(global_step=step, micro_batch=step, epoch=0, consumed_samples=rank)
+        record = GateRecord(global_step=step, micro_batch=step, epoch=0, consumed_samples=8 * step)
         begin = time.perf_counter()
         gate.exchange(record, _DEADLINE)
         taken_ms.append((time.perf_counter() - begin) * 1e3)

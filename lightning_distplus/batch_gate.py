@@ -37,6 +37,7 @@ class BatchGate:
         plane: The control plane.
         deadline: How long to wait at a gate, asked for at each one.
         on_passed: Called with the records once all ranks have met at a gate.
+        mark: Told that this rank waits at a gate.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class BatchGate:
         *,
         deadline: Callable[[], timedelta],
         on_passed: Callable[[list[GateRecord]], None],
+        mark: Callable[[str], None] = lambda operation: None,
     ) -> None:
         self._trainer = trainer
         self._gate = StepGate(plane, name=f"run-{next(_runs)}")
         self._deadline = deadline
         self._on_passed = on_passed
+        self._mark = mark
         self._sigterm_seen = False
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
@@ -80,6 +83,7 @@ class BatchGate:
         micro_batch = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if micro_batch % self._trainer.accumulate_grad_batches != 0:
             return
+        self._mark("the step gate")
         records = self._gate.exchange(self._record(), self._deadline())
         self._on_passed(records)
         stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]

@@ -11,7 +11,10 @@ __all__ = ["install_exit_codes"]
 
 
 def install_exit_codes() -> None:
-    """Chains ``sys.excepthook``, so that an uncaught error of ours ends the process with its code; idempotent."""
+    """Chains ``sys.excepthook``, so that an uncaught error of ours ends the process with its code.
+
+    Idempotent; called again after others have chained their own hook, it stands outermost again.
+    """
     if not isinstance(sys.excepthook, _ExitCodes):
         sys.excepthook = _ExitCodes(sys.excepthook)
 
@@ -22,6 +25,7 @@ class _ExitCodes:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)  # type: ignore[operator]
-        if isinstance(error, DistplusError):
+        # Not where a later hook calls this one: torch's collects what is printed, and writes it after this returns.
+        if sys.excepthook is self and isinstance(error, DistplusError):
             # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
             raise SystemExit(int(error.exit_code))

@@ -36,7 +36,8 @@ class Phases:
     def patience(self) -> timedelta:
         """How long a rank waits for its peers in this phase, at a gate and in any message of the control plane.
 
-        The phase's deadline; a day with ``on_hang="report"``; with ``timeout=None`` as long as torch waits.
+        As long as the process groups: the deadline and a margin, so that the verdict comes first; a day with
+        ``on_hang="report"``. With ``timeout=None`` as long as torch waits.
         """
         return self.patience_in(self.current)
 
@@ -46,8 +47,12 @@ class Phases:
             return (self._timeouts or Timeouts()).deadline(phase)
         if self._timeouts is None:
             return _TORCHS_PATIENCE
-        deadline = self._timeouts.deadline(phase)
-        return deadline if self._on_hang == "abort" else group_timeout(deadline, self._on_hang)
+        return group_timeout(self._timeouts.deadline(phase), self._on_hang)
+
+    @property
+    def deadline(self) -> timedelta | None:
+        """The longest silence in this phase; None: no verdict is ever given."""
+        return None if self._timeouts is None else self._deadline
 
     @property
     def _deadline(self) -> timedelta:

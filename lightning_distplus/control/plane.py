@@ -34,7 +34,8 @@ _PAUSE_FLOOR_S = 50e-6
 _PAUSE_SHARE = 0.1
 _PAUSE_CEILING_S = 0.1
 # Many ranks ask less often: one store answers them all, some 50,000 questions in a second.
-_PAUSE_FLOOR_PER_RANK_S = 20e-6
+_FEW_RANKS = 16
+_PAUSE_FLOOR_PER_RANK_S = 50e-6
 _PAUSE_CEILING_PER_RANK_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.5
 
@@ -70,6 +71,10 @@ class ControlPlane:
     def store_for(self, name: str) -> Store:
         """A store with keys and a connection of its own, for a process group."""
         return PrefixStore(name, self._store.clone())
+
+    def second_line(self) -> ControlPlane:
+        """The same plane over another connection, for another thread."""
+        return ControlPlane(self._store.clone(), self.world, host_rank=self._host_rank)
 
     def listen(self) -> None:
         """Starts to listen for the first error; idempotent."""
@@ -212,7 +217,7 @@ class ControlPlane:
     ) -> None:
         """Asks until the answer is yes; the arguments and errors are those of ``wait_for``."""
         size = self.world.size
-        floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * size)
+        floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
         ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
         look_every_s = max(_LOOK_EVERY_S, _LOOK_EVERY_PER_RANK_S * size)
         start = time.monotonic()
@@ -222,7 +227,7 @@ class ControlPlane:
             elapsed = time.monotonic() - start
             if elapsed >= look_at_s:
                 look_at_s = elapsed + look_every_s
-                self._raise_if_gone(set(self.world.ranks) - arrived(), what)
+                self.raise_if_gone(what, set(self.world.ranks) - arrived())
             left = deadline.total_seconds() - elapsed
             if left <= 0:
                 missing = set(self.world.ranks) - arrived()
@@ -231,9 +236,18 @@ class ControlPlane:
                 raise self._missing(missing, deadline, what)
             time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
 
-    def _raise_if_gone(self, missing: set[int], what: str) -> None:
-        """Looks whether the processes for which we wait are still there, as far as this host can tell."""
-        peers = {rank: self._peer(rank) for rank in sorted(missing)}
+    def raise_if_gone(self, what: str, ranks: Iterable[int] | None = None) -> None:
+        """Raises when the process of a rank for which we wait is gone, as far as this host can tell.
+
+        Args:
+            what: What we wait for, for the message.
+            ranks: Whom to look for; None: all others.
+
+        Raises:
+            PeerLost: ``.ranks`` names them.
+        """
+        asked = set(self.world.ranks) - {self.world.rank} if ranks is None else set(ranks)
+        peers = {rank: self._peer(rank) for rank in sorted(asked)}
         gone = [rank for rank, peer in peers.items() if peer is not None and peer.state() is ProcessState.GONE]
         if gone:
             names = ", ".join(self.describe_rank(rank) for rank in gone)

@@ -19,15 +19,16 @@ from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import PeerError, PreflightError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
+from lightning_distplus.strategies.first_word import FirstWord
+from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.watchdog import Marks, Watchdog
 from lightning_distplus.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 __all__ = ["ResilientStrategy"]
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUTS = Timeouts()
 
 
-class ResilientStrategy(_Base):
+class ResilientStrategy(NamesPeers):
     """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
 
     Args:
@@ -64,6 +65,8 @@ class ResilientStrategy(_Base):
         self.on_hang: OnHang = on_hang
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
+        self._marks = Marks(phase=lambda: self.phases.current.value)
+        self._watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._saves: CommittedSaves | None = None
         self._events: EventLog | None = None
@@ -99,9 +102,11 @@ class ResilientStrategy(_Base):
         assert self.accelerator is not None
         self._plane = connect(self._world(), self._address(), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
+        self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
+        install_exit_codes()  # torch has just chained a hook of its own
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
         self.phases.apply()
@@ -109,21 +114,40 @@ class ResilientStrategy(_Base):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._open_ledger(trainer)
+        self._put_into_trainer(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
                 trainer,
                 self.plane,
                 deadline=lambda: self.phases.patience,
+                mark=self._marks.set,
                 on_passed=self._after_gate,
             )
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup(trainer)
         self.phases.apply()
 
+    def _start_watchdog(self, plane: ControlPlane) -> None:
+        if self.world_size == 1 or self._watchdog is not None:
+            return
+        self._watchdog = Watchdog(
+            plane,
+            self._marks,
+            deadline=lambda: self.phases.deadline,
+            report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
+            ends_run=self.on_hang == "abort",
+            folder=self._home(),
+        )
+        self._watchdog.start()
+
+    def _home(self) -> Path:
+        """Where the artefacts of this run go."""
+        assert self.lightning_module is not None
+        folder = self.lightning_module.trainer.default_root_dir
+        return Path("distplus") if "://" in folder else Path(folder) / "distplus"
+
     def _open_ledger(self, trainer: Trainer) -> None:
-        folder = trainer.default_root_dir
-        home = Path("distplus") if "://" in folder else Path(folder) / "distplus"
-        self._events = EventLog(home, self.global_rank, attempt=self._address().attempt)
+        self._events = EventLog(self._home(), self.global_rank, attempt=self._address().attempt)
         self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
 
     def _note(self, kind: str, **fields: Any) -> None:
@@ -223,6 +247,7 @@ class ResilientStrategy(_Base):
 
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
+        self._marks.global_step = records[0].global_step
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
 
@@ -257,6 +282,7 @@ class ResilientStrategy(_Base):
             PeerFailed: A rank could not save; the previous checkpoint is untouched.
         """
         step = checkpoint.get("global_step")
+        self._marks.set(f"save {filepath}")
         self._committed_saves.save(
             checkpoint,
             filepath,
@@ -277,6 +303,7 @@ class ResilientStrategy(_Base):
             CheckpointCorrupt: A file is torn, missing or changed.
             CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
         """
+        self._marks.set(f"load {checkpoint_path}")
         checkpoint = self._committed_saves.load(
             checkpoint_path,
             lambda path: super(ResilientStrategy, self).load_checkpoint(path, weights_only),
@@ -312,6 +339,10 @@ class ResilientStrategy(_Base):
 
     def teardown(self) -> None:
         """Puts everything back and leaves together; never raises."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        self._take_out_of_trainer()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -319,6 +350,18 @@ class ResilientStrategy(_Base):
             self._leave(self._plane)
         self._note("end", failed=self._has_failed)
         super().teardown()
+
+    def _put_into_trainer(self, trainer: Any) -> None:
+        trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)
+        trainer.callbacks.insert(0, FirstWord(self.plane))
+
+    def _take_out_of_trainer(self) -> None:
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None:
+            return
+        if isinstance(trainer.profiler, MarkingProfiler):
+            trainer.profiler = trainer.profiler.inner
+        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
 
     def _leave(self, plane: ControlPlane) -> None:
         if self._has_failed:

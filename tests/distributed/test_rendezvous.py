@@ -267,7 +267,7 @@ def _restart(num_deaths: int, folder: Path) -> None:
 
 @pytest.mark.deadline(60)
 def test_the_ranks_form_their_group_again_after_each_restart_of_torchrun(tmp_path: Path) -> None:
-    _restart(3, tmp_path)
+    _restart(2, tmp_path)
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ def test_a_deadline_grows_at_any_moment_and_shrinks_only_after_a_meeting(group: 
     phases.enter(Phase.CHECKPOINT)
     assert in_force() == [440]
     phases.enter(Phase.STEP)
-    assert (in_force(), phases.patience) == ([440], timedelta(seconds=100))
+    assert (in_force(), phases.patience, phases.deadline) == ([440], timedelta(seconds=110), timedelta(seconds=100))
     phases.enter(Phase.VALIDATION)  # longer than a step, shorter than what is in force
     assert in_force() == [440]
     phases.enter(Phase.STEP)

@@ -1,0 +1,28 @@
+"""The callback that speaks first when a rank fails, before any other callback can block in a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_distplus.control import ControlPlane
+
+__all__ = ["FirstWord"]
+
+
+class FirstWord(Callback):
+    """Tells all ranks what happened on this one.
+
+    The strategy hears of an exception last, after every callback: a ``ModelCheckpoint(save_on_exception=True)`` would
+    by then stand in a barrier that the others never reach, and the error would never be seen.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Reports the error; never raises."""
+        if not isinstance(exception, SIGTERMException):  # agreed at the gate: the others raise it as well
+            self._plane.report_failure(exception)

@@ -1,0 +1,118 @@
+"""The board: each rank's last mark, published once a second on a thread of its own, and the evidence of an incident.
+
+Every call to the store is made by this thread. When the process that serves the store is stopped, it blocks here, and
+the thread that judges goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.peers import Peer
+from lightning_distplus.errors import PeerError
+from lightning_distplus.watchdog.marks import Mark, Marks
+
+__all__ = ["Board", "Sighting"]
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+_ALERT_BEAT_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """A peer's mark, as this process saw it last."""
+
+    mark: Mark
+    beat: int
+    """Grows as long as the peer's Python runs."""
+    changed_at: float
+    """``time.monotonic()`` of this process when the beat last grew."""
+
+    @property
+    def silence_s(self) -> float:
+        """How long the peer's training thread has not moved, as far as can be known here."""
+        return self.mark.silence_s + (time.monotonic() - self.changed_at)
+
+
+class Board:
+    """Publishes this rank's marks and, while ``alert`` is set, reads those of all others.
+
+    Args:
+        plane: A control plane with a connection of its own.
+        marks: This rank's marks.
+    """
+
+    def __init__(self, plane: ControlPlane, marks: Marks) -> None:
+        self._plane = plane
+        self._marks = marks
+        self.alert = threading.Event()
+        self.sightings: dict[int, Sighting] = {}
+        self.peers: dict[int, Peer] = {}
+        self.evidence: dict[int, dict[str, Any]] = {}
+        self.last_answer_at = time.monotonic()
+        """When the store last answered."""
+        self._to_post: list[bytes] = []
+        self._stopping = threading.Event()
+        self._beat = 0
+        self._thread = threading.Thread(target=self._run, name="distplus-board", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, unless it is blocked in a store that does not answer."""
+        self._stopping.set()
+        self.alert.set()
+        self._thread.join(timeout=2.0)
+
+    def post_evidence(self, evidence: dict[str, Any]) -> None:
+        """Sends this rank's evidence with the next beat."""
+        self._to_post.append(json.dumps(evidence).encode())
+
+    def _run(self) -> None:
+        with suppress(PeerError, RuntimeError):  # the store is gone: whoever waits for it finds out
+            self._learn_peers()
+            while not self._stopping.is_set():
+                self._publish()
+                if self.alert.is_set():
+                    self._look()
+                self.last_answer_at = time.monotonic()
+                pause_s = _ALERT_BEAT_S if self.alert.is_set() else _BEAT_S
+                self._stopping.wait(pause_s) if self.alert.is_set() else self.alert.wait(pause_s)
+
+    def _learn_peers(self) -> None:
+        for rank in self._plane.world.ranks:
+            hello = self._plane.read(f"hello/{rank}")
+            if hello is not None:
+                self.peers[rank] = Peer.from_json(hello)
+
+    def _publish(self) -> None:
+        self._beat += 1
+        beat = {"beat": self._beat, "mark": asdict(self._marks.read())}
+        self._plane.send(f"watchdog/beat/{self._plane.world.rank}", json.dumps(beat).encode())
+        while self._to_post:
+            self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", self._to_post.pop(0))
+
+    def _look(self) -> None:
+        for rank in self._plane.world.ranks:
+            data = self._plane.read(f"watchdog/beat/{rank}")
+            if data is not None:
+                self._see(rank, json.loads(data))
+            posted = self._plane.read(f"watchdog/evidence/{rank}")
+            if posted is not None:
+                self.evidence[rank] = json.loads(posted)
+
+    def _see(self, rank: int, data: dict[str, Any]) -> None:
+        last = self.sightings.get(rank)
+        if last is None or data["beat"] != last.beat:
+            self.sightings[rank] = Sighting(mark=Mark(**data["mark"]), beat=data["beat"], changed_at=time.monotonic())

@@ -1,0 +1,53 @@
+"""Python stacks of this process: where in the user's code a thread stands, and whether it waits for other ranks."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["format_stack", "is_waiting_for_peers", "stack_of", "user_location"]
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+# Innermost frames in these files: the thread waits for peers. (file ending, functions; none: any function)
+_WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("torch/distributed/distributed_c10d.py", ()),
+    ("torch/distributed/c10d_logger.py", ()),
+    ("torch/distributed/_functional_collectives.py", ()),
+    ("torch/autograd/graph.py", ("_engine_run_backward",)),
+    ("lightning_distplus/control/plane.py", ("poll",)),
+    ("torch/distributed/utils.py", ()),
+)
+
+
+def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
+    """The stack of one thread, outermost frame first; empty when the thread has ended."""
+    frame = sys._current_frames().get(thread_id)
+    return [] if frame is None else list(traceback.extract_stack(frame))
+
+
+def format_stack(stack: Sequence[traceback.FrameSummary]) -> list[str]:
+    """The stack as Python prints it."""
+    return traceback.format_list(list(stack))
+
+
+def user_location(stack: Sequence[traceback.FrameSummary]) -> str | None:
+    """``file.py:line`` of the innermost frame outside the standard library, installed packages and this package."""
+    for frame in reversed(stack):
+        is_library = frame.filename.startswith((*_LIBRARIES, _PACKAGE)) or frame.filename.startswith("<")
+        if not is_library:
+            return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def is_waiting_for_peers(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the innermost frames belong to a collective, or to the control plane's own waiting."""
+    for frame in list(reversed(stack))[:3]:
+        for ending, functions in _WAITS:
+            if frame.filename.endswith(ending) and (not functions or frame.name in functions):
+                return True
+    return False

@@ -1,0 +1,113 @@
+"""Rows H1 to H4: who hangs or fails is named, on all ranks, soon after the deadline, and nothing of the job stays."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
+from tests.distributed import jobs
+
+DEADLINE_S = 4.0
+
+
+def train(name: str, world_size: int, folder: str) -> None:
+    arguments = {"stage": 2} if "DeepSpeed" in name else {}
+    trainer = jobs.trainer(
+        jobs.strategy(name, timeout={"step": DEADLINE_S, "setup": "60s"}, **arguments),
+        world_size,
+        folder,
+        max_steps=30,
+        callbacks=[FaultCallback()],
+    )
+    trainer.fit(jobs.Model(), jobs.loader(200))
+
+
+def run(name: str, faults: FaultPlan, folder: Path, world_size: int = 2) -> tuple[SpawnResult, float]:
+    """The result, and the seconds from the fault to the end of the last process."""
+    result = spawn(train, world_size, args=(name, world_size, str(folder)), faults=faults, deadline="50s")
+    ended = time.time()
+    assert result.faults_fired == 1, result.logs
+    assert result.alive == {}
+    return result, ended - result.faults[0].unix_s
+
+
+def verdict_in(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "distplus").glob("verdict-*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+    result, seconds = run(name, FaultPlan().hang(rank=1, step=4, where="batch_end"), tmp_path)
+    verdict = verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
+    assert verdict["phase"] == "step"
+    assert "FaultCallback" in verdict["operation"]
+    assert "deeds.py" in verdict["stacks"]["1"]
+    assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
+    assert "rank 1 to blame" in result.logs[0]
+    assert "to blame" not in result.logs[1]
+    assert DEADLINE_S <= seconds < DEADLINE_S + 6
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, tmp_path: Path) -> None:
+    result, seconds = run("ResilientDDP", FaultPlan().stop(rank=rank, step=4), tmp_path)
+    verdict = verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["culprits"]) == ("hang", [rank])
+    assert "stopped" in verdict["cause"]
+    assert result.exit_codes == {rank: -signal.SIGKILL, 1 - rank: int(ExitCode.HANG)}
+    assert seconds < DEADLINE_S + 6
+
+
+def test_a_call_that_holds_the_global_lock_is_named(tmp_path: Path) -> None:
+    result, _ = run("ResilientDDP", FaultPlan().hang_gil(rank=1, step=4), tmp_path)
+    verdict = verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
+    assert "lock" in verdict["cause"]
+    assert result.exit_codes == {0: int(ExitCode.HANG), 1: -signal.SIGKILL}
+
+
+@pytest.mark.parametrize("where", ["batch_start", "after_backward", "batch_end"])
+def test_an_exception_on_one_rank_ends_all_and_each_shows_it(where: Any, tmp_path: Path) -> None:
+    faults = FaultPlan().raise_(rank=1, step=4, where=where, exc=RuntimeError("the planted error"))
+    result, seconds = run("ResilientDDP", faults, tmp_path)
+    assert seconds < 6
+    assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}
+    for log in result.logs.values():
+        assert "the planted error" in log
+    assert "Rank 1" in result.logs[0]
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_a_killed_rank_is_lost_within_seconds(name: str, tmp_path: Path) -> None:
+    result, seconds = run(name, FaultPlan().kill(rank=1, step=4, where="after_backward"), tmp_path)
+    assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: -signal.SIGKILL}
+    assert "rank 1" in result.logs[0]
+    assert seconds < 6
+
+
+def slow(folder: str) -> int:
+    trainer = jobs.trainer(
+        jobs.strategy("ResilientDDP", timeout={"step": 2.0, "setup": "60s"}),
+        2,
+        folder,
+        max_steps=8,
+        callbacks=[FaultCallback()],
+    )
+    trainer.fit(jobs.Model(), jobs.loader())
+    return trainer.global_step
+
+
+def test_a_rank_that_is_slow_and_moves_is_not_ended(tmp_path: Path) -> None:
+    faults = FaultPlan()
+    for step in range(3, 7):
+        faults = faults.slow(rank=1, step=step, duration_s=1.5)
+    assert spawn(slow, 2, args=(str(tmp_path),), faults=faults).check().results == {0: 8, 1: 8}

@@ -1,0 +1,87 @@
+"""Who is to blame, by rule; and what the verdict looks like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_distplus.watchdog.verdict import Evidence, Verdict, judge
+
+
+def evidence(rank: int, **changes: Any) -> Evidence:
+    """A rank that waits for its peers in a collective."""
+    known = {
+        "rank": rank,
+        "host": "node0",
+        "pid": 100 + rank,
+        "state": "running",
+        "answers": True,
+        "phase": "step",
+        "operation": "the step gate",
+        "global_step": 7,
+        "silence_s": 5.0,
+        "waits": True,
+        "stack": "File a.py, line 1",
+    }
+    return Evidence(**{**known, **changes})
+
+
+def judged(*ranks: Evidence) -> Verdict:
+    return judge({one.rank: one for one in ranks}, "hang-1")
+
+
+def test_a_rank_that_does_not_wait_is_to_blame_and_its_place_is_shown() -> None:
+    verdict = judged(
+        evidence(0), evidence(1), evidence(2, waits=False, location="train.py:12", operation="on_train_batch_end")
+    )
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == ("hang", [2], [0, 1])
+    assert (verdict.location, verdict.operation, verdict.global_step) == ("train.py:12", "on_train_batch_end", 7)
+    assert "train.py:12" in verdict.render()
+
+
+def test_a_stopped_process_is_to_blame_before_one_that_only_works() -> None:
+    verdict = judged(evidence(0, waits=False), evidence(1, state="stopped", answers=False))
+    assert verdict.culprits == [1]
+    assert "kill -CONT 101" in verdict.remedy
+
+
+def test_a_process_that_is_gone_is_a_lost_peer() -> None:
+    verdict = judged(evidence(0), evidence(1, state="gone", answers=False))
+    assert (verdict.kind, verdict.culprits) == ("peer_lost", [1])
+
+
+def test_a_process_that_runs_and_does_not_answer_holds_the_lock() -> None:
+    assert "lock" in judged(evidence(0), evidence(1, answers=False)).cause
+
+
+def test_where_all_wait_those_that_wait_elsewhere_are_to_blame() -> None:
+    odd = evidence(1, operation="save x.ckpt", location="train.py:9")
+    verdict = judged(evidence(0), odd, evidence(2))
+    assert verdict.culprits == [1]
+    assert "if rank == 0" in verdict.remedy
+    assert judged(evidence(0), odd).culprits == [0, 1]  # nobody knows which of the two is right
+
+
+def test_late_data_is_called_late_data() -> None:
+    verdict = judged(evidence(0), evidence(1, waits=False, operation="[_TrainingEpochLoop].train_dataloader_next"))
+    assert "data" in verdict.cause
+
+
+def test_the_lock_of_a_killed_compilation_is_recognised() -> None:
+    verdict = judged(evidence(0, waits=False, stack='File "torch/utils/file_baton.py", line 30, in wait'))
+    assert "TORCH_EXTENSIONS_DIR" in verdict.remedy
+
+
+def test_the_printed_verdict_has_at_most_thirty_lines_and_the_file_everything(tmp_path: Path) -> None:
+    ranks = [evidence(rank) for rank in range(64)]
+    ranks[5] = evidence(5, waits=False, stack="\n".join(f"line {number}" for number in range(200)))
+    verdict = judged(*ranks)
+    assert len(verdict.render().splitlines()) <= 30
+    path = verdict.write(tmp_path, "node0")
+    assert path.name == "verdict-hang-1-node0.json"
+    written = json.loads(path.read_text())
+    assert written["version"] == 1
+    assert set(written["stacks"]) == {str(rank) for rank in range(64)}
+    assert Verdict.from_json(path.read_text()) == verdict
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -63,6 +63,11 @@ class Phases:
         """What a group gets now; None where torch's default stays. Above the phase's, until all ranks have met."""
         return None if self._timeouts is None else group_timeout(self._in_force, self._on_hang)
 
+    def replace(self, timeouts: Timeouts) -> None:
+        """Takes other deadlines from now on. All ranks have just met."""
+        self._timeouts = timeouts
+        self._set(self._deadline)
+
     def enter(self, phase: Phase) -> None:
         """Enters a phase, from any rank at any moment; the groups' time-outs only grow."""
         self.current = phase

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat, env
 from lightning_distplus.batch_gate import BatchGate
-from lightning_distplus.control import Address, ControlPlane, GateRecord, connect
+from lightning_distplus.calibration import AUTO, Calibration
+from lightning_distplus.control import ControlPlane, GateRecord, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import PeerError, PreflightError
+from lightning_distplus.errors import PeerError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.strategies.saving import CommittedSaves
+from lightning_distplus.strategies.starting import (
+    address_of,
+    check_number_of_processes,
+    refuse_unknown_arguments,
+    world_of,
+)
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.watchdog import Marks, Watchdog
-from lightning_distplus.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,7 +46,8 @@ class ResilientStrategy(NamesPeers):
     """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
 
     Args:
-        timeout: One duration (sets the step's deadline), a deadline for each phase, or None (torch's own time-outs).
+        timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured in the first
+            run), or None (torch's own time-outs).
         preflight: Whether the launch is checked before the first process group is formed.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
         **kwargs: Everything that the Lightning strategy takes.
@@ -60,7 +66,8 @@ class ResilientStrategy(NamesPeers):
     ) -> None:
         if on_hang not in ("abort", "report"):
             raise ValueError(f'on_hang is {on_hang!r}; it is "abort" or "report".')
-        self.timeouts = resolve_timeouts(timeout)
+        self._calibration = Calibration() if timeout == AUTO else None
+        self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
         self.on_hang: OnHang = on_hang
         self.phases = Phases(self.timeouts, on_hang)
@@ -71,8 +78,10 @@ class ResilientStrategy(NamesPeers):
         self._saves: CommittedSaves | None = None
         self._events: EventLog | None = None
         self._first_step = 0
+        self._gate_passed_at: float | None = None
+        self._validation_began_at = 0.0
         self._has_failed = False
-        self._refuse_unknown_arguments(kwargs)
+        refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
 
@@ -88,7 +97,7 @@ class ResilientStrategy(NamesPeers):
         """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
         install_exit_codes()
         if self.preflight:
-            self._check_number_of_processes()
+            check_number_of_processes(self)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -97,10 +106,10 @@ class ResilientStrategy(NamesPeers):
         self._has_failed = False
         self.phases.enter(Phase.SETUP)
         if self.preflight:
-            self._check_number_of_processes()
+            check_number_of_processes(self)
         self.set_world_ranks()
         assert self.accelerator is not None
-        self._plane = connect(self._world(), self._address(), self.phases.patience_in(Phase.RENDEZVOUS))
+        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
@@ -147,58 +156,12 @@ class ResilientStrategy(NamesPeers):
         return Path("distplus") if "://" in folder else Path(folder) / "distplus"
 
     def _open_ledger(self, trainer: Trainer) -> None:
-        self._events = EventLog(self._home(), self.global_rank, attempt=self._address().attempt)
+        self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
         self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
             self._events.write(kind, **fields)
-
-    def _check_number_of_processes(self) -> None:
-        """Refuses a launcher that started another number of processes than the Trainer expects.
-
-        Raises:
-            PreflightError: On all ranks, with the product spelled out.
-        """
-        environment = self.cluster_environment
-        assert environment is not None
-        devices, nodes = self._devices_per_node(), self.num_nodes
-        started = None
-        if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
-            started = env.WORLD_SIZE.integer() if environment.creates_processes_externally else None
-        elif environment.creates_processes_externally:
-            started = environment.world_size()
-        if started is not None and started != devices * nodes:
-            product = f"{devices} x {nodes} = {devices * nodes}"
-            raise PreflightError(
-                f"The launcher ({type(environment).__name__}) started {started} processes, but "
-                f"Trainer(devices={devices}, num_nodes={nodes}) expects {product}. Make them equal: torchrun "
-                f"--nnodes {nodes} --nproc-per-node {devices}, srun --nodes {nodes} --ntasks-per-node {devices}, or "
-                "change devices and num_nodes."
-            )
-
-    def _devices_per_node(self) -> int:
-        return len(self.parallel_devices or [])
-
-    def _world(self) -> World:
-        return World(
-            rank=self.global_rank,
-            size=self.world_size,
-            local_rank=self.local_rank,
-            node_rank=self.node_rank,
-            num_nodes=self.num_nodes,
-        )
-
-    def _address(self) -> Address:
-        environment = self.cluster_environment
-        assert environment is not None
-        return Address(
-            host=environment.main_address,
-            port=environment.main_port,
-            is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
-            job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
-            attempt=env.TORCHELASTIC_RESTART_COUNT.integer() or env.SLURM_RESTART_COUNT.integer() or 0,
-        )
 
     def _form_default_group(self) -> None:
         """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
@@ -217,23 +180,6 @@ class ResilientStrategy(NamesPeers):
             device=self.root_device,
         )
 
-    def _refuse_unknown_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
-
-        Raises:
-            TypeError: No class takes the argument.
-        """
-        classes = [base for base in type(self).__mro__ if base is not object]
-        if self.wrapper_class is not None:
-            classes.append(self.wrapper_class)
-        known = {name for base in classes for name in inspect.signature(base).parameters}
-        unknown = sorted(set(kwargs) - known)
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__} takes no argument {', '.join(map(repr, unknown))}. "
-                f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
-            )
-
     # -- running -----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -248,11 +194,38 @@ class ResilientStrategy(NamesPeers):
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self._marks.global_step = records[0].global_step
+        self._calibrate()
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
 
+    def _calibrate(self) -> None:
+        """With ``timeout="auto"``: notes how long the last step took, and settles the deadlines at the 50th gate."""
+        now, last = time.monotonic(), self._gate_passed_at
+        self._gate_passed_at = now
+        if self._calibration is None:
+            return
+        if last is not None and self.phases.current is Phase.STEP:
+            self._calibration.note(Phase.STEP, now - last)
+        if self._calibration.is_due():
+            durations = self._calibration.of_this_rank()
+            ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
+            self.timeouts = self._calibration.settle(ranks)
+            self.phases.replace(self.timeouts)
+            self._note("calibrated", deadlines_s=self._calibration.deadlines_s)
+            log.info("rank %d: %s", self.global_rank, self._calibration.describe())
+
+    def _note_duration(self, phase: Phase, began_at: float) -> None:
+        if self._calibration is not None:
+            self._calibration.note(phase, time.monotonic() - began_at)
+
+    def on_validation_end(self) -> None:
+        """Notes how long the validation took."""
+        super().on_validation_end()
+        self._note_duration(Phase.VALIDATION, self._validation_began_at)
+
     def on_validation_start(self) -> None:
         """Enters the validation phase."""
+        self._validation_began_at = time.monotonic()
         self.phases.enter(Phase.VALIDATION)
         super().on_validation_start()
 
@@ -281,14 +254,16 @@ class ResilientStrategy(NamesPeers):
         Raises:
             PeerFailed: A rank could not save; the previous checkpoint is untouched.
         """
-        step = checkpoint.get("global_step")
+        step, began_at = checkpoint.get("global_step"), time.monotonic()
         self._marks.set(f"save {filepath}")
         self._committed_saves.save(
             checkpoint,
             filepath,
             lambda stage: super(ResilientStrategy, self).save_checkpoint(checkpoint, stage, storage_options),
             data=self._place_in_data(checkpoint),
+            deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
         )
+        self._note_duration(Phase.CHECKPOINT, began_at)
         self._note("saved", path=str(filepath), global_step=step)
 
     def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -308,6 +283,10 @@ class ResilientStrategy(NamesPeers):
             checkpoint_path,
             lambda path: super(ResilientStrategy, self).load_checkpoint(path, weights_only),
         )
+        found = self._committed_saves.loaded_deadlines_s
+        if self._calibration is not None and found:
+            self.timeouts = self._calibration.adopt(found)
+            self.phases.replace(self.timeouts)
         self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 

@@ -51,6 +51,8 @@ class CommittedSaves:
         self._strategy = strategy
         self._rng: dict[str, bytes] | None = None
         self._loaded: str | Path = ""
+        self.loaded_deadlines_s: dict[str, float] = {}
+        """Calibrated deadlines of the checkpoint that was loaded."""
 
     def save(
         self,
@@ -59,6 +61,7 @@ class CommittedSaves:
         write: Callable[[Path], object],
         *,
         data: dict[str, Any] | None = None,
+        deadlines_s: dict[str, float] | None = None,
     ) -> None:
         """Saves in a stage beside the target and commits it when every rank has succeeded.
 
@@ -67,6 +70,7 @@ class CommittedSaves:
             target: Where the checkpoint shall be.
             write: The parent's own save, given the place in the stage.
             data: The place in the data, for people who read the manifest.
+            deadlines_s: The calibrated deadlines, for the run that resumes.
 
         Raises:
             PeerFailed: Another rank could not save; what was at the target is untouched.
@@ -78,7 +82,7 @@ class CommittedSaves:
             return
         before = self._phases.current
         self._phases.enter(Phase.CHECKPOINT)
-        checkpoint[_KEY] = {"version": _VERSION, "rng": self._gather_rng()}
+        checkpoint[_KEY] = {"version": _VERSION, "rng": self._gather_rng(), "deadlines_s": dict(deadlines_s or {})}
         info = SaveInfo(
             global_step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
@@ -193,6 +197,7 @@ class CommittedSaves:
                 f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
                 f"{_VERSION}. Install the version that wrote it."
             )
+        self.loaded_deadlines_s = ours.get("deadlines_s", {})
         if len(ours["rng"]) == self._plane.world.size:
             self._rng = ours["rng"][self._rank]
         elif self._rank == 0:

@@ -1,0 +1,82 @@
+"""How a strategy finds its place before it meets the others: its arguments, its launcher, its rank and the store."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from lightning_distplus import env
+from lightning_distplus.control import Address
+from lightning_distplus.errors import PreflightError
+from lightning_distplus.world import World
+
+__all__ = ["address_of", "check_number_of_processes", "refuse_unknown_arguments", "world_of"]
+
+
+def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
+    """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
+
+    Args:
+        cls: The strategy; its ``wrapper_class`` takes what the parents do not know.
+        names: The arguments given.
+
+    Raises:
+        TypeError: No class takes the argument.
+    """
+    classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
+    known = {name for base in classes for name in inspect.signature(base).parameters}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise TypeError(
+            f"{cls.__name__} takes no argument {', '.join(map(repr, unknown))}. "
+            f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
+        )
+
+
+def check_number_of_processes(strategy: Any) -> None:
+    """Refuses a launcher that started another number of processes than the Trainer expects.
+
+    Raises:
+        PreflightError: On all ranks, with the product spelled out.
+    """
+    environment = strategy.cluster_environment
+    devices, nodes = len(strategy.parallel_devices or []), strategy.num_nodes
+    started = None
+    if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
+        started = env.WORLD_SIZE.integer() if environment.creates_processes_externally else None
+    elif environment.creates_processes_externally:
+        started = environment.world_size()
+    if started is not None and started != devices * nodes:
+        product = f"{devices} x {nodes} = {devices * nodes}"
+        raise PreflightError(
+            f"The launcher ({type(environment).__name__}) started {started} processes, but "
+            f"Trainer(devices={devices}, num_nodes={nodes}) expects {product}. Make them equal: torchrun "
+            f"--nnodes {nodes} --nproc-per-node {devices}, srun --nodes {nodes} --ntasks-per-node {devices}, or "
+            "change devices and num_nodes."
+        )
+
+
+def world_of(strategy: Any) -> World:
+    """This process, as the strategy's cluster environment sees it."""
+    return World(
+        rank=strategy.global_rank,
+        size=strategy.world_size,
+        local_rank=strategy.local_rank,
+        node_rank=strategy.node_rank,
+        num_nodes=strategy.num_nodes,
+    )
+
+
+def address_of(strategy: Any) -> Address:
+    """Where the job's store is, by its launcher's variables."""
+    environment = strategy.cluster_environment
+    return Address(
+        host=environment.main_address,
+        port=environment.main_port,
+        is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
+        job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+        attempt=env.TORCHELASTIC_RESTART_COUNT.integer() or env.SLURM_RESTART_COUNT.integer() or 0,
+    )

@@ -73,6 +73,7 @@ class Watchdog:
         self._reported_at = -1
         self._judged_at = -1
         self._awake_since = time.monotonic()
+        self._last_tick = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="distplus-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -89,6 +90,12 @@ class Watchdog:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_stopped()
+        except Exception:  # the root of the thread: training goes on without a watchdog, and says so
+            log.exception("rank %d: the watchdog has failed; nobody watches this rank", self._plane.world.rank)
+
+    def _watch_until_stopped(self) -> None:
         heard_at: float | None = None
         while not self._stopping.wait(_TICK_S):
             self._notice_suspension()
@@ -102,7 +109,7 @@ class Watchdog:
 
     def _notice_suspension(self) -> None:
         now = time.monotonic()
-        if now - getattr(self, "_last_tick", now) > _SUSPENDED_S:
+        if now - self._last_tick > _SUSPENDED_S:
             self._awake_since = now
         self._last_tick = now
 

@@ -94,6 +94,13 @@ def test_a_killed_rank_is_lost_within_seconds(name: str, tmp_path: Path) -> None
     assert seconds < 6
 
 
+def test_the_death_of_rank_0_which_serves_the_store_is_named_too(tmp_path: Path) -> None:
+    result, seconds = run("ResilientDDP", FaultPlan().kill(rank=0, step=4, where="after_backward"), tmp_path)
+    assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
+    assert "rank 0" in result.logs[1]
+    assert seconds < 6
+
+
 def slow(folder: str) -> int:
     trainer = jobs.trainer(
         jobs.strategy("ResilientDDP", timeout={"step": 2.0, "setup": "60s"}),

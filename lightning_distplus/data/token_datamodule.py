@@ -1,8 +1,7 @@
-"""The data module for pretraining: weighted mixtures of packed token files."""
+"""The data module for pretraining: weighted mixtures of token files."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,12 @@ from lightning_distplus.data.loader import Request, WorkerOptions
 from lightning_distplus.data.mixture import MixedOrder, Mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.sources import Source, open_source
+from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
-from lightning_distplus.data.tokens import MegatronTokens
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One source of a mixture."""
-
-    path: str
-    """Prefix of the pair <path>.bin and <path>.idx."""
-    weight: float = 1.0
-    """Share of the samples, relative to the other sources."""
-    name: str | None = None
-    """Shown in messages; the path by default."""
 
 
 class TokenDataModule(ExactDataModule):
@@ -100,8 +88,10 @@ class TokenDataModule(ExactDataModule):
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
         self._vocab_size = vocab_size
-        self._files: dict[str, list[MegatronTokens]] = {}
+        self._files: dict[str, list[TokenStream]] = {}
         self._fingerprints: list[str] = []
+        if not self._sources["val"]:
+            self._hide_validation()
 
     def setup(self, stage: str) -> None:
         """Opens and checks all sources."""
@@ -109,9 +99,9 @@ class TokenDataModule(ExactDataModule):
             self._fetcher(kind).check_vocabulary()
         super().setup(stage)
 
-    def _open(self, stage: str) -> list[MegatronTokens]:
+    def _open(self, stage: str) -> list[TokenStream]:
         if stage not in self._files:
-            self._files[stage] = [MegatronTokens(source.path, self._seq_len) for source in self._sources[stage]]
+            self._files[stage] = [open_source(source, self._seq_len) for source in self._sources[stage]]
         return self._files[stage]
 
     def _num_samples(self, stage: str) -> list[int]:

@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_distplus.data.loader import Request
+from lightning_distplus.data.order import derive_key, permute
 from lightning_distplus.data.tokens import TokenSource
 
 __all__ = ["TokenFetcher"]
 
+_CHECK = -4  # separates the key of the check from those of order and augmentation
 _NUM_CHECKED = 64  # blocks of each source whose token ids are checked at setup
 
 
@@ -44,7 +46,7 @@ class TokenFetcher:
         return {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
 
     def check_vocabulary(self) -> None:
-        """Checks up to 64 blocks of each source, evenly spread.
+        """Checks 64 blocks of each source that are evenly spread, and 64 that a key chooses.
 
         Raises:
             ValueError: A token id is not in the vocabulary.
@@ -52,8 +54,10 @@ class TokenFetcher:
         if self._vocab_size is None:
             return
         for place, source in enumerate(self._sources):
-            count = min(_NUM_CHECKED, source.num_samples)
-            self._gather(place, np.linspace(0, source.num_samples - 1, count).astype(np.int64))
+            size = source.num_samples
+            count = min(_NUM_CHECKED, size)
+            self._gather(place, np.linspace(0, size - 1, count).astype(np.int64))
+            self._gather(place, np.sort(permute(np.arange(count), size, derive_key(_CHECK, place))))
 
     def _gather(self, source: int, indices: NDArray[np.int64]) -> NDArray[np.integer]:
         blocks = self._sources[source].gather(indices)

@@ -45,6 +45,10 @@ class TokenDataModule(ExactDataModule):
         shuffle: False reads each source from its beginning to its end.
         num_workers: 0 is fastest for memory-mapped tokens.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
+        position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
+            document, counted from the beginning of the sample where the document began before it.
+        document_ids: Adds ``document_ids``: which document of the sample a token belongs to, 0, 1, 2, ... Tokens may
+            attend to each other where theirs are equal.
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
         prefetch_factor: As in ``DataLoader``.
@@ -64,6 +68,8 @@ class TokenDataModule(ExactDataModule):
         shuffle: bool = True,
         num_workers: int = 0,
         vocab_size: int | None = None,
+        position_ids: bool = False,
+        document_ids: bool = False,
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
@@ -88,6 +94,7 @@ class TokenDataModule(ExactDataModule):
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
         self._vocab_size = vocab_size
+        self._extras = {"position_ids": position_ids, "document_ids": document_ids}
         self._files: dict[str, list[TokenStream]] = {}
         self._fingerprints: list[str] = []
         if not self._sources["val"]:
@@ -96,7 +103,9 @@ class TokenDataModule(ExactDataModule):
     def setup(self, stage: str) -> None:
         """Opens and checks all sources."""
         for kind in ("train", "val"):
-            self._fetcher(kind).check_vocabulary()
+            fetcher = self._fetcher(kind)
+            fetcher.check_documents()
+            fetcher.check_vocabulary()
         super().setup(stage)
 
     def _open(self, stage: str) -> list[TokenStream]:
@@ -151,7 +160,8 @@ class TokenDataModule(ExactDataModule):
 
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.name or source.path for source in self._sources[stage]]
-        return TokenFetcher(self._open(stage), names=names, seq_len=self._seq_len, vocab_size=self._vocab_size)
+        sources, size = self._open(stage), self._vocab_size
+        return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
     def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
         sizes = self._num_samples("val")

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from lightning_distplus.data import MegatronTokens, MegatronWriter, Source, TokenDataModule
+from lightning_distplus.data.loader import Request
 from lightning_distplus.data.sources import detect, open_source
 from lightning_distplus.data.stream import TokenStream
+from lightning_distplus.data.token_fetcher import TokenFetcher
 from tests.distributed.resume_jobs import SampleDiary, quiet_trainer
 
 CHUNK = 10  # tokens of a packed file
@@ -291,6 +293,56 @@ def test_source_too_small_for_one_global_batch_is_refused_at_setup(packed: Path)
     data = TokenDataModule(str(packed), seq_len=SEQ_LEN, micro_batch_size=9)
     data.trainer = quiet_trainer(max_steps=1)
     with pytest.raises(ValueError, match="has 8 samples, fewer than one global batch of 9"):
+        data.setup("fit")
+
+
+# Documents.
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=12), seq_len=st.integers(1, 8), begin=st.floats(0, 0.6))
+def test_document_and_position_ids_are_those_of_a_plain_count(
+    lengths: list[int], seq_len: int, begin: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prefix = write_pair(tmp_path_factory.mktemp("c") / "c", [[number] * size for number, size in enumerate(lengths)])
+    with contextlib.suppress(ValueError):  # a share that is too small for one sample
+        source = opened(prefix, seq_len, split=(begin, 1.0))
+        fetcher = TokenFetcher(
+            [source], names=["c"], seq_len=seq_len, vocab_size=None, position_ids=True, document_ids=True
+        )
+        indices = np.arange(source.num_samples)
+        ids = np.stack([np.zeros_like(indices), indices], axis=1)
+        batch = fetcher.__getitems__(Request(ids, indices, 0))
+        for tokens, documents, positions in zip(
+            batch["input_ids"].tolist(), batch["document_ids"].tolist(), batch["position_ids"].tolist(), strict=True
+        ):
+            assert documents == [token - tokens[0] for token in tokens]
+            assert positions == [tokens[:place].count(token) for place, token in enumerate(tokens)]
+
+
+def test_documents_of_sequences_that_megatron_split_are_whole(tmp_path: Path) -> None:
+    np.arange(9, dtype="<i4").tofile(tmp_path / "c.bin")
+    lengths, pointers, marks = [2, 3, 1, 3], [0, 8, 20, 24], [0, 2, 4]  # documents: sequences 0..1 and 2..3
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 4, 3)
+    (tmp_path / "c.idx").write_bytes(head + struct.pack("<4i4q3q", *lengths, *pointers, *marks))
+    assert opened(tmp_path / "c", seq_len=8).documents(np.array([0])).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    (tmp_path / "c.idx").write_bytes(head + struct.pack("<4i4q3q", *lengths, *pointers, 0, 9, 4))
+    with pytest.raises(ValueError, match=r"c\.idx is damaged: a document begins past its 4 sequences"):
+        opened(tmp_path / "c", seq_len=8, split=(0.0, 0.5))
+
+
+def test_batches_have_document_ids_only_where_asked_and_known(packed: Path, tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "c", [[1, 2], [3, 4, 5], [6, 7, 8, 9]])
+    for wanted in ({"position_ids"}, {"document_ids"}, {"position_ids", "document_ids"}, set()):
+        extras = dict.fromkeys(wanted, True)
+        data = TokenDataModule(str(prefix), seq_len=4, micro_batch_size=1, **extras)
+        data.trainer = quiet_trainer(max_steps=1)
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+        assert set(batch) == {"input_ids", "shift_labels"} | wanted
+        assert all(value.shape == (1, 4) for value in batch.values())
+    data = TokenDataModule(str(packed), seq_len=SEQ_LEN, micro_batch_size=1, position_ids=True)
+    with pytest.raises(ValueError, match=r"slim \(litpkds\) does not say where documents begin"):
         data.setup("fit")
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_distplus.data.flat import DatatroveTokens, NpyTokens, RawTokens
+from lightning_distplus.data.litchunks import LitdataTokens, is_litdata
 from lightning_distplus.data.litpacked import LitPackedTokens, is_lit_packed
 from lightning_distplus.data.stream import INTEGERS, TokenStream
 from lightning_distplus.data.tokens import MegatronTokens, megatron_pair
@@ -17,7 +18,7 @@ from lightning_distplus.data.tokens import MegatronTokens, megatron_pair
 __all__ = ["Source", "SourceFormat", "detect", "open_source"]
 
 _MAX_LOOKED_AT = 64  # files of a folder
-SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy", "ds"]
+SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy", "ds", "litdata"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def _looks_packed(path: Path) -> bool:
 
 def _looks_raw(path: Path) -> bool:
     alone = [one for one in _files(path, ".bin") if one.suffix == ".bin" and not one.with_suffix(".idx").exists()]
-    return bool(alone) and not _looks_packed(path)
+    return bool(alone) and not _looks_packed(path) and not is_litdata(path)
 
 
 def _looks_like(suffix: str) -> Callable[[Path], bool]:
@@ -146,6 +147,7 @@ _LOOKS: dict[str, Callable[[Path], bool]] = {
     "raw": _looks_raw,
     "npy": _looks_like(".npy"),
     "ds": _looks_like(".ds"),
+    "litdata": is_litdata,
 }
 
 _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
@@ -154,4 +156,5 @@ _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
     "raw": _open_raw,
     "npy": lambda source, seq_len: NpyTokens(_required(source, ".npy"), seq_len, name=source.path, split=source.split),
     "ds": _open_ds,
+    "litdata": lambda source, seq_len: LitdataTokens(source.path, seq_len, split=source.split),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import struct
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -200,17 +202,108 @@ def test_damaged_second_npy_file_is_refused(array: np.ndarray, cut: int, message
         opened(tmp_path)
 
 
+# litdata.
+
+
+@pytest.fixture
+def chunks(tmp_path: Path) -> Path:
+    """Three chunks as litdata 0.2.76 writes them, byte by byte; items of 10, 11, ... tokens, two per chunk."""
+    folder = tmp_path / "optimized"
+    folder.mkdir()
+    table = []
+    for number in range(3):
+        items = [np.arange(100 * i, 100 * i + 10 + i, dtype="<u2").tobytes() for i in (2 * number, 2 * number + 1)]
+        offsets = np.cumsum([4 * (len(items) + 2), *map(len, items)])
+        head = struct.pack("<4I", len(items), *offsets)
+        (folder / f"chunk-0-{number}.bin").write_bytes(head + b"".join(items))
+        size, dim = int(offsets[-1]), sum(map(len, items)) // 2
+        row = {"chunk_bytes": size, "chunk_size": len(items), "dim": dim, "filename": f"chunk-0-{number}.bin"}
+        table.append(row)
+    config = {"compression": None, "encryption": None, "data_format": ["no_header_tensor:20"]}
+    config |= {"item_loader": "TokensLoader", "chunk_size": 21, "chunk_bytes": None}
+    (folder / "index.json").write_text(json.dumps({"chunks": table, "config": config}))
+    return folder
+
+
+def test_litdata_chunks_are_read_block_by_block_with_their_items_as_documents(chunks: Path) -> None:
+    source = opened(chunks, seq_len=9)
+    assert (source.format, source.dtype, source.num_tokens) == ("litdata", np.uint16, 75)
+    assert rows(source)[:3] == [[*range(10)], [*range(100, 110)], [*range(200, 210)]]
+    assert rows(source)[3] == [210, 211, *range(300, 308)]
+    assert source.documents(np.array([3])).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1]]
+    assert len(rows(source)) == 2 + 2 + 2
+    assert rows(opened(chunks, seq_len=9, split=(0.5, 1.0))) == rows(source)[3:]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("chunk-0-2.bin", lambda data: b"", r"chunk-0-2\.bin is empty \(0 bytes\)"),
+        ("chunk-0-2.bin", lambda data: data[:-1], r"\(chunk 3 of 3\) is truncated: it has 73 bytes, .* describes 74"),
+        ("chunk-0-2.bin", lambda data: data + b"x", "is too long"),
+        ("chunk-0-2.bin", lambda data: b"\x03" + data[1:], r"are \(3, 16, 74\), expected \(2, 16, 74\)"),
+        ("index.json", lambda data: data[:99], r"index\.json is no index of litdata, or torn"),
+        ("index.json", lambda data: data.replace(b"tensor:20", b"tensor:17"), "is truncated: it has 58 bytes"),
+        (
+            "index.json",
+            lambda data: data.replace(b"tensor:20", b"tensor:0"),
+            "expected one tensor or array of integers",
+        ),
+        ("index.json", lambda data: data.replace(b"no_header_tensor:20", b"jpeg"), r"an item is \['jpeg'\]"),
+        (
+            "index.json",
+            lambda data: data.replace(b'"compression": null', b'"compression": "zstd"'),
+            "compression 'zstd'",
+        ),
+        ("index.json", lambda data: data.replace(b'"dim": 21', b'"dim": null'), r"how many tokens chunk-0-0\.bin"),
+        ("index.json", lambda data: b'{"chunks": [], "config": {"data_format": ["no_header_tensor:20"]}}', "is empty"),
+    ],
+)
+def test_damaged_litdata_folder_is_refused_at_setup(
+    name: str, damage: Callable[[bytes], bytes], message: str, chunks: Path
+) -> None:
+    path = chunks / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        set_up(chunks)
+
+
+def test_folder_that_litdata_wrote_is_read_as_litdata_reads_it(tmp_path: Path) -> None:
+    litdata = pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+    loader = litdata.streaming.item_loader.TokensLoader
+    for kind, items in {
+        "tensor": [torch.arange(100 * i, 100 * i + 10 + i, dtype=torch.int32) for i in range(12)],
+        "array": [np.arange(100 * i, 100 * i + 10 + i, dtype=np.uint16) for i in range(12)],
+    }.items():
+        folder = tmp_path / kind
+        writer = litdata.streaming.cache.Cache(str(folder), chunk_size=41, item_loader=loader(block_size=5))
+        for number, item in enumerate(items):
+            writer[number] = item
+        writer.done()
+        writer.merge(1)
+        theirs = litdata.StreamingDataset(str(folder), item_loader=loader(block_size=5), shuffle=False)
+        ours = opened(folder, seq_len=4)
+        assert rows(ours) == [theirs[number].tolist() for number in range(len(theirs))]
+        assert ours.num_tokens == sum(map(len, items))
+
+
 # What is at a path.
 
 
-def test_what_is_at_a_path_is_found_out(packed: Path, tmp_path: Path) -> None:
+def test_what_is_at_a_path_is_found_out(packed: Path, chunks: Path, tmp_path: Path) -> None:
     write_pair(tmp_path / "pair", [[1, 2, 3, 4, 5]])
     np.save(tmp_path / "one.npy", np.arange(9))
     (tmp_path / "raw.bin").write_bytes(b"x" * 16)
     (tmp_path / "two.ds").write_bytes(b"x" * 16)
     for name in ("pair", "pair.bin", "pair.idx"):
         assert detect(str(tmp_path / name)) == "megatron"
-    for name, expected in {"slim": "litpkds", "one.npy": "npy", "raw.bin": "raw", "two.ds": "ds"}.items():
+    for name, expected in {
+        "optimized": "litdata",
+        "slim": "litpkds",
+        "one.npy": "npy",
+        "raw.bin": "raw",
+        "two.ds": "ds",
+    }.items():
         assert detect(str(tmp_path / name)) == expected
     assert rows(opened(tmp_path / "pair")) == [[1, 2, 3, 4]]
 

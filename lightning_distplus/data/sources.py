@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from lightning_distplus.data.arrow import ArrowTokens, ParquetTokens
 from lightning_distplus.data.flat import DatatroveTokens, NpyTokens, RawTokens
 from lightning_distplus.data.litchunks import LitdataTokens, is_litdata
 from lightning_distplus.data.litpacked import LitPackedTokens, is_lit_packed
@@ -18,7 +19,7 @@ from lightning_distplus.data.tokens import MegatronTokens, megatron_pair
 __all__ = ["Source", "SourceFormat", "detect", "open_source"]
 
 _MAX_LOOKED_AT = 64  # files of a folder
-SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy", "ds", "litdata"]
+SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy", "ds", "litdata", "arrow", "parquet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Source:
     """Type of a token where the files do not say it (raw, ds), for example "uint16"."""
     split: tuple[float, float] = (0.0, 1.0)
     """The share that is read, from and to: (0.0, 0.99) to train and (0.99, 1.0) to validate have no token in common."""
+
+    column: str = "input_ids"
+    """The column of token lists (arrow, parquet)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", tuple(self.split))
@@ -127,6 +131,11 @@ def _looks_like(suffix: str) -> Callable[[Path], bool]:
     return lambda path: any(one.suffix == suffix for one in _files(path, suffix))
 
 
+def _looks_arrow(path: Path) -> bool:
+    inside = ("state.json", "dataset_dict.json")
+    return any((path / name).is_file() for name in inside) or _looks_like(".arrow")(path)
+
+
 def _open_packed(source: Source, seq_len: int) -> TokenStream:
     return LitPackedTokens(_packed_files(Path(source.path)), seq_len, name=source.path, split=source.split)
 
@@ -148,6 +157,8 @@ _LOOKS: dict[str, Callable[[Path], bool]] = {
     "npy": _looks_like(".npy"),
     "ds": _looks_like(".ds"),
     "litdata": is_litdata,
+    "arrow": _looks_arrow,
+    "parquet": _looks_like(".parquet"),
 }
 
 _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
@@ -157,4 +168,6 @@ _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
     "npy": lambda source, seq_len: NpyTokens(_required(source, ".npy"), seq_len, name=source.path, split=source.split),
     "ds": _open_ds,
     "litdata": lambda source, seq_len: LitdataTokens(source.path, seq_len, split=source.split),
+    "arrow": lambda source, seq_len: ArrowTokens(source.path, seq_len, column=source.column, split=source.split),
+    "parquet": lambda source, seq_len: ParquetTokens(source.path, seq_len, column=source.column, split=source.split),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import pickle
 import struct
@@ -285,6 +286,99 @@ def test_folder_that_litdata_wrote_is_read_as_litdata_reads_it(tmp_path: Path) -
         ours = opened(folder, seq_len=4)
         assert rows(ours) == [theirs[number].tolist() for number in range(len(theirs))]
         assert ours.num_tokens == sum(map(len, items))
+
+
+# Arrow and Parquet.
+
+DOCUMENTS = [list(range(10 * i, 10 * i + 3 + i)) for i in range(6)]
+needs_arrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None or importlib.util.find_spec("datasets") is None,
+    reason="pyarrow and datasets are not installed: pip install 'lightning-distplus[formats]'",
+)
+
+
+def saved(documents: list[list[int]], path: Path, **arguments: Any) -> Path:
+    import datasets
+
+    rows = {"input_ids": documents, "text": ["x"] * len(documents)}
+    data = datasets.Dataset.from_dict(rows)
+    if path.suffix == ".parquet":
+        data.to_parquet(str(path))
+    else:
+        data.save_to_disk(str(path), **arguments)
+    return path
+
+
+@needs_arrow
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_rows_are_documents_of_one_stream(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    if kind == "arrow":
+        saved(DOCUMENTS, path, num_shards=2)
+    else:
+        path.mkdir()
+        saved(DOCUMENTS[:4], path / "0.parquet")
+        saved(DOCUMENTS[4:], path / "1.parquet")
+    source = pickle.loads(pickle.dumps(opened(path, seq_len=4)))
+    stream = [token for document in DOCUMENTS for token in document]
+    assert source.format == kind
+    assert rows(source) == [stream[start : start + 5] for start in range(0, 32, 4)]
+    assert source.documents(np.array([0, 1])).tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert rows(opened(path, seq_len=4, split=(0.5, 1.0)))[0] == [30, 31, 32, 33, 34]
+    assert opened(path, seq_len=4, split=(0.5, 1.0)).fingerprint() != source.fingerprint()
+    with pytest.raises(ValueError, match="has no column 'tokens'; it has input_ids"):
+        opened(path, column="tokens")
+    with pytest.raises(ValueError, match="column 'text' holds string, expected lists of integers"):
+        opened(path, column="text")
+
+
+@needs_arrow
+def test_rows_of_one_sample_each_are_the_samples(tmp_path: Path) -> None:
+    path = saved([[5 * i + j for j in range(5)] for i in range(7)], tmp_path / "packed", num_shards=2)
+    assert rows(opened(path, seq_len=4)) == [[5 * i + j for j in range(5)] for i in range(7)]
+    assert rows(opened(path, seq_len=4, split=(0.0, 0.3))) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@needs_arrow
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", r"00001-of-00002\.arrow is empty \(0 bytes\)"),
+        (lambda data: data[:-8], r"\(file 2 of 2\) is truncated: it ends with"),
+        (lambda data: data[:5], r"\(file 2 of 2\) is truncated"),
+        (lambda data: b"x" * 40 + data[-8:], r"\(file 2 of 2\) is no Arrow stream, or torn"),
+    ],
+)
+def test_damaged_second_arrow_file_is_refused(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    path = saved(DOCUMENTS, tmp_path / "rows", num_shards=2) / "data-00001-of-00002.arrow"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        set_up(path.parent)
+
+
+@needs_arrow
+def test_damaged_second_parquet_file_and_a_folder_of_several_sets_are_refused(tmp_path: Path) -> None:
+    import datasets
+
+    saved(DOCUMENTS, tmp_path / "0.parquet")
+    for content, message in ((b"", r"1\.parquet is empty"), (b"PAR1xx", r"\(file 2 of 2\) is no Parquet file")):
+        (tmp_path / "1.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            set_up(tmp_path)
+    data = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(ValueError, match=r"both holds several data sets: train, test\. Name the folder of one"):
+        set_up(tmp_path / "both")
+    with pytest.raises(ValueError, match="holds 1 null values"):
+        set_up(saved([[1, 2, 3, 4, 5], None], tmp_path / "nulls"))  # type: ignore[list-item]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
+def test_missing_library_is_named_with_the_command_that_installs_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModuleNotFoundError, match=r'need pyarrow, .* Run: pip install "lightning-distplus\[formats\]"'):
+        set_up(tmp_path / name)
 
 
 # What is at a path.

@@ -38,7 +38,6 @@ class Source:
     """Type of a token where the files do not say it (raw, ds), for example "uint16"."""
     split: tuple[float, float] = (0.0, 1.0)
     """The share that is read, from and to: (0.0, 0.99) to train and (0.99, 1.0) to validate have no token in common."""
-
     column: str = "input_ids"
     """The column of token lists (arrow, parquet)."""
 

@@ -24,6 +24,7 @@ from lightning_distplus.data.loader import Request
 from lightning_distplus.data.sources import detect, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import SampleDiary, quiet_trainer
 
 CHUNK = 10  # tokens of a packed file
@@ -457,6 +458,35 @@ def test_yaml_and_python_mix_formats_with_weights_and_read_what_the_files_hold(p
         expected = [sources[source].gather(np.array([index]))[0, :-1].tolist() for source, index in samples]
         assert batch["input_ids"].tolist() == expected
         assert batch["shift_labels"].tolist() == (batch["input_ids"] + 1).tolist()
+
+
+class KeepsTokens(SampleDiary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[list[list[int]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tokens.append(batch["input_ids"].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def test_mixture_of_formats_resumes_exactly_and_not_with_another_share(packed: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "code.npy", np.arange(1000, 1400, dtype=np.int32))
+
+    def train(end: float, steps: int, ckpt_path: Path | None = None) -> tuple[Any, KeepsTokens]:
+        sources = [Source(path=str(packed)), Source(path=str(tmp_path / "code.npy"), split=(0.0, end))]
+        data = TokenDataModule(sources, seq_len=SEQ_LEN, micro_batch_size=2, seed=5)
+        trainer, model = quiet_trainer(max_steps=steps, max_epochs=-1), KeepsTokens()
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        return trainer, model
+
+    _, undisturbed = train(0.9, 9)
+    trainer, first = train(0.9, 4)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    _, second = train(0.9, 9, tmp_path / "saved.ckpt")
+    assert first.tokens + second.tokens == undisturbed.tokens
+    with pytest.raises(DatasetMismatch, match="source 1: fingerprint: "):
+        train(0.8999, 9, tmp_path / "saved.ckpt")
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lightning_distplus.data.map_datamodule import ResumableDataModule
     from lightning_distplus.data.mixture import Mixture
     from lightning_distplus.data.order import ORDER_VERSION, permute
-    from lightning_distplus.data.token_datamodule import Source, TokenDataModule
+    from lightning_distplus.data.sources import Source
+    from lightning_distplus.data.token_datamodule import TokenDataModule
     from lightning_distplus.data.tokens import MegatronTokens, MegatronWriter, TokenSource, dtype_for
 
 __all__ = [
@@ -31,7 +32,7 @@ _HOMES = {
     "MegatronWriter": "tokens",
     "Mixture": "mixture",
     "ResumableDataModule": "map_datamodule",
-    "Source": "token_datamodule",
+    "Source": "sources",
     "TokenDataModule": "token_datamodule",
     "TokenSource": "tokens",
     "dtype_for": "tokens",

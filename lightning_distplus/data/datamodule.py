@@ -7,6 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -186,6 +187,11 @@ class ExactDataModule(pl.LightningDataModule):
         self._timer.pause()
 
     # Inside.
+
+    def _hide_validation(self) -> None:
+        """Tells Lightning that there is no validation data: it only asks whether the hook is overridden."""
+        if type(self).val_dataloader is ExactDataModule.val_dataloader:
+            self.val_dataloader = MethodType(pl.LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
 
     def _joined(self) -> Cursor:
         """The cursor on the present Trainer; also where a subclass overrides ``setup`` without calling this one's."""

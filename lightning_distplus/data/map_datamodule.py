@@ -89,6 +89,8 @@ class ResumableDataModule(ExactDataModule):
         self._collate_fn = collate_fn
         self._seed_samples = seed_samples
         self._datasets: dict[str, Any] = {}
+        if val_dataset is None and type(self).val_dataset is ResumableDataModule.val_dataset:
+            self._hide_validation()
 
     def train_dataset(self) -> Any:
         """The training data; override this or pass it to the constructor."""

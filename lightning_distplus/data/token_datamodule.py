@@ -1,8 +1,7 @@
-"""The data module for pretraining: weighted mixtures of packed token files."""
+"""The data module for pretraining: weighted mixtures of token files."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,12 @@ from lightning_distplus.data.loader import Request, WorkerOptions
 from lightning_distplus.data.mixture import MixedOrder, Mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.sources import Source, open_source
+from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
-from lightning_distplus.data.tokens import MegatronTokens
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One source of a mixture."""
-
-    path: str
-    """Prefix of the pair <path>.bin and <path>.idx."""
-    weight: float = 1.0
-    """Share of the samples, relative to the other sources."""
-    name: str | None = None
-    """Shown in messages; the path by default."""
 
 
 class TokenDataModule(ExactDataModule):
@@ -57,6 +45,10 @@ class TokenDataModule(ExactDataModule):
         shuffle: False reads each source from its beginning to its end.
         num_workers: 0 is fastest for memory-mapped tokens.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
+        position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
+            document, counted from the beginning of the sample where the document began before it.
+        document_ids: Adds ``document_ids``: which document of the sample a token belongs to, 0, 1, 2, ... Tokens may
+            attend to each other where theirs are equal.
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
         prefetch_factor: As in ``DataLoader``.
@@ -76,6 +68,8 @@ class TokenDataModule(ExactDataModule):
         shuffle: bool = True,
         num_workers: int = 0,
         vocab_size: int | None = None,
+        position_ids: bool = False,
+        document_ids: bool = False,
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
@@ -100,18 +94,23 @@ class TokenDataModule(ExactDataModule):
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
         self._vocab_size = vocab_size
-        self._files: dict[str, list[MegatronTokens]] = {}
+        self._extras = {"position_ids": position_ids, "document_ids": document_ids}
+        self._files: dict[str, list[TokenStream]] = {}
         self._fingerprints: list[str] = []
+        if not self._sources["val"]:
+            self._hide_validation()
 
     def setup(self, stage: str) -> None:
         """Opens and checks all sources."""
         for kind in ("train", "val"):
-            self._fetcher(kind).check_vocabulary()
+            fetcher = self._fetcher(kind)
+            fetcher.check_documents()
+            fetcher.check_vocabulary()
         super().setup(stage)
 
-    def _open(self, stage: str) -> list[MegatronTokens]:
+    def _open(self, stage: str) -> list[TokenStream]:
         if stage not in self._files:
-            self._files[stage] = [MegatronTokens(source.path, self._seq_len) for source in self._sources[stage]]
+            self._files[stage] = [open_source(source, self._seq_len) for source in self._sources[stage]]
         return self._files[stage]
 
     def _num_samples(self, stage: str) -> list[int]:
@@ -161,7 +160,8 @@ class TokenDataModule(ExactDataModule):
 
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.name or source.path for source in self._sources[stage]]
-        return TokenFetcher(self._open(stage), names=names, seq_len=self._seq_len, vocab_size=self._vocab_size)
+        sources, size = self._open(stage), self._vocab_size
+        return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
     def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
         sizes = self._num_samples("val")

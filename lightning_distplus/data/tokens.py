@@ -16,7 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["MegatronTokens", "MegatronWriter", "TokenSource", "dtype_for"]
+from lightning_distplus.data.stream import WHOLE, Part, Split, TokenStream, digest_file, size_of
+
+__all__ = ["MegatronTokens", "MegatronWriter", "TokenSource", "dtype_for", "megatron_pair"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document marks
@@ -29,9 +31,6 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
-_WHOLE_BELOW = 16 * 2**20  # bytes; a file up to this size enters the fingerprint as a whole, a larger one by samples
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 64
 
 
 class TokenSource(Protocol):
@@ -53,7 +52,7 @@ def dtype_for(vocab_size: int) -> type[np.integer[Any]]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
-class MegatronTokens:
+class MegatronTokens(TokenStream):
     """Megatron-LM's indexed dataset ``<prefix>.bin`` and ``<prefix>.idx``, read as one stream of tokens.
 
     Sample i is tokens[i * seq_len : i * seq_len + seq_len + 1]: neighbours share one token, so that every token but
@@ -63,68 +62,50 @@ class MegatronTokens:
     Args:
         prefix: Path of the pair, with or without ``.bin`` or ``.idx``.
         seq_len: Number of targets in a sample.
+        split: The share of the documents that is read, from and to.
 
     Raises:
         ValueError: A file is missing, empty, truncated, too long or of another format; or holds no whole sample.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], seq_len: int) -> None:
-        if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}; a sample has at least 1 token.")
-        self.seq_len = seq_len
-        self._bin, self._idx = _pair(prefix)
-        self._index = _read_index(self._idx, self._bin)
-        if self.num_samples < 1:
-            raise ValueError(
-                f"{self._bin} holds {self._index.num_tokens} tokens, and one sample of seq_len {seq_len} takes "
-                f"{seq_len + 1}. Use a smaller seq_len or more text."
-            )
-        self._map: NDArray[np.integer[Any]] | None = None
+    format = "megatron"
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the file."""
-        return self._index.num_tokens
+    def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = WHOLE) -> None:
+        self._bin, self._idx = megatron_pair(prefix)
+        self._index = _read_index(self._idx, self._bin)
+        super().__init__(
+            [Part(self._bin, 0, self._index.num_tokens)],
+            name=str(self._bin),
+            dtype=np.dtype(self._index.dtype),
+            seq_len=seq_len,
+            split=split,
+        )
 
     @property
     def num_documents(self) -> int:
         """Number of documents in the file."""
         return self._index.num_documents
 
-    @property
-    def dtype(self) -> type[np.integer[Any]]:
-        """The stored token type."""
-        return self._index.dtype
-
-    @property
-    def num_samples(self) -> int:
-        """Number of blocks."""
-        return (self._index.num_tokens - 1) // self.seq_len
-
-    def gather(self, indices: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
-        """The blocks at ``indices``, in the stored dtype: shape (len(indices), seq_len + 1)."""
-        tokens = self._tokens()
-        blocks = np.empty((len(indices), self.seq_len + 1), dtype=self.dtype)
-        for row, index in enumerate(indices.tolist()):
-            start = index * self.seq_len
-            blocks[row] = tokens[start : start + self.seq_len + 1]
-        return blocks
-
     def fingerprint(self) -> str:
         """16 hex digits over format, sizes and content (of large files: 64 spread samples of 4 KiB each)."""
         digest = xxhash.xxh3_64(f"megatron {_VERSION} {self.dtype.__name__}".encode())
         for path in (self._idx, self._bin):
-            _digest_file(digest, path)
-        return digest.hexdigest()
+            digest_file(digest, path)
+        return self._sealed(digest)
 
-    def _tokens(self) -> NDArray[np.integer[Any]]:
-        if self._map is None:
-            # A plain array over the map: slices of a np.memmap cost 5 microseconds more each.
-            self._map = np.asarray(np.memmap(self._bin, dtype=self.dtype, mode="r"))
-        return self._map
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_map": None}  # a worker process maps the file by itself
+    def _read_document_starts(self) -> NDArray[np.int64]:
+        """Mark k is the first sequence of document k, and pointers say where sequences begin."""
+        num_sequences = self._index.num_sequences
+        with self._idx.open("rb") as stream:
+            stream.seek(_HEADER.size + 4 * num_sequences)
+            pointers = np.fromfile(stream, dtype="<i8", count=num_sequences)
+            marks = np.fromfile(stream, dtype="<i8", count=self._index.num_documents)
+        if len(marks) and (marks.min() < 0 or marks.max() >= num_sequences):
+            raise ValueError(f"{self._idx} is damaged: a document begins past its {num_sequences} sequences.")
+        starts: NDArray[np.int64] = pointers[marks] // self._dtype.itemsize
+        if (np.diff(starts) < 0).any() or (len(starts) and (starts[0] or starts[-1] >= self.num_tokens)):
+            raise ValueError(f"{self._idx} is damaged: its documents do not follow one another from token 0 on.")
+        return starts
 
 
 class MegatronWriter:
@@ -147,7 +128,7 @@ class MegatronWriter:
         self._code = codes[dtype]
         self._dtype = dtype
         self._limits = (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
-        self._bin, self._idx = _pair(prefix)
+        self._bin, self._idx = megatron_pair(prefix)
         self._refuse_existing()
         self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._lengths = array.array("i")
@@ -229,10 +210,12 @@ class MegatronWriter:
 class _Index:
     dtype: type[np.integer[Any]]
     num_tokens: int
+    num_sequences: int
     num_documents: int
 
 
-def _pair(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+def megatron_pair(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The paths of ``.bin`` and ``.idx``; the prefix may end in either."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -241,12 +224,8 @@ def _pair(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def _read_index(idx: Path, bin_: Path) -> _Index:
     """Checks header and sizes in constant time: the whole index is never read."""
-    for path in (idx, bin_):
-        if not path.is_file():
-            raise ValueError(f"{path} is missing. A Megatron source is the pair {bin_.name} and {idx.name}.")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty (0 bytes). Write it again, for example with `distplus prepare`.")
-    size = idx.stat().st_size
+    remedy = f"A Megatron source is the pair {bin_.name} and {idx.name}; `distplus prepare` writes one."
+    size, found = size_of(idx, remedy), size_of(bin_, remedy)
     with idx.open("rb") as stream:
         head = stream.read(_HEADER.size)
         if len(head) < _HEADER.size:
@@ -262,11 +241,15 @@ def _read_index(idx: Path, bin_: Path) -> _Index:
         _check_index_size(idx, size, num_sequences, num_marks)
         dtype = _DTYPES[code]
         num_bytes = _end_of_data(stream, num_sequences, np.dtype(dtype).itemsize)
-    found = bin_.stat().st_size
     if found != num_bytes:
         what = "truncated" if found < num_bytes else "too long"
         raise ValueError(f"{bin_} is {what}: it has {found} bytes, and {idx.name} describes {num_bytes}.")
-    return _Index(dtype=dtype, num_tokens=num_bytes // np.dtype(dtype).itemsize, num_documents=num_marks - 1)
+    return _Index(
+        dtype=dtype,
+        num_tokens=num_bytes // np.dtype(dtype).itemsize,
+        num_sequences=num_sequences,
+        num_documents=num_marks - 1,
+    )
 
 
 def _check_index_size(idx: Path, size: int, num_sequences: int, num_marks: int) -> None:
@@ -288,19 +271,6 @@ def _end_of_data(stream: IO[bytes], num_sequences: int, item_bytes: int) -> int:
     stream.seek(_HEADER.size + 4 * num_sequences + 8 * (num_sequences - 1))
     (pointer,) = struct.unpack("<q", stream.read(8))
     return int(pointer) + int(length) * item_bytes
-
-
-def _digest_file(digest: xxhash.xxh3_64, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    with path.open("rb") as stream:
-        if size <= _WHOLE_BELOW:
-            digest.update(stream.read())
-            return
-        last = size - _SAMPLE_BYTES
-        for sample in range(_NUM_SAMPLES):
-            stream.seek(last * sample // (_NUM_SAMPLES - 1))
-            digest.update(stream.read(_SAMPLE_BYTES))
 
 
 def _aside(path: Path) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import time
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -370,6 +372,38 @@ def test_data_sets_may_be_made_by_overriding_methods() -> None:
             return self.made
 
     assert len(fit(Own(batch_size=2, seed=3), max_epochs=1).events) == 8 + 2
+
+
+# Validation.
+
+
+class Trains(SampleDiary):
+    """Has no validation_step of its own."""
+
+    validation_step = pl.LightningModule.validation_step
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens"])
+def test_without_validation_data_lightning_does_not_warn(kind: str, corpus: list[Source]) -> None:
+    data = ResumableDataModule(Augmented(4), batch_size=2) if kind == "map" else token_data(sources=corpus)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(max_steps=1).fit(Trains(), data)
+    assert not [str(one.message) for one in caught if "val_dataloader" in str(one.message)]
+
+
+def test_validation_data_from_an_override_is_still_read() -> None:
+    class OwnSet(ResumableDataModule):
+        def val_dataset(self) -> Augmented:
+            return Augmented(3)
+
+    class OwnLoader(ResumableDataModule):
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Augmented(3))
+
+    for data in (OwnSet(Augmented(4), batch_size=2), OwnLoader(Augmented(4), batch_size=2)):
+        quiet_trainer(max_epochs=1).fit(model := SampleDiary(), data)
+        assert model.validated == [0, 1, 2]
 
 
 # Configuration.

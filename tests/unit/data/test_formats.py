@@ -1,0 +1,634 @@
+"""Token files of other tools: read as those tools read them, and refused by name when one of them is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
+
+from lightning_distplus.data import MegatronTokens, MegatronWriter, Source, TokenDataModule
+from lightning_distplus.data.loader import Request
+from lightning_distplus.data.sources import detect, open_source
+from lightning_distplus.data.stream import TokenStream
+from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.errors import DatasetMismatch
+from tests.distributed.resume_jobs import SampleDiary, quiet_trainer
+
+CHUNK = 10  # tokens of a packed file
+SEQ_LEN = 3
+
+
+def packed_bytes(tokens: list[int], *, magic: bytes = b"LITPKDS", version: int = 1, code: int = 8) -> bytes:
+    """A file as lit-gpt's PackedDatasetBuilder writes it, field by field."""
+    kind = {1: "B", 4: "i", 6: "f", 8: "H"}[code]
+    head = magic + struct.pack("<Q", version) + struct.pack("<B", code) + struct.pack("<Q", len(tokens))
+    return head + struct.pack(f"<{len(tokens)}{kind}", *tokens)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    folder = tmp_path / "slim"
+    folder.mkdir()
+    for number in (2, 0, 3, 1):  # the order is that of the names
+        tokens = list(range(CHUNK * number, CHUNK * (number + 1)))
+        (folder / f"train_slim_{number:010d}.bin").write_bytes(packed_bytes(tokens))
+    return folder
+
+
+def opened(path: Path, seq_len: int = SEQ_LEN, **arguments: Any) -> TokenStream:
+    return open_source(Source(path=str(path), **arguments), seq_len)
+
+
+def rows(source: TokenStream) -> list[list[int]]:
+    return source.gather(np.arange(source.num_samples)).tolist()
+
+
+def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
+    with MegatronWriter(prefix, np.int32) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
+# Packed files.
+
+
+def test_packed_folder_is_read_block_by_block_as_lit_gpt_does(packed: Path) -> None:
+    source = opened(packed)
+    expected = [
+        [start, start + 1, start + 2, start + 3] for file in range(4) for start in (CHUNK * file, CHUNK * file + 4)
+    ]
+    assert (source.format, source.dtype, source.num_samples) == ("litpkds", np.uint16, 8)
+    assert rows(source) == expected
+    assert source.gather(np.array([7, 0, 7]))[:, 0].tolist() == [34, 0, 34]
+
+
+def test_packed_files_are_chosen_by_the_beginning_of_their_names(packed: Path) -> None:
+    (packed / "train_star_0000000000.bin").write_bytes(packed_bytes([7] * 8))
+    assert opened(packed / "train_slim").num_samples == 8
+    assert rows(opened(packed / "train_star")) == [[7] * 4] * 2
+    assert opened(packed / "train_slim_0000000001.bin").num_samples == 2
+    with pytest.raises(ValueError, match=r"train_star_0000000000\.bin \(file 5 of 5\) does not belong to the others"):
+        opened(packed)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", r"is empty \(0 bytes\)"),
+        (lambda data: data[:11], "truncated in its header: 11 of 24 bytes"),
+        (lambda data: data[:-2], "is truncated: it has 42 bytes, and its header describes 44"),
+        (lambda data: data + b"x", "is too long: it has 45 bytes"),
+        (lambda data: b"LITPKDX" + data[7:], "begins with b'LITPKDX', expected b'LITPKDS'"),
+        (lambda data: packed_bytes([0] * CHUNK, version=2), "has format version 2, expected 1"),
+        (lambda data: packed_bytes([0] * CHUNK, code=6), r"token type code 6 \(float32\), expected one of 1 = uint8"),
+        (lambda data: data[:15] + b"\x63" + data[16:], "token type code 99"),
+    ],
+)
+@pytest.mark.parametrize("number", [0, 3])
+def test_damaged_packed_file_is_refused_at_setup_with_its_number(
+    number: int, damage: Callable[[bytes], bytes], message: str, packed: Path
+) -> None:
+    path = packed / f"train_slim_{number:010d}.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        set_up(packed)
+    assert path.name in str(error.value)
+    assert f"file {number + 1} of 4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (packed_bytes([0] * CHUNK, code=4), "10 tokens of int32, expected 10 of uint16"),
+        (packed_bytes([0] * 11), "11 tokens of uint16, expected 10 of uint16"),
+    ],
+)
+def test_packed_file_of_another_kind_is_refused_before_training(content: bytes, message: str, packed: Path) -> None:
+    (packed / "train_slim_0000000003.bin").write_bytes(content)
+    data = TokenDataModule(str(packed), seq_len=SEQ_LEN, micro_batch_size=1)
+    model = SampleDiary()
+    with pytest.raises(ValueError, match=rf"train_slim_0000000003\.bin \(file 4 of 4\) .*{message}"):
+        quiet_trainer(max_steps=1).fit(model, data)
+    assert not model.steps
+
+
+def set_up(path: Path, **arguments: Any) -> None:
+    TokenDataModule([Source(path=str(path), **arguments)], seq_len=SEQ_LEN, micro_batch_size=1).setup("fit")
+
+
+# Raw, .npy and .ds.
+
+
+def test_raw_files_are_one_stream(tmp_path: Path) -> None:
+    for number in range(3):
+        np.arange(5 * number, 5 * number + 5, dtype="<u4").tofile(tmp_path / f"{number}.bin")
+    source = opened(tmp_path, dtype="uint32")
+    assert (source.format, source.num_tokens) == ("raw", 15)
+    assert rows(source) == [[start, start + 1, start + 2, start + 3] for start in (0, 3, 6, 9)]
+    assert rows(opened(tmp_path / "1.bin", dtype="uint32")) == [[5, 6, 7, 8]]
+
+
+def test_npy_says_its_own_type(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(7, dtype=np.int64))
+    np.save(tmp_path / "b.npy", np.arange(7, 10, dtype=np.int64))
+    source = opened(tmp_path)
+    assert (source.format, source.dtype, source.num_tokens) == ("npy", np.int64, 10)
+    assert rows(source) == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+
+
+def test_datatrove_files_bring_their_documents(tmp_path: Path) -> None:
+    np.arange(12, dtype="<u2").tofile(tmp_path / "00000.ds")
+    np.array([4, 6, 12], dtype="<u8").tofile(tmp_path / "00000.ds.index")
+    source = opened(tmp_path / "00000.ds", seq_len=5, dtype="uint16")
+    assert rows(source) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
+    assert source.documents(np.arange(2)).tolist() == [[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]
+    np.array([4, 6], dtype="<u8").tofile(tmp_path / "00000.ds.index")
+    with pytest.raises(ValueError, match=r"00000\.ds\.index does not fit 00000\.ds: .* ends at token 6, .* holds 12"):
+        opened(tmp_path / "00000.ds", dtype="uint16", split=(0.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "dtype", "message"),
+    [
+        ("a.bin", b"", "uint16", r"a\.bin is empty \(0 bytes\)"),
+        ("a.bin", b"x" * 15, "uint16", "it has 15 bytes, no multiple of 2"),
+        ("a.bin", b"x" * 4, "uint16", "holds 2 tokens, and one sample of seq_len 3 takes 4"),
+        ("a.bin", b"x" * 16, None, r"\(raw\) does not say its token type; name it, as in dtype=\"uint16\""),
+        ("a.ds", b"x" * 16, None, r"\(ds\) does not say its token type"),
+        ("a.ds", b"", "uint16", "is empty"),
+        ("a.npy", b"", None, "is empty"),
+        ("a.npy", b"x" * 80, None, r"a\.npy \(file 1 of 1\) is no \.npy file"),
+    ],
+)
+def test_damaged_flat_file_is_refused_at_setup(
+    name: str, content: bytes, dtype: str | None, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        set_up(tmp_path / name, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("array", "cut", "message"),
+    [
+        (
+            np.arange(9, dtype=np.int32),
+            4,
+            r"b\.npy \(file 2 of 2\) is truncated: it has 160 bytes, its header describes 164",
+        ),
+        (np.arange(9, dtype=np.int64), 0, r"b\.npy \(file 2 of 2\) holds int64, expected int32 as in a\.npy"),
+        (np.ones(9), 0, r"holds float64 of shape \(9,\), expected one row of"),
+        (np.ones((3, 3), dtype=np.int32), 0, r"holds int32 of shape \(3, 3\)"),
+    ],
+)
+def test_damaged_second_npy_file_is_refused(array: np.ndarray, cut: int, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(9, dtype=np.int32))
+    np.save(tmp_path / "b.npy", array)
+    path = tmp_path / "b.npy"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)
+
+
+# litdata.
+
+
+@pytest.fixture
+def chunks(tmp_path: Path) -> Path:
+    """Three chunks as litdata 0.2.76 writes them, byte by byte; items of 10, 11, ... tokens, two per chunk."""
+    folder = tmp_path / "optimized"
+    folder.mkdir()
+    table = []
+    for number in range(3):
+        items = [np.arange(100 * i, 100 * i + 10 + i, dtype="<u2").tobytes() for i in (2 * number, 2 * number + 1)]
+        offsets = np.cumsum([4 * (len(items) + 2), *map(len, items)])
+        head = struct.pack("<4I", len(items), *offsets)
+        (folder / f"chunk-0-{number}.bin").write_bytes(head + b"".join(items))
+        size, dim = int(offsets[-1]), sum(map(len, items)) // 2
+        row = {"chunk_bytes": size, "chunk_size": len(items), "dim": dim, "filename": f"chunk-0-{number}.bin"}
+        table.append(row)
+    config = {"compression": None, "encryption": None, "data_format": ["no_header_tensor:20"]}
+    config |= {"item_loader": "TokensLoader", "chunk_size": 21, "chunk_bytes": None}
+    (folder / "index.json").write_text(json.dumps({"chunks": table, "config": config}))
+    return folder
+
+
+def test_litdata_chunks_are_read_block_by_block_with_their_items_as_documents(chunks: Path) -> None:
+    source = opened(chunks, seq_len=9)
+    assert (source.format, source.dtype, source.num_tokens) == ("litdata", np.uint16, 75)
+    assert rows(source)[:3] == [[*range(10)], [*range(100, 110)], [*range(200, 210)]]
+    assert rows(source)[3] == [210, 211, *range(300, 308)]
+    assert source.documents(np.array([3])).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1]]
+    assert len(rows(source)) == 2 + 2 + 2
+    assert rows(opened(chunks, seq_len=9, split=(0.5, 1.0))) == rows(source)[3:]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("chunk-0-2.bin", lambda data: b"", r"chunk-0-2\.bin is empty \(0 bytes\)"),
+        ("chunk-0-2.bin", lambda data: data[:-1], r"\(chunk 3 of 3\) is truncated: it has 73 bytes, .* describes 74"),
+        ("chunk-0-2.bin", lambda data: data + b"x", "is too long"),
+        ("chunk-0-2.bin", lambda data: b"\x03" + data[1:], r"are \(3, 16, 74\), expected \(2, 16, 74\)"),
+        ("index.json", lambda data: data[:99], r"index\.json is no index of litdata, or torn"),
+        ("index.json", lambda data: data.replace(b"tensor:20", b"tensor:17"), "is truncated: it has 58 bytes"),
+        (
+            "index.json",
+            lambda data: data.replace(b"tensor:20", b"tensor:0"),
+            "expected one tensor or array of integers",
+        ),
+        ("index.json", lambda data: data.replace(b"no_header_tensor:20", b"jpeg"), r"an item is \['jpeg'\]"),
+        (
+            "index.json",
+            lambda data: data.replace(b'"compression": null', b'"compression": "zstd"'),
+            "compression 'zstd'",
+        ),
+        ("index.json", lambda data: data.replace(b'"dim": 21', b'"dim": null'), r"how many tokens chunk-0-0\.bin"),
+        ("index.json", lambda data: b'{"chunks": [], "config": {"data_format": ["no_header_tensor:20"]}}', "is empty"),
+    ],
+)
+def test_damaged_litdata_folder_is_refused_at_setup(
+    name: str, damage: Callable[[bytes], bytes], message: str, chunks: Path
+) -> None:
+    path = chunks / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        set_up(chunks)
+
+
+def test_folder_that_litdata_wrote_is_read_as_litdata_reads_it(tmp_path: Path) -> None:
+    litdata = pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+    loader = litdata.streaming.item_loader.TokensLoader
+    for kind, items in {
+        "tensor": [torch.arange(100 * i, 100 * i + 10 + i, dtype=torch.int32) for i in range(12)],
+        "array": [np.arange(100 * i, 100 * i + 10 + i, dtype=np.uint16) for i in range(12)],
+    }.items():
+        folder = tmp_path / kind
+        writer = litdata.streaming.cache.Cache(str(folder), chunk_size=41, item_loader=loader(block_size=5))
+        for number, item in enumerate(items):
+            writer[number] = item
+        writer.done()
+        writer.merge(1)
+        theirs = litdata.StreamingDataset(str(folder), item_loader=loader(block_size=5), shuffle=False)
+        ours = opened(folder, seq_len=4)
+        assert rows(ours) == [theirs[number].tolist() for number in range(len(theirs))]
+        assert ours.num_tokens == sum(map(len, items))
+
+
+# Arrow and Parquet.
+
+DOCUMENTS = [list(range(10 * i, 10 * i + 3 + i)) for i in range(6)]
+needs_arrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None or importlib.util.find_spec("datasets") is None,
+    reason="pyarrow and datasets are not installed: pip install 'lightning-distplus[formats]'",
+)
+
+
+def saved(documents: list[list[int]], path: Path, **arguments: Any) -> Path:
+    import datasets
+
+    rows = {"input_ids": documents, "text": ["x"] * len(documents)}
+    data = datasets.Dataset.from_dict(rows)
+    if path.suffix == ".parquet":
+        data.to_parquet(str(path))
+    else:
+        data.save_to_disk(str(path), **arguments)
+    return path
+
+
+@needs_arrow
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_rows_are_documents_of_one_stream(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    if kind == "arrow":
+        saved(DOCUMENTS, path, num_shards=2)
+    else:
+        path.mkdir()
+        saved(DOCUMENTS[:4], path / "0.parquet")
+        saved(DOCUMENTS[4:], path / "1.parquet")
+    source = pickle.loads(pickle.dumps(opened(path, seq_len=4)))
+    stream = [token for document in DOCUMENTS for token in document]
+    assert source.format == kind
+    assert rows(source) == [stream[start : start + 5] for start in range(0, 32, 4)]
+    assert source.documents(np.array([0, 1])).tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert rows(opened(path, seq_len=4, split=(0.5, 1.0)))[0] == [30, 31, 32, 33, 34]
+    assert opened(path, seq_len=4, split=(0.5, 1.0)).fingerprint() != source.fingerprint()
+    with pytest.raises(ValueError, match="has no column 'tokens'; it has input_ids"):
+        opened(path, column="tokens")
+    with pytest.raises(ValueError, match="column 'text' holds string, expected lists of integers"):
+        opened(path, column="text")
+
+
+@needs_arrow
+def test_rows_of_one_sample_each_are_the_samples(tmp_path: Path) -> None:
+    path = saved([[5 * i + j for j in range(5)] for i in range(7)], tmp_path / "packed", num_shards=2)
+    assert rows(opened(path, seq_len=4)) == [[5 * i + j for j in range(5)] for i in range(7)]
+    assert rows(opened(path, seq_len=4, split=(0.0, 0.3))) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@needs_arrow
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", r"00001-of-00002\.arrow is empty \(0 bytes\)"),
+        (lambda data: data[:-8], r"\(file 2 of 2\) is truncated: it ends with"),
+        (lambda data: data[:5], r"\(file 2 of 2\) is truncated"),
+        (lambda data: b"x" * 40 + data[-8:], r"\(file 2 of 2\) is no Arrow stream, or torn"),
+    ],
+)
+def test_damaged_second_arrow_file_is_refused(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    path = saved(DOCUMENTS, tmp_path / "rows", num_shards=2) / "data-00001-of-00002.arrow"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        set_up(path.parent)
+
+
+@needs_arrow
+def test_damaged_second_parquet_file_and_a_folder_of_several_sets_are_refused(tmp_path: Path) -> None:
+    import datasets
+
+    saved(DOCUMENTS, tmp_path / "0.parquet")
+    for content, message in ((b"", r"1\.parquet is empty"), (b"PAR1xx", r"\(file 2 of 2\) is no Parquet file")):
+        (tmp_path / "1.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            set_up(tmp_path)
+    data = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(ValueError, match=r"both holds several data sets: train, test\. Name the folder of one"):
+        set_up(tmp_path / "both")
+    with pytest.raises(ValueError, match="holds 1 null values"):
+        set_up(saved([[1, 2, 3, 4, 5], None], tmp_path / "nulls"))  # type: ignore[list-item]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
+def test_missing_library_is_named_with_the_command_that_installs_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModuleNotFoundError, match=r'need pyarrow, .* Run: pip install "lightning-distplus\[formats\]"'):
+        set_up(tmp_path / name)
+
+
+# What is at a path.
+
+
+def test_what_is_at_a_path_is_found_out(packed: Path, chunks: Path, tmp_path: Path) -> None:
+    write_pair(tmp_path / "pair", [[1, 2, 3, 4, 5]])
+    np.save(tmp_path / "one.npy", np.arange(9))
+    (tmp_path / "raw.bin").write_bytes(b"x" * 16)
+    (tmp_path / "two.ds").write_bytes(b"x" * 16)
+    for name in ("pair", "pair.bin", "pair.idx"):
+        assert detect(str(tmp_path / name)) == "megatron"
+    for name, expected in {
+        "optimized": "litdata",
+        "slim": "litpkds",
+        "one.npy": "npy",
+        "raw.bin": "raw",
+        "two.ds": "ds",
+    }.items():
+        assert detect(str(tmp_path / name)) == expected
+    assert rows(opened(tmp_path / "pair")) == [[1, 2, 3, 4]]
+
+
+def test_ambiguous_or_unknown_path_is_refused(packed: Path, tmp_path: Path) -> None:
+    write_pair(tmp_path / "slim", [[1, 2, 3, 4, 5]])
+    with pytest.raises(ValueError, match=r"slim is ambiguous: it could be litpkds or megatron\. Say format=\.\.\."):
+        opened(packed)
+    assert opened(packed, format="litpkds").num_samples == 8
+    assert opened(packed, format="megatron").num_samples == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"other \(it holds notes\.txt\) is in no format that is known"):
+        opened(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"nothing\.idx is missing"):
+        opened(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="is no file, and no folder with files"):
+        opened(tmp_path / "nothing", format="npy")
+    with pytest.raises(ValueError, match="holds no LITPKDS file"):
+        opened(tmp_path / "nothing", format="litpkds")
+
+
+def test_source_that_contradicts_its_files_is_refused(packed: Path) -> None:
+    assert opened(packed, dtype="uint16").num_samples == 8
+    with pytest.raises(ValueError, match=r"\(litpkds\) holds uint16, and the source says dtype='int32'"):
+        opened(packed, dtype="int32")
+    with pytest.raises(ValueError, match="dtype of source x is 'float32'; it is one of uint8"):
+        Source(path="x", dtype="float32")
+    with pytest.raises(ValueError, match="format of source x is 'zip'; it is auto, megatron"):
+        Source(path="x", format="zip")  # type: ignore[arg-type]
+
+
+def test_yaml_and_python_mix_formats_with_weights_and_read_what_the_files_hold(packed: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "code.npy", np.arange(1000, 1400, dtype=np.int32))
+    np.arange(2000, 2400, dtype="<i4").tofile(tmp_path / "prose.bin")
+    write_pair(tmp_path / "pair", [list(range(3000, 3400))])
+    listed = [
+        {"path": str(packed), "weight": 0.1},
+        {"path": str(tmp_path / "code.npy"), "weight": 0.3, "split": [0.0, 0.9]},
+        {"path": str(tmp_path / "prose.bin"), "weight": 0.3, "format": "raw", "dtype": "int32"},
+        {"path": str(tmp_path / "pair"), "weight": 0.3},
+    ]
+    parser = ArgumentParser()
+    parser.add_class_arguments(TokenDataModule, "data")
+    config = {"data": {"sources": listed, "seq_len": SEQ_LEN, "micro_batch_size": 4, "vocab_size": 3400}}
+    parsed = parser.parse_string(yaml.safe_dump(config))
+    data = parser.instantiate(parsed).data
+    assert data._sources["train"] == [Source(**one) for one in listed]
+    assert parser.parse_string(parser.dump(parsed)) == parsed
+    data.trainer = quiet_trainer(max_steps=1)
+    data.setup("fit")
+    sources = data._open("train")
+    batches = list(data.train_dataloader())
+    ids = [data.sample_ids(number) for number in range(len(batches))]
+    assert {source for batch in ids for source, _ in batch} == {0, 1, 2, 3}
+    for batch, samples in zip(batches, ids, strict=True):
+        expected = [sources[source].gather(np.array([index]))[0, :-1].tolist() for source, index in samples]
+        assert batch["input_ids"].tolist() == expected
+        assert batch["shift_labels"].tolist() == (batch["input_ids"] + 1).tolist()
+
+
+class KeepsTokens(SampleDiary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[list[list[int]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tokens.append(batch["input_ids"].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def test_mixture_of_formats_resumes_exactly_and_not_with_another_share(packed: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "code.npy", np.arange(1000, 1400, dtype=np.int32))
+
+    def train(end: float, steps: int, ckpt_path: Path | None = None) -> tuple[Any, KeepsTokens]:
+        sources = [Source(path=str(packed)), Source(path=str(tmp_path / "code.npy"), split=(0.0, end))]
+        data = TokenDataModule(sources, seq_len=SEQ_LEN, micro_batch_size=2, seed=5)
+        trainer, model = quiet_trainer(max_steps=steps, max_epochs=-1), KeepsTokens()
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        return trainer, model
+
+    _, undisturbed = train(0.9, 9)
+    trainer, first = train(0.9, 4)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    _, second = train(0.9, 9, tmp_path / "saved.ckpt")
+    assert first.tokens + second.tokens == undisturbed.tokens
+    with pytest.raises(DatasetMismatch, match="source 1: fingerprint: "):
+        train(0.8999, 9, tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_senseless_weight_is_refused_when_the_module_is_made(weight: float, packed: Path) -> None:
+    sources = [Source(path=str(packed)), Source(path=str(packed), weight=weight)]
+    with pytest.raises(ValueError, match=r"The weight of source 1 is .*; it is a finite number above 0"):
+        TokenDataModule(sources, seq_len=SEQ_LEN, micro_batch_size=1)
+
+
+@pytest.mark.parametrize("sample", [0, 57, 3000])
+def test_token_beyond_the_vocabulary_is_found_at_setup_where_it_is_common(sample: int, tmp_path: Path) -> None:
+    tokens = np.zeros(SEQ_LEN * 4000 + 1, dtype=np.int32)
+    tokens[sample * SEQ_LEN :: SEQ_LEN * 50] = 500
+    np.save(tmp_path / "a.npy", tokens)
+    data = TokenDataModule(str(tmp_path / "a.npy"), seq_len=SEQ_LEN, micro_batch_size=1, vocab_size=500)
+    with pytest.raises(ValueError, match=r"a\.npy holds the token id 500 \(sample \d+\), and vocab_size is 500"):
+        data.setup("fit")
+
+
+def test_source_too_small_for_one_global_batch_is_refused_at_setup(packed: Path) -> None:
+    data = TokenDataModule(str(packed), seq_len=SEQ_LEN, micro_batch_size=9)
+    data.trainer = quiet_trainer(max_steps=1)
+    with pytest.raises(ValueError, match="has 8 samples, fewer than one global batch of 9"):
+        data.setup("fit")
+
+
+# Documents.
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=12), seq_len=st.integers(1, 8), begin=st.floats(0, 0.6))
+def test_document_and_position_ids_are_those_of_a_plain_count(
+    lengths: list[int], seq_len: int, begin: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prefix = write_pair(tmp_path_factory.mktemp("c") / "c", [[number] * size for number, size in enumerate(lengths)])
+    with contextlib.suppress(ValueError):  # a share that is too small for one sample
+        source = opened(prefix, seq_len, split=(begin, 1.0))
+        fetcher = TokenFetcher(
+            [source], names=["c"], seq_len=seq_len, vocab_size=None, position_ids=True, document_ids=True
+        )
+        indices = np.arange(source.num_samples)
+        ids = np.stack([np.zeros_like(indices), indices], axis=1)
+        batch = fetcher.__getitems__(Request(ids, indices, 0))
+        for tokens, documents, positions in zip(
+            batch["input_ids"].tolist(), batch["document_ids"].tolist(), batch["position_ids"].tolist(), strict=True
+        ):
+            assert documents == [token - tokens[0] for token in tokens]
+            assert positions == [tokens[:place].count(token) for place, token in enumerate(tokens)]
+
+
+def test_documents_of_sequences_that_megatron_split_are_whole(tmp_path: Path) -> None:
+    np.arange(9, dtype="<i4").tofile(tmp_path / "c.bin")
+    lengths, pointers, marks = [2, 3, 1, 3], [0, 8, 20, 24], [0, 2, 4]  # documents: sequences 0..1 and 2..3
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 4, 3)
+    (tmp_path / "c.idx").write_bytes(head + struct.pack("<4i4q3q", *lengths, *pointers, *marks))
+    assert opened(tmp_path / "c", seq_len=8).documents(np.array([0])).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    (tmp_path / "c.idx").write_bytes(head + struct.pack("<4i4q3q", *lengths, *pointers, 0, 9, 4))
+    with pytest.raises(ValueError, match=r"c\.idx is damaged: a document begins past its 4 sequences"):
+        opened(tmp_path / "c", seq_len=8, split=(0.0, 0.5))
+
+
+def test_batches_have_document_ids_only_where_asked_and_known(packed: Path, tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "c", [[1, 2], [3, 4, 5], [6, 7, 8, 9]])
+    for wanted in ({"position_ids"}, {"document_ids"}, {"position_ids", "document_ids"}, set()):
+        extras = dict.fromkeys(wanted, True)
+        data = TokenDataModule(str(prefix), seq_len=4, micro_batch_size=1, **extras)
+        data.trainer = quiet_trainer(max_steps=1)
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+        assert set(batch) == {"input_ids", "shift_labels"} | wanted
+        assert all(value.shape == (1, 4) for value in batch.values())
+    data = TokenDataModule(str(packed), seq_len=SEQ_LEN, micro_batch_size=1, position_ids=True)
+    with pytest.raises(ValueError, match=r"slim \(litpkds\) does not say where documents begin"):
+        data.setup("fit")
+
+
+# Shares.
+
+
+def test_share_begins_and_ends_with_a_document(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "c", [[10 * d + t for t in range(5)] for d in range(10)])
+    train, rest = opened(prefix, seq_len=2, split=(0.0, 0.7)), opened(prefix, seq_len=2, split=(0.7, 1.0))
+    assert rows(rest)[0] == [70, 71, 72]
+    assert not set(np.ravel(rows(train))) & set(np.ravel(rows(rest)))
+    whole = opened(prefix, seq_len=2)
+    assert len({source.fingerprint() for source in (whole, train, rest)}) == 3
+    assert whole.fingerprint() == MegatronTokens(prefix, 7).fingerprint()
+
+
+@pytest.mark.parametrize("split", [(0.5, 0.5), (-0.1, 1.0), (0.0, 1.5), (float("nan"), 1.0)])
+def test_senseless_share_is_refused(split: tuple[float, float], packed: Path) -> None:
+    with pytest.raises(ValueError, match=r"split of .*slim is \[.*\]; it is \[from, to\]"):
+        opened(packed, split=split)
+
+
+def test_share_without_a_sample_is_refused(packed: Path) -> None:
+    with pytest.raises(ValueError, match=r"slim holds .* in the share \[0\.0, 0\.01\], and one sample of seq_len 3"):
+        opened(packed, split=(0.0, 0.01))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=9),
+    seq_len=st.integers(1, 6),
+    cut=st.floats(0.05, 0.95),
+    kind=st.sampled_from(["megatron", "npy"]),
+)
+def test_shares_partition_and_blocks_are_slices_of_the_stream(
+    lengths: list[int], seq_len: int, cut: float, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("c")
+    tokens = np.arange(sum(lengths), dtype=np.int32)
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    if kind == "megatron":
+        write_pair(folder / "c", [part.tolist() for part in parts])
+    else:
+        for number, part in enumerate(parts):
+            np.save(folder / f"{number:02d}.npy", part)
+    path = folder / "c" if kind == "megatron" else folder
+    shares = []
+    for split in ((0.0, cut), (cut, 1.0)):
+        with contextlib.suppress(ValueError):  # a share that is too small for one sample
+            source = pickle.loads(pickle.dumps(opened(path, seq_len, split=split)))
+            blocks = source.gather(np.arange(source.num_samples))
+            begins = blocks[0, 0] + np.arange(len(blocks)) * seq_len
+            assert (blocks == begins[:, None] + np.arange(seq_len + 1)).all()
+            shares.append(set(blocks.ravel().tolist()))
+    assert not shares[1:] or not shares[0] & shares[1]
+
+
+# Fingerprints.
+
+
+def test_fingerprint_of_a_megatron_pair_is_what_it_has_always_been(tmp_path: Path) -> None:
+    write_pair(tmp_path / "c", [[1, 2, 3], [4, 5]])
+    assert MegatronTokens(tmp_path / "c", 2).fingerprint() == "dd4d94ac691ab343"
+
+
+def test_fingerprint_follows_the_content_of_any_file_and_not_its_place(packed: Path, tmp_path: Path) -> None:
+    first = opened(packed).fingerprint()
+    moved = packed.rename(tmp_path / "moved")
+    assert opened(moved).fingerprint() == first
+    path = moved / "train_slim_0000000002.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\x01\x02")
+    assert opened(moved).fingerprint() != first

@@ -18,6 +18,7 @@ from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialP
 from lightning_distplus.data.position import (
     STATE_VERSION,
     Position,
+    change_of_cut,
     read_state,
     require_same_batch,
     require_same_data,
@@ -64,6 +65,7 @@ class ExactDataModule(pl.LightningDataModule):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self._receipt = ""
         self._loaders: dict[str, SampleLoader] = {}
         self._timer: _Timer | None = None
 
@@ -166,6 +168,7 @@ class ExactDataModule(pl.LightningDataModule):
             **self._known_identity,
             "global_batch": self._cursor.geometry.global_batch,
             "micro_step": self._cursor.geometry.micro_step,
+            "ranks": self._cursor.geometry.ranks.size,
             "global_batch_changes": self._changes,
             **asdict(self.position()),
         }
@@ -266,6 +269,7 @@ class ExactDataModule(pl.LightningDataModule):
             return
         cursor = self._joined()
         cursor.place(self._translate(self._loaded, cursor.geometry))
+        self._receipt = change_of_cut(self._loaded, cursor.geometry)
         self._loaded = None
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
 
@@ -306,7 +310,8 @@ class _InStep(Callback):
         if trainer.is_global_zero:
             position, elapsed_ms = self.data.position(), timer.elapsed_s * 1000
             where = (position.consumed_samples, trainer.global_step, position.epoch)
-            _log.info("resumed at sample %d, step %d, epoch %d, in %.1f ms", *where, elapsed_ms)
+            text = "resumed at sample %d, step %d, epoch %d, in %.1f ms%s"
+            _log.info(text, *where, elapsed_ms, self.data._receipt)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_fitted_by(trainer) and not trainer.sanity_checking:

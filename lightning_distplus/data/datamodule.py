@@ -126,6 +126,22 @@ class ExactDataModule(pl.LightningDataModule):
         ids: list[Any] = self._plan.ids(batch_idx).tolist()
         return [tuple(one) if isinstance(one, list) else one for one in ids]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
+        return dict(self._known_identity)
+
+    @property
+    def geometry(self) -> Geometry:
+        """The batch sizes of this fit."""
+        return self._joined().geometry
+
+    @property
+    def delivered(self) -> Request | None:
+        """What the training batch that was delivered last was asked for as."""
+        loader = self._loaders.get("train")
+        return None if loader is None else loader.delivered
+
     # Lightning's hooks.
 
     def setup(self, stage: str) -> None:

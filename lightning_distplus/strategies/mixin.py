@@ -19,6 +19,7 @@ from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import PeerError, PreflightError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
+from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.world import World
@@ -105,6 +106,12 @@ class ResilientStrategy(_Base):
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
         self.phases.apply()
+        self._wait_for_preparation_with_a_deadline()
+
+    def _wait_for_preparation_with_a_deadline(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            _compat.replace_preparation_barrier(module.trainer, lambda: PreparationBarrier(self.plane, self.phases))
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""

@@ -131,6 +131,14 @@ def test_a_planted_gap_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[-1].endswith("(position 9 of epoch 0)")
 
 
+def test_overfitting_and_foreign_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overfit_batches repeats samples on purpose"):
+        fit(map_data(26), callbacks=[SampleAudit(str(tmp_path))], max_epochs=1, overfit_batches=2)
+    trainer = quiet_trainer(max_steps=1, callbacks=[SampleAudit(str(tmp_path))])
+    with pytest.raises(ValueError, match="not of NoneType"):
+        trainer.fit(UncheckedDiary(), torch.utils.data.DataLoader(Augmented(8), batch_size=2))
+
+
 def test_another_sample_than_the_order_says_is_named(tmp_path: Path) -> None:
     tampered("swap", tmp_path)
     report = audit(tmp_path / "distplus" / "audit")

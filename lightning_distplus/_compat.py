@@ -32,6 +32,7 @@ __all__ = [
     "read_group_timeout",
     "register_ddp_comm_hook",
     "replace_batch_broadcast",
+    "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "restore_batch_broadcast",
     "restore_sigterm_notifier",
@@ -156,6 +157,35 @@ def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
 def restore_batch_broadcast(trainer: Any) -> None:
     """Puts the stock broadcast back."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:
+    """Puts the context manager that ``barrier`` makes in the place of the one around the next ``prepare_data``.
+
+    Lightning's waits 10,000 days, and waits so too where ``prepare_data`` has raised on one rank (lightning 2.6.6,
+    ``data_connector.py`` 93 and 100).
+
+    Returns:
+        Whether the barrier was there to be replaced.
+    """
+    connector = getattr(trainer, "_data_connector", None)
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    prepare = getattr(connector, "prepare_data", None)
+    original = getattr(module, "_InfiniteBarrier", None)
+    if not callable(prepare) or original is None:
+        warn_once(f"{module.__name__}._InfiniteBarrier", "ranks wait for prepare_data without a deadline")
+        return False
+
+    def prepare_once() -> None:
+        vars(connector).pop("prepare_data", None)
+        setattr(module, "_InfiniteBarrier", barrier)  # noqa: B010  # mypy refuses the attribute
+        try:
+            prepare()
+        finally:
+            setattr(module, "_InfiniteBarrier", original)  # noqa: B010
+
+    connector.prepare_data = prepare_once  # type: ignore[union-attr]
+    return True
 
 
 def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:

@@ -31,6 +31,7 @@ COMMANDS = {
     "test": Command("training", "run the test loop", keeps_name=True),
     "predict": Command("training", "run the prediction loop", keeps_name=True),
     "prepare": Command("prepare", "turn text or JSONL into token files"),
+    "audit": Command("audit", "check that every sample was trained on once"),
     "verify": Command("verify", "check every checkpoint in a folder"),
 }
 

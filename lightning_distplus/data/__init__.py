@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_distplus.data.audit import SampleAudit
     from lightning_distplus.data.map_datamodule import ResumableDataModule
     from lightning_distplus.data.mixture import Mixture
     from lightning_distplus.data.order import ORDER_VERSION, permute
@@ -19,6 +20,7 @@ __all__ = [
     "MegatronWriter",
     "Mixture",
     "ResumableDataModule",
+    "SampleAudit",
     "Source",
     "TokenDataModule",
     "TokenSource",
@@ -32,6 +34,7 @@ _HOMES = {
     "MegatronWriter": "tokens",
     "Mixture": "mixture",
     "ResumableDataModule": "map_datamodule",
+    "SampleAudit": "audit",
     "Source": "sources",
     "TokenDataModule": "token_datamodule",
     "TokenSource": "tokens",

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import logging
-import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,20 +10,21 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
 from lightning_distplus.data.position import (
     STATE_VERSION,
     Position,
+    change_of_cut,
     read_state,
     require_same_batch,
     require_same_data,
 )
 from lightning_distplus.data.progress import Cursor
-from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
@@ -65,8 +65,9 @@ class ExactDataModule(pl.LightningDataModule):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self.receipt = ""
         self._loaders: dict[str, SampleLoader] = {}
-        self._timer: _Timer | None = None
+        self.timer: Timer | None = None
 
     # What a kind of data defines.
 
@@ -125,6 +126,27 @@ class ExactDataModule(pl.LightningDataModule):
         ids: list[Any] = self._plan.ids(batch_idx).tolist()
         return [tuple(one) if isinstance(one, list) else one for one in ids]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
+        return dict(self._known_identity)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the present Trainer stands."""
+        return self._joined()
+
+    @property
+    def geometry(self) -> Geometry:
+        """The batch sizes of this fit."""
+        return self._joined().geometry
+
+    @property
+    def delivered(self) -> Request | None:
+        """What the training batch that was delivered last was asked for as."""
+        loader = self._loaders.get("train")
+        return None if loader is None else loader.delivered
+
     # Lightning's hooks.
 
     def setup(self, stage: str) -> None:
@@ -167,6 +189,7 @@ class ExactDataModule(pl.LightningDataModule):
             **self._known_identity,
             "global_batch": self._cursor.geometry.global_batch,
             "micro_step": self._cursor.geometry.micro_step,
+            "ranks": self._cursor.geometry.ranks.size,
             "global_batch_changes": self._changes,
             **asdict(self.position()),
         }
@@ -177,14 +200,14 @@ class ExactDataModule(pl.LightningDataModule):
         Raises:
             DatasetMismatch: It belongs to other data, another order or another global batch.
         """
-        if self.trainer is not None and not _is_fitting(self.trainer):
+        if self.trainer is not None and not is_fitting(self.trainer):
             return  # validate and test read weights only
-        self._timer = _Timer()
+        self.timer = Timer()
         read_state(state_dict)
         self._loaded = dict(state_dict)
         if self.trainer is not None:
             self._translate(self._loaded, self._joined().geometry)
-        self._timer.pause()
+        self.timer.pause()
 
     # Inside.
 
@@ -207,8 +230,8 @@ class ExactDataModule(pl.LightningDataModule):
                 f"{type(self).__name__} has no Trainer yet, and which samples a batch holds depends on its ranks. "
                 "Pass it to Trainer.fit, or set its attribute `trainer` first."
             )
-        if not any(isinstance(one, _InStep) and one.data is self for one in trainer.callbacks):
-            trainer.callbacks.insert(0, _InStep(self))  # first, so that its records are made when others save
+        if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
+            trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
         ranks = _data_parallel(trainer)
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=self._accumulation(trainer, ranks), ranks=ranks)
         _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
@@ -232,11 +255,11 @@ class ExactDataModule(pl.LightningDataModule):
 
     def _begin_epoch(self) -> Iterator[Request]:
         """Called at the first ``next()`` of an epoch: the Trainer's counters stand where it begins or goes on."""
-        if self._timer is not None:
-            self._timer.go_on()
+        if self.timer is not None:
+            self.timer.go_on()
         cursor = self._joined()
         position = cursor.begin_epoch()
-        order, first = self._order(position)
+        order, first = self._order(_of_first_epoch(position) if _is_overfitting(self.trainer) else position)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
@@ -266,12 +289,13 @@ class ExactDataModule(pl.LightningDataModule):
             total_batches=position.consumed_samples // geometry.micro_step,
         )
 
-    def _place(self) -> None:
+    def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
         if self._loaded is None:
             return
         cursor = self._joined()
         cursor.place(self._translate(self._loaded, cursor.geometry))
+        self.receipt = change_of_cut(self._loaded, cursor.geometry)
         self._loaded = None
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
 
@@ -279,51 +303,6 @@ class ExactDataModule(pl.LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders = {}
-
-
-class _InStep(Callback):
-    """Keeps the Trainer's loops and the data in step. The data module adds it to the Trainer by itself."""
-
-    def __init__(self, data: ExactDataModule) -> None:
-        self.data = data
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        name = type(self.data).__qualname__
-        if self._is_fitted_by(trainer) and name not in checkpoint:
-            raise DatasetMismatch(
-                f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
-                "data anew. Resume with the data module that wrote it, or load its weights into a new run."
-            )
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_fitted_by(trainer):
-            self.data._place()
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        timer = self.data._timer
-        if timer is None or not self._is_fitted_by(trainer):
-            return
-        timer.pause()
-        self.data._timer = None
-        if trainer.is_global_zero:
-            position, elapsed_ms = self.data.position(), timer.elapsed_s * 1000
-            where = (position.consumed_samples, trainer.global_step, position.epoch)
-            _log.info("resumed at sample %d, step %d, epoch %d, in %.1f ms", *where, elapsed_ms)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
-            self.data._joined().begin_validation()
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
-            self.data._joined().end_validation()
-
-    def _is_fitted_by(self, trainer: Any) -> bool:
-        return _is_fitting(trainer) and trainer.datamodule is self.data
 
 
 @dataclass(frozen=True)
@@ -337,22 +316,13 @@ class _ValidationRequests:
         return (self.request(self.plan, positions) for positions in self.plan)
 
 
-class _Timer:
-    """Adds up the time between ``go_on`` and ``pause``."""
-
-    def __init__(self) -> None:
-        self.elapsed_s = 0.0
-        self.go_on()
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        self.elapsed_s += time.perf_counter() - self._since
+def _is_overfitting(trainer: Any) -> bool:
+    return bool(trainer.overfit_batches > 0)
 
 
-def _is_fitting(trainer: Any) -> bool:
-    return bool(trainer.state.fn == "fit")
+def _of_first_epoch(position: Position) -> Position:
+    """The same place in the first epoch: its batches are those of every epoch."""
+    return replace(position, epoch=0, consumed_samples=position.offset)
 
 
 def _data_parallel(trainer: Any) -> DataParallel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,9 +100,13 @@ class _Requests:
     """The batch sampler of the inner DataLoader: iterates over the plan of the present epoch."""
 
     plan: Iterable[Request] = field(default_factory=tuple)
+    drawn: deque[Request] = field(default_factory=deque)
+    """What the DataLoader has asked for and not yet delivered; it delivers in order."""
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self.plan)
+        for request in self.plan:
+            self.drawn.append(request)
+            yield request
 
 
 class SampleLoader:
@@ -138,12 +143,15 @@ class SampleLoader:
         self._requests = _Requests()
         self._generator = torch.Generator()
         self._inner: DataLoader[Any] | None = None
+        self.delivered: Request | None = None
+        """What the latest batch was asked for as."""
 
     def __len__(self) -> int:
         return self._num_batches()
 
     def __iter__(self) -> Iterator[Any]:
         self._requests.plan = self._plan()
+        self._requests.drawn.clear()
         self._generator.manual_seed(self._seed)
         iterator = iter(self._loader())
         while True:
@@ -155,6 +163,7 @@ class SampleLoader:
                     batch = next(iterator)
             except StopIteration:
                 return
+            self.delivered = self._requests.drawn.popleft()
             yield batch
 
     def close(self) -> None:

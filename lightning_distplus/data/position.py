@@ -10,8 +10,17 @@ from typing import Any
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import Geometry
 from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.world import DataParallel
 
-__all__ = ["STATE_VERSION", "Position", "differences", "read_state", "require_same_batch", "require_same_data"]
+__all__ = [
+    "STATE_VERSION",
+    "Position",
+    "change_of_cut",
+    "differences",
+    "read_state",
+    "require_same_batch",
+    "require_same_data",
+]
 
 STATE_VERSION = 1
 
@@ -90,6 +99,18 @@ def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_ch
             f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
             "allow_global_batch_change=True."
         )
+
+
+def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
+    """How the global batches are cut now and were cut before; empty where nothing has changed."""
+    saved = (state["global_batch"], state["micro_step"], state.get("ranks", geometry.ranks.size))
+    if saved == (geometry.global_batch, geometry.micro_step, geometry.ranks.size):
+        return ""
+    global_batch, micro_step, ranks = saved
+    before = Geometry(
+        micro_batch=micro_step // ranks, accumulation=global_batch // micro_step, ranks=DataParallel(size=ranks)
+    )
+    return f"; global batch {geometry}, before {before}"
 
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import PeerError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
+from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.naming import NamesPeers
@@ -119,6 +120,16 @@ class ResilientStrategy(NamesPeers):
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
         self.phases.apply()
+        self._wait_for_preparation_with_a_deadline()
+
+    def _wait_for_preparation_with_a_deadline(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            _compat.replace_preparation_barrier(module.trainer, self._preparation_barrier)
+
+    def _preparation_barrier(self) -> PreparationBarrier:
+        self._marks.set("prepare_data")
+        return PreparationBarrier(self.plane, self.phases)
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""

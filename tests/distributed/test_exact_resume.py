@@ -14,6 +14,7 @@ from lightning_distplus.testing import assert_same_on_all_ranks, spawn
 from tests.distributed.resume_jobs import (
     Diary,
     FailsOnce,
+    SampleDiary,
     SaveAt,
     assert_every_save_resumes_exactly,
     final_counters,
@@ -36,6 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "validation inside windows": {"max_epochs": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
     "validation in every second epoch": {"max_epochs": 4, "num_samples": 9, "check_val_every_n_epoch": 2},
     "schedule planned beforehand": {"max_epochs": 2, "plans_schedule": True, "accumulate_grad_batches": 2},
+    "limited validation": {"max_epochs": 2, "limit_val_batches": 1, "val_check_interval": 3},
+    "limited by a share": {"max_epochs": 2, "limit_train_batches": 0.7, "limit_val_batches": 0.5},
+    "loaders made anew in each epoch": {"max_epochs": 3, "num_samples": 9, "reload_dataloaders_every_n_epochs": 1},
+    "loaders made anew in every second": {"max_epochs": 4, "num_samples": 9, "reload_dataloaders_every_n_epochs": 2},
+    "overfitting": {"max_epochs": 4, "overfit_batches": 3},
+    "overfitting a share": {"max_epochs": 4, "overfit_batches": 0.5, "accumulate_grad_batches": 2},
     "sanity check": {"max_epochs": 2, "num_sanity_val_steps": 1},
 }
 
@@ -110,6 +117,19 @@ def test_run_that_ended_at_max_steps_goes_on_exactly_with_more_steps(tmp_path: P
     train = [[event for event in run.events if event[0] == "train"] for run in (shorter, extended, longer)]
     assert train[0] + train[1] == train[2]
     assert final_counters(extended) == final_counters(longer)
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens"])
+def test_overfitting_repeats_the_same_batches_in_each_epoch(kind: str, tmp_path: Path) -> None:
+    if kind == "map":
+        data: Any = map_data()
+    else:
+        data = token_data(sources=write_tokens(tmp_path / "tokens", 401))
+    model = SampleDiary()
+    quiet_trainer(max_epochs=3, overfit_batches=3).fit(model, data)
+    batches = [model.steps[step] for step in range(9)]
+    assert batches[:3] == batches[3:6] == batches[6:]
+    assert batches[0] != batches[1]
 
 
 def samples(run: Diary) -> list[tuple[Any, ...]]:

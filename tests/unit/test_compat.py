@@ -30,6 +30,8 @@ NAMES = [
     # Lightning: the broadcast of each batch, signals, checkpoints
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.trainer.connectors.data_connector:_InfiniteBarrier",
+    "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.prepare_data",
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
     "lightning.fabric.utilities.distributed:_destroy_dist_connection",
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
@@ -209,3 +211,25 @@ def test_without_the_full_state_dict_context_there_is_one_warning_per_module(mon
     fabric = importlib.import_module("lightning.fabric.strategies.model_parallel")
     assert fabric._get_full_state_dict_context is original
     assert not hasattr(module, "_get_full_state_dict_context")
+
+
+def test_preparation_barrier_is_ours_for_one_preparation(trainer: Trainer) -> None:
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    original, seen = module._InfiniteBarrier, []
+    prepare = trainer._data_connector.prepare_data
+    trainer._data_connector.prepare_data = lambda: seen.append(module._InfiniteBarrier)
+    barrier = object
+    assert _compat.replace_preparation_barrier(trainer, barrier)
+    trainer._data_connector.prepare_data()
+    assert seen == [barrier]
+    assert module._InfiniteBarrier is original
+    assert trainer._data_connector.prepare_data == prepare
+
+
+def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monkeypatch, caplog) -> None:
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    monkeypatch.delattr(module, "_InfiniteBarrier")
+    for _ in range(2):
+        assert not _compat.replace_preparation_barrier(trainer, object)
+    assert len(_warnings(caplog)) == 1
+    assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]

@@ -1,0 +1,95 @@
+"""The callback that keeps the Trainer's loops and a data module in step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus.errors import DatasetMismatch
+
+if TYPE_CHECKING:
+    from lightning_distplus.data.datamodule import ExactDataModule
+
+__all__ = ["InStep", "Timer", "is_fitting"]
+
+_log = logging.getLogger(__name__)
+
+
+class InStep(Callback):
+    """Keeps the Trainer's loops and the data in step. The data module adds it to the Trainer by itself."""
+
+    def __init__(self, data: ExactDataModule) -> None:
+        self.data = data
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuses a checkpoint without a position.
+
+        Raises:
+            DatasetMismatch: It holds none of this data module.
+        """
+        name = type(self.data).__qualname__
+        if self._is_fitted_by(trainer) and name not in checkpoint:
+            raise DatasetMismatch(
+                f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
+                "data anew. Resume with the data module that wrote it, or load its weights into a new run."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the loops at a loaded position."""
+        if self._is_fitted_by(trainer):
+            self.data.place()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Says once, on rank 0, where the run has resumed."""
+        timer = self.data.timer
+        if timer is None or not self._is_fitted_by(trainer):
+            return
+        timer.pause()
+        self.data.timer = None
+        if trainer.is_global_zero:
+            position, elapsed_ms = self.data.position(), timer.elapsed_s * 1000
+            where = (position.consumed_samples, trainer.global_step, position.epoch)
+            text = "resumed at sample %d, step %d, epoch %d, in %.1f ms%s"
+            _log.info(text, *where, elapsed_ms, self.data.receipt)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that a validation begins."""
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data.cursor.begin_validation()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that it has run."""
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data.cursor.end_validation()
+
+    def _is_fitted_by(self, trainer: Any) -> bool:
+        return is_fitting(trainer) and trainer.datamodule is self.data
+
+
+class Timer:
+    """Adds up the time between ``go_on`` and ``pause``."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begins a stretch that counts."""
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Ends it."""
+        self.elapsed_s += time.perf_counter() - self._since
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Whether the Trainer fits, and does not only validate, test or predict."""
+    return bool(trainer.state.fn == "fit")

@@ -1,0 +1,245 @@
+"""The audit tells what went through ``training_step``: planted repeats and gaps are named, honest runs pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus import ResilientDDP
+from lightning_distplus.cli.__main__ import main
+from lightning_distplus.data import ResumableDataModule, SampleAudit
+from lightning_distplus.data.audit_merge import audit
+from lightning_distplus.data.audit_records import AuditWriter, read_audit, sum_of_samples
+from lightning_distplus.testing import spawn
+from tests.distributed.resume_jobs import (
+    Augmented,
+    Diary,
+    SaveAt,
+    fit,
+    map_data,
+    quiet_trainer,
+    token_data,
+    write_tokens,
+)
+from tests.distributed.test_elastic import ids_by_step
+
+
+class Tampered(ResumableDataModule):
+    """Delivers the fourth micro-batch twice, or a batch other than the fifth, or leaves it out."""
+
+    deed = ""
+
+    def _requests(self, plan: Any, epoch: int) -> Iterator[Any]:
+        for number, request in enumerate(super()._requests(plan, epoch)):
+            if self.deed == "gap" and number == 4:
+                continue
+            if self.deed == "swap" and number == 4:
+                yield request._replace(ids=request.ids + 1)
+                continue
+            yield request
+            if self.deed == "repeat" and number == 3:
+                yield request
+
+
+class UncheckedDiary(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.note("train", batch_idx, 0, tuple(batch[:, 0].int().tolist()), ())
+        return self.layer(batch).pow(2).mean()
+
+
+def tampered(deed: str, folder: Path, **arguments: Any) -> Diary:
+    data = Tampered(Augmented(40), batch_size=2, seed=3)
+    data.deed = deed
+    model = UncheckedDiary()
+    trainer = quiet_trainer(max_steps=12, default_root_dir=folder, callbacks=[SampleAudit()], **arguments)
+    trainer.fit(model, data)
+    return model
+
+
+def test_records_are_what_the_model_saw(tmp_path: Path) -> None:
+    run = fit(map_data(17), max_epochs=2, accumulate_grad_batches=3, callbacks=[SampleAudit(str(tmp_path))])
+    (path,) = tmp_path.glob("*.audit")
+    file = read_audit(path)
+    written: dict[int, list[int]] = {}
+    for batch in file.batches:
+        written.setdefault(batch.step, []).extend(batch.ids[:, 0].tolist())
+    assert written == ids_by_step(run)
+    assert file.has_ended
+    assert file.num_torn_bytes == 0
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_resume_from_every_save_audits_clean_and_continues_the_sum(
+    workers: dict[str, Any], tmp_path: Path, reset_sigchld: None
+) -> None:
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 3}
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "first")), saver], **arguments)
+    assert audit(tmp_path / "first").ok
+    (first,) = (tmp_path / "first").glob("*.audit")
+    for path, _ in saver.saves[:: 6 if workers else 1]:
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        (folder / first.name).write_bytes(first.read_bytes())
+        fit(map_data(26, **workers), callbacks=[SampleAudit(str(folder))], ckpt_path=path, **arguments)
+        report = audit(folder)
+        assert report.ok, (path, report)
+        assert (report.num_samples, report.num_steps, report.num_runs) == (48, 8, 2)
+
+
+@pytest.fixture
+def reset_sigchld() -> Iterator[None]:
+    import signal
+
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_planted_repeat_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tampered("repeat", tmp_path)
+    assert main(["audit", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "repeated 2, missed 0"
+    batches = list(ids_by_step(model).values())
+    assert batches[3] == batches[4]
+    named = [
+        re.match(r"repeated: sample (\d+) .*: step 3 on rank 0 in run 0 at .* UTC; step 4 ", line) for line in lines
+    ]
+    assert {int(one[1]) for one in named if one} == set(batches[3])
+
+
+def test_a_planted_gap_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    honest = tampered("", tmp_path / "honest")
+    assert main(["audit", str(tmp_path / "honest")]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "repeated 0, missed 0"
+    tampered("gap", tmp_path / "gap")
+    assert main(["audit", str(tmp_path / "gap")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "repeated 0, missed 2"
+    named = [int(line.split()[2]) for line in lines if line.startswith("missed: ")]
+    assert named == ids_by_step(honest)[4]
+    assert lines[-1].endswith("(position 9 of epoch 0)")
+
+
+def test_overfitting_and_foreign_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overfit_batches repeats samples on purpose"):
+        fit(map_data(26), callbacks=[SampleAudit(str(tmp_path))], max_epochs=1, overfit_batches=2)
+    trainer = quiet_trainer(max_steps=1, callbacks=[SampleAudit(str(tmp_path))])
+    with pytest.raises(ValueError, match="not of NoneType"):
+        trainer.fit(UncheckedDiary(), torch.utils.data.DataLoader(Augmented(8), batch_size=2))
+
+
+def test_another_sample_than_the_order_says_is_named(tmp_path: Path) -> None:
+    tampered("swap", tmp_path)
+    report = audit(tmp_path / "distplus" / "audit")
+    assert len(report.problems) == 2
+    assert report.problems[0].startswith("run 0, rank 0, step 4: position 8 of epoch 0 held sample ")
+
+
+def test_checkpoint_of_steps_that_are_not_in_the_records_is_named(tmp_path: Path) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "lost")), saver], max_epochs=1)
+    folder = tmp_path / "kept"
+    fit(map_data(26), callbacks=[SampleAudit(str(folder))], max_epochs=1, ckpt_path=saver.saves[4][0])
+    report = audit(folder)
+    assert not report.missed, "the records begin where the run resumed"
+    assert "from a checkpoint of 10 samples" in report.problems[0]
+
+
+def test_torn_record_is_an_unfinished_step_and_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    tampered("", tmp_path)
+    (path,) = tmp_path.glob("distplus/audit/*.audit")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    file = read_audit(path)
+    assert file.num_torn_bytes > 0
+    assert not file.has_ended
+    report = audit(path.parent)
+    assert report.ok, "what a kill cut off is an unfinished step"
+    assert report.num_undone > 0
+    path.write_bytes(whole.replace(b'"world_size": 1', b'"world_size": 2'))
+    with pytest.raises(ValueError, match="does not begin with the header"):
+        audit(path.parent)
+    assert main(["audit", str(path.parent)]) == 1
+
+
+def test_folder_without_records_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "there are no records" in capsys.readouterr().err
+
+
+class DieAt(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            trainer.strategy.barrier()
+            os._exit(9)
+
+
+def audited_leg(rank: int, prefix: str, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
+    path = Path(folder) / "saved.ckpt"
+    trainer = quiet_trainer(
+        strategy=ResilientDDP(timeout="40s"),
+        devices=world_size,
+        default_root_dir=folder,
+        max_steps=9,
+        accumulate_grad_batches=2,
+        callbacks=[SampleAudit(), SaveOnce(7, str(path)), DieAt(die_at)],
+    )
+    data = token_data(sources=prefix, micro_batch_size=micro_batch)
+    trainer.fit(UncheckedTokens(), data, ckpt_path=path if path.exists() else None)
+
+
+class SaveOnce(Callback):
+    def __init__(self, batch: int, path: str) -> None:
+        self.batch, self.path = batch, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch and not Path(self.path).exists():
+            trainer.save_checkpoint(self.path)
+
+
+class UncheckedTokens(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["input_ids"][:, :2].float()).mean()
+
+
+def test_killed_run_that_goes_on_on_another_number_of_ranks_audits_clean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_tokens(tmp_path / "tokens", 401)
+    killed = spawn(audited_leg, 2, args=(prefix, 2, 3, 12, str(tmp_path)), deadline="40s")
+    assert set(killed.exit_codes.values()) == {9}, killed.logs
+    spawn(audited_leg, 3, args=(prefix, 3, 2, 0, str(tmp_path)), deadline="40s").check()
+    assert main(["audit", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("108 samples in 9 steps of 2 runs; 36 samples of steps that were done again")
+    assert lines[1:] == ["repeated 0, missed 0"]
+    (tmp_path / "distplus" / "audit").glob("*-rank00001.audit").__next__().unlink()
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "the records of rank(s) 1 are not in" in capsys.readouterr().out
+
+
+def test_one_record_costs_less_than_50_microseconds(tmp_path: Path) -> None:
+    writer = AuditWriter(tmp_path, "run", 0, {})
+    positions, ids = np.arange(8), np.arange(16).reshape(8, 2)
+    times = []
+    for step in range(2000):
+        begin = time.perf_counter()
+        sum_of_samples(0, positions, ids)
+        writer.write(0, step, positions, ids)
+        times.append(time.perf_counter() - begin)
+    writer.close()
+    assert sorted(times)[len(times) // 2] < 50e-6

@@ -1,0 +1,143 @@
+"""Another number of ranks, micro-batch, accumulation and workers between the legs of one run: row R3."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus import ResilientDDP
+from lightning_distplus.testing import spawn
+from tests.distributed.resume_jobs import (
+    Diary,
+    SampleDiary,
+    final_counters,
+    fit,
+    global_batches,
+    map_data,
+    quiet_trainer,
+    token_data,
+    write_tokens,
+)
+
+# (ranks, micro-batch, accumulation, workers, micro-batch of this leg after which the next leg's checkpoint is written)
+LEGS = [(2, 4, 3, 0, 13), (4, 2, 3, 1, 25), (3, 4, 2, 0, 20), (2, 6, 2, 2, 0)]
+GLOBAL_BATCH = 24
+NUM_STEPS = 16
+FIRST_STEPS = [4, 8, 10]  # 13, 25 and 20 micro-batches: whole windows only
+CHANGES = [
+    "; global batch 24 (batch size 2 x 4 data-parallel ranks x accumulation 3), "
+    "before 24 (batch size 4 x 2 data-parallel ranks x accumulation 3)",
+    "; global batch 24 (batch size 4 x 3 data-parallel ranks x accumulation 2), "
+    "before 24 (batch size 2 x 4 data-parallel ranks x accumulation 3)",
+    "; global batch 24 (batch size 6 x 2 data-parallel ranks x accumulation 2), "
+    "before 24 (batch size 4 x 3 data-parallel ranks x accumulation 2)",
+]
+
+
+class SaveAfter(Callback):
+    """Saves once, after a given number of micro-batches; then the run goes on."""
+
+    def __init__(self, batch: int, path: str) -> None:
+        self.batch = batch
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def leg(prefix: str, number: int, folder: str) -> list[Any]:
+    """One leg on every rank, for each kind of data: the samples of each step, and the counters at the end."""
+    logging.getLogger("lightning_distplus").setLevel(logging.INFO)
+    logging.basicConfig(format="%(name)s %(message)s", force=True)
+    world_size, micro_batch, accumulation, num_workers, save_after = LEGS[number]
+    return [
+        _fit(
+            data,
+            world_size=world_size,
+            accumulation=accumulation,
+            load=f"{folder}/{kind}{number}.ckpt" if number else None,
+            saver=SaveAfter(save_after, f"{folder}/{kind}{number + 1}.ckpt"),
+        )
+        for kind, data in (
+            ("map", map_data(200, batch_size=micro_batch, num_workers=num_workers)),
+            ("tokens", token_data(sources=prefix, micro_batch_size=micro_batch, num_workers=num_workers)),
+        )
+    ]
+
+
+def _fit(data: Any, *, world_size: int, accumulation: int, load: str | None, saver: SaveAfter) -> Any:
+    trainer = quiet_trainer(
+        strategy=ResilientDDP(timeout="60s"),
+        devices=world_size,
+        default_root_dir=Path(saver.path).parent,
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=accumulation,
+        callbacks=[saver],
+    )
+    model = SampleDiary()
+    trainer.fit(model, data, ckpt_path=load)
+    counters = {"consumed": data.consumed_samples, "step": trainer.global_step, "epoch": trainer.current_epoch}
+    return model.steps, counters, trainer.fit_loop.epoch_loop.batch_progress.total.state_dict()
+
+
+@pytest.mark.deadline(120)
+def test_run_goes_on_from_2_to_4_to_3_to_2_ranks_with_the_same_samples_in_each_step(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens", 801)
+    runs = [
+        spawn(leg, LEGS[number][0], args=(prefix, number, str(tmp_path)), deadline="60s").check()
+        for number in range(len(LEGS))
+    ]
+
+    for kind in range(2):
+        undisturbed = global_batches(runs[0].results, kind)
+        sizes = {step: len(batch) for step, batch in undisturbed.items()}
+        assert sizes == dict.fromkeys(range(NUM_STEPS), GLOBAL_BATCH)
+        for first, run, (_, _, accumulation, _, _) in zip(FIRST_STEPS, runs[1:], LEGS[1:], strict=True):
+            assert global_batches(run.results, kind) == {step: undisturbed[step] for step in range(first, NUM_STEPS)}
+            for per_rank in run.results.values():
+                assert per_rank[kind][1] == runs[0].results[0][kind][1]
+                assert set(per_rank[kind][2].values()) == {NUM_STEPS * accumulation}
+    for first, run, change in zip(FIRST_STEPS, runs[1:], CHANGES, strict=True):
+        receipts = re.findall(r"resumed at sample .*", "".join(run.logs.values()))
+        assert len(receipts) == 2, "one line for each run, from rank 0"
+        for receipt in receipts:
+            assert receipt.startswith(f"resumed at sample {first * GLOBAL_BATCH}, step {first}, epoch ")
+            assert receipt.endswith(change)
+        assert run.logs[0].count("they start afresh") == 2
+
+
+def test_one_process_goes_on_with_any_cut_of_the_same_global_batch(tmp_path: Path) -> None:
+    saver = SaveAfter(5, str(tmp_path / "0.ckpt"))
+    undisturbed = fit(map_data(50, batch_size=4), max_epochs=2, accumulate_grad_batches=3, callbacks=[saver])
+    expected = ids_by_step(undisturbed)
+    for number, (micro_batch, accumulation, save_after) in enumerate([(12, 1, 3), (2, 6, 27), (6, 2, 10), (3, 4, 0)]):
+        saver = SaveAfter(save_after, str(tmp_path / f"{number + 1}.ckpt"))
+        resumed = fit(
+            map_data(50, batch_size=micro_batch),
+            max_epochs=2,
+            accumulate_grad_batches=accumulation,
+            callbacks=[saver],
+            ckpt_path=tmp_path / f"{number}.ckpt",
+        )
+        found = ids_by_step(resumed)
+        assert found == {step: expected[step] for step in found}
+        assert max(found) == max(expected)
+        assert min(found) == [1, 3, 4, 5][number]
+        assert final_counters(resumed)["consumed"] == final_counters(undisturbed)["consumed"]
+        assert final_counters(resumed)["steps"] == final_counters(undisturbed)["steps"]
+        assert set(final_counters(resumed)["batches"]["total"].values()) == {8 * accumulation}
+
+
+def ids_by_step(run: Diary) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for name, _, _, ids, _, _, step, *_ in (event for event in run.events if event[0] == "train"):
+        assert name == "train"
+        steps.setdefault(step, []).extend(ids)
+    return steps

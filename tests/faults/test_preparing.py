@@ -1,0 +1,96 @@
+"""Row S9: the ranks that wait for rank 0's ``prepare_data`` say so and pass; its error ends all of them at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_distplus import preparing
+from lightning_distplus.errors import ExitCode, PeerError, PeerFailed
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+WORLD_SIZE = 3
+TIMEOUTS = {"data": "20s", "step": "1s", "setup": "20s"}
+
+
+class Prepares(LightningDataModule):
+    """Takes its time on rank 0, and then may raise."""
+
+    def __init__(self, seconds: float, *, fails: bool = False, progress: bool = True) -> None:
+        super().__init__()
+        self.seconds, self.fails, self.progress = seconds, fails, progress
+
+    def prepare_data(self) -> None:
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            if self.progress:
+                preparing.report_progress("tokenized 3 of 40 files")
+            time.sleep(0.1)
+        if self.fails:
+            raise OSError("the corpus is not there")
+
+    def train_dataloader(self) -> Any:
+        return jobs.loader()
+
+
+def fit(folder: str, timeouts: dict[str, str], data: dict[str, Any]) -> tuple[str, str, list[int], float, float]:
+    logging.getLogger("lightning_distplus").setLevel(logging.INFO)
+    logging.basicConfig(force=True)
+    preparing._SAY_EVERY_S = 0.5
+    strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
+    trainer = jobs.trainer(strategy, WORLD_SIZE, folder, max_steps=2)
+    begin = time.time()
+    try:
+        trainer.fit(jobs.Model(), datamodule=Prepares(**data))
+    except (PeerError, OSError) as error:
+        return type(error).__name__, str(error), getattr(error, "ranks", []), begin, time.time()
+    return "finished", "", [], begin, time.time()
+
+
+def test_preparation_of_three_step_deadlines_is_waited_for_and_told(tmp_path: Path) -> None:
+    data = {"seconds": 3.0}
+    run = spawn(fit, WORLD_SIZE, args=(str(tmp_path), TIMEOUTS, data), deadline="50s").check()
+    assert {outcome for outcome, *_ in run.results.values()} == {"finished"}
+    for rank in (1, 2):
+        said = re.findall(
+            rf"rank {rank} waits for prepare_data on rank 0 \(.*\), for (\d+) s of at most 20 s; (.*)", run.logs[rank]
+        )
+        assert len(said) >= 3, run.logs[rank]
+        assert any(re.fullmatch(r"it reported \d+ s ago: tokenized 3 of 40 files", progress) for _, progress in said)
+    assert "waits for prepare_data" not in run.logs[0]
+
+
+def test_error_in_prepare_data_ends_all_ranks_with_its_traceback(tmp_path: Path) -> None:
+    data = {"seconds": 1.0, "fails": True}
+    run = spawn(fit, WORLD_SIZE, args=(str(tmp_path), TIMEOUTS, data), deadline="50s")
+    outcomes = run.results
+    assert outcomes[0][0] == "OSError"
+    for rank in (1, 2):
+        outcome, text, ranks, _, end = outcomes[rank]
+        assert (outcome, ranks) == (PeerFailed.__name__, [0])
+        assert "in prepare_data" in text
+        assert "OSError: the corpus is not there" in text
+        assert end - outcomes[0][3] < 1.0 + 5.0
+
+
+def test_preparation_past_its_deadline_ends_with_a_verdict_on_the_rank(tmp_path: Path) -> None:
+    data = {"seconds": 30.0, "progress": False}
+    run = spawn(fit, WORLD_SIZE, args=(str(tmp_path), {**TIMEOUTS, "data": "2s"}, data), deadline="50s")
+    assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
+    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["culprits"], verdict["waiting"]) == ([0], [1, 2])
+    assert (verdict["phase"], verdict["operation"]) == ("data", "prepare_data")
+    assert verdict["location"].startswith(f"{__file__}:")
+    assert "it has reported no progress" in run.logs[1]
+
+
+def test_progress_is_for_nobody_where_no_job_is_connected() -> None:
+    preparing.report_progress("alone")

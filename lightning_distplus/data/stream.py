@@ -47,8 +47,8 @@ class TokenStream:
         dtype: Stored token type.
         seq_len: Number of targets in a sample.
         is_blocked: See above.
-        split: The share of the data that is read, from and to. It begins and ends with a document where documents are
-            known, else with a token, and with a block where there are blocks. Shares that meet have no token in common.
+        split: The share of the data that is read, from and to. It begins and ends with a block where there are blocks,
+            else with a document where these are known, else with a token. Shares that meet have no token in common.
 
     Raises:
         ValueError: ``seq_len`` or ``split`` is senseless, or the share holds no whole sample.

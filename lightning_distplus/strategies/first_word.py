@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -10,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus.control import ControlPlane
 
 __all__ = ["FirstWord"]
+
+log = logging.getLogger(__name__)
 
 
 class FirstWord(Callback):
@@ -23,6 +26,14 @@ class FirstWord(Callback):
         self._plane = plane
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Reports the error; never raises."""
-        if not isinstance(exception, SIGTERMException):  # agreed at the gate: the others raise it as well
-            self._plane.report_failure(exception)
+        """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
+        if isinstance(exception, SIGTERMException):
+            return  # agreed at the gate: the others raise it as well
+        error = self._plane.report_failure(exception) or exception
+        rank = getattr(error, "rank", self._plane.world.rank)
+        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
+            "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks",
+            self._plane.world.rank,
+            filepath,
+            rank,
+        )

@@ -352,6 +352,7 @@ class ResilientStrategy(NamesPeers):
         if isinstance(trainer.profiler, MarkingProfiler):
             trainer.profiler = trainer.profiler.inner
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
+        vars(trainer).pop("save_checkpoint", None)
 
     def _leave(self, plane: ControlPlane) -> None:
         if self._has_failed:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
@@ -17,14 +18,16 @@ from tests.distributed import jobs
 DEADLINE_S = 4.0
 
 
-def train(name: str, world_size: int, folder: str) -> None:
+def train(name: str, world_size: int, folder: str, saves_on_exception: bool = False) -> None:
+    savers = [ModelCheckpoint(dirpath=folder, save_on_exception=True)] if saves_on_exception else []
     arguments = {"stage": 2} if "DeepSpeed" in name else {}
     trainer = jobs.trainer(
         jobs.strategy(name, timeout={"step": DEADLINE_S, "setup": "60s"}, **arguments),
         world_size,
         folder,
         max_steps=30,
-        callbacks=[FaultCallback()],
+        callbacks=[FaultCallback(), *savers],
+        enable_checkpointing=saves_on_exception,
     )
     trainer.fit(jobs.Model(), jobs.loader(200))
 
@@ -84,6 +87,18 @@ def test_an_exception_on_one_rank_ends_all_and_each_shows_it(where: Any, tmp_pat
     for log in result.logs.values():
         assert "the planted error" in log
     assert "Rank 1" in result.logs[0]
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
+def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, tmp_path: Path) -> None:
+    faults = FaultPlan().oom(rank=1, step=4)
+    result = spawn(train, 2, args=(name, 2, str(tmp_path), True), faults=faults, deadline="50s")
+    seconds = time.time() - result.faults[0].unix_s
+    assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}
+    for log in result.logs.values():
+        assert "OutOfMemoryError" in log
+    assert "is not saved: rank 1 has failed" in result.logs[1]
+    assert seconds < 6
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)

@@ -24,7 +24,7 @@ _TARGET_RATIO = 1.05
 _TARGET_MS = 1000.0
 _BATCH = 32
 _GLOBAL_BATCH = 2 * _BATCH
-_LOG = "lightning_distplus.data.datamodule"
+_LOG = "lightning_distplus.data.in_step"
 
 
 def run(quick: bool) -> list[Figure]:
@@ -108,7 +108,7 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.msg.startswith("resumed") and isinstance(record.args, tuple):
-            self.elapsed_ms = float(str(record.args[-1]))
+            self.elapsed_ms = float(str(record.args[3]))
 
 
 class _Numbers(Dataset[torch.Tensor]):

@@ -30,7 +30,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 # A wait polls, because torch's store writes a warning to stderr for every wait that times out, and because Ctrl-C and a
 # peer's error must end it. The pause grows with the time already waited: the overshoot stays below a tenth.
-_PAUSE_FLOOR_S = 50e-6
+_PAUSE_FLOOR_S = 5e-6
 _PAUSE_SHARE = 0.1
 _PAUSE_CEILING_S = 0.1
 # Many ranks ask less often: one store answers them all, some 50,000 questions in a second.

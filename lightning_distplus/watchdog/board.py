@@ -75,9 +75,9 @@ class Board:
         self.alert.set()
         self._thread.join(timeout=2.0)
 
-    def post_evidence(self, evidence: dict[str, Any]) -> None:
-        """Sends this rank's evidence with the next beat."""
-        self._to_post.append(json.dumps(evidence).encode())
+    def post_evidence(self, number: int, evidence: dict[str, Any]) -> None:
+        """Sends this rank's evidence with the next beat; it holds for the mark of this number only."""
+        self._to_post.append(json.dumps({"number": number, "evidence": evidence}).encode())
 
     def _run(self) -> None:
         with suppress(PeerError, RuntimeError):  # the store is gone: whoever waits for it finds out
@@ -110,7 +110,15 @@ class Board:
                 self._see(rank, json.loads(data))
             posted = self._plane.read(f"watchdog/evidence/{rank}")
             if posted is not None:
-                self.evidence[rank] = json.loads(posted)
+                self._weigh(rank, json.loads(posted))
+
+    def _weigh(self, rank: int, posted: dict[str, Any]) -> None:
+        """Keeps what was said of the present silence; a rank that has moved since then has said nothing of this one."""
+        seen = self.sightings.get(rank)
+        if seen is not None and seen.mark.number == posted["number"]:
+            self.evidence[rank] = posted["evidence"]
+        else:
+            self.evidence.pop(rank, None)
 
     def _see(self, rank: int, data: dict[str, Any]) -> None:
         last = self.sightings.get(rank)

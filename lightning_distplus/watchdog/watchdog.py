@@ -138,7 +138,7 @@ class Watchdog:
 
     def _consider(self, number: int, deadline_s: float) -> None:
         """Gives the verdict, unless somebody moves."""
-        self._board.post_evidence(asdict(self._own_evidence()))
+        self._board.post_evidence(number, asdict(self._own_evidence()))
         end = time.monotonic() + _COLLECT_S
         others = set(self._plane.world.ranks) - {self._plane.world.rank}
         while time.monotonic() < end and not self._stopping.is_set() and others - set(self._board.evidence):

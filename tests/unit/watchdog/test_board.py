@@ -1,0 +1,38 @@
+"""The board: what a rank has said of an earlier silence is not held against it, or for it, in a later one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import HashStore, PrefixStore
+
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.marks import Marks
+from lightning_distplus.world import World
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_evidence_of_an_earlier_silence_is_dropped_once_the_rank_has_moved() -> None:
+    store = HashStore()
+    planes = [ControlPlane(PrefixStore("job", store), World(rank=rank, size=2)) for rank in range(2)]
+    marks = [Marks(phase=lambda: "step") for _ in planes]
+    boards = [Board(plane, mark) for plane, mark in zip(planes, marks, strict=True)]
+    try:
+        for board in boards:
+            board.alert.set()
+            board.start()
+        boards[1].post_evidence(marks[1].read().number, {"rank": 1})
+        assert until(lambda: boards[0].evidence == {1: {"rank": 1}})
+        marks[1].set("backward")
+        assert until(lambda: boards[0].evidence == {})
+    finally:
+        for board in boards:
+            board.stop()

@@ -42,6 +42,7 @@ class StepGate:
         self._name = name
         self._must_agree = tuple(must_agree)
         self._number = 0
+        self._posted: GateRecord | None = None
         self._gate: CountedGate | _DirectGate
         if plane.world.size > direct_ranks:
             self._gate = CountedGate(plane, f"gate/{name}", digest=self._digest)
@@ -76,6 +77,7 @@ class StepGate:
     def post(self, record: GateRecord) -> None:
         """Enters the next gate with this rank's record; never waits."""
         self._number += 1
+        self._posted = record
         self._gate.post(self._number, record.pack())
 
     def collect(self, deadline: timedelta) -> list[GateRecord]:
@@ -86,8 +88,8 @@ class StepGate:
         """
         packed = self._gate.collect(self._number, deadline, what=f"step gate {self._number} of {self._name}")
         mine = packed[self._plane.world.rank]
-        if all(data == mine for data in packed):  # the common case costs one comparison per rank
-            return [GateRecord.unpack(mine, rank=self._plane.world.rank)] * len(packed)
+        if self._posted is not None and packed.count(mine) == len(packed):  # the common case
+            return [self._posted] * len(packed)
         records = [GateRecord.unpack(data, rank=rank) for rank, data in enumerate(packed)]
         compare(records, self._must_agree)
         return records

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from lightning_distplus.testing import preload
@@ -177,7 +176,7 @@ def preload_engines() -> None:
     when it is imported; where there is a GPU that must wait until a rank has said that it wants the CPU.
     """
     preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.data.distributed", "xxhash")
-    if not torch.cuda.is_available():
+    if not Path("/dev/nvidiactl").exists():
         preload("deepspeed.runtime.engine", "torch._inductor.compile_fx")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
 from lightning_distplus.data.order import ORDER_VERSION
@@ -23,6 +24,7 @@ from lightning_distplus.data.position import (
     read_state,
     require_same_batch,
     require_same_data,
+    rest_of_schedule,
 )
 from lightning_distplus.data.progress import Cursor
 from lightning_distplus.world import DataParallel
@@ -65,6 +67,7 @@ class ExactDataModule(pl.LightningDataModule):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self._schedule: BatchSchedule | None = None
         self.receipt = ""
         self._loaders: dict[str, SampleLoader] = {}
         self.timer: Timer | None = None
@@ -183,16 +186,20 @@ class ExactDataModule(pl.LightningDataModule):
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
         if self._loaded is not None or self._cursor is None:
             return dict(self._loaded or {})
-        return {
+        geometry, position = self._cursor.geometry, self.position()
+        state = {
             "version": STATE_VERSION,
             "order_version": ORDER_VERSION,
             **self._known_identity,
-            "global_batch": self._cursor.geometry.global_batch,
-            "micro_step": self._cursor.geometry.micro_step,
-            "ranks": self._cursor.geometry.ranks.size,
+            "global_batch": geometry.at(position.consumed_samples).global_batch,
+            "micro_step": geometry.micro_step,
+            "ranks": geometry.ranks.size,
             "global_batch_changes": self._changes,
-            **asdict(self.position()),
+            **asdict(position),
         }
+        if rest := rest_of_schedule(geometry, position.consumed_samples):
+            state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a saved position over.
@@ -233,7 +240,8 @@ class ExactDataModule(pl.LightningDataModule):
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
         ranks = _data_parallel(trainer)
-        geometry = Geometry(micro_batch=self._micro_batch, accumulation=self._accumulation(trainer, ranks), ranks=ranks)
+        accumulation, schedule = self._accumulation(trainer, ranks), self._schedule
+        geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
         _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         self._known_identity = self._identity()
         if cursor is None or cursor.trainer is not trainer:
@@ -242,7 +250,18 @@ class ExactDataModule(pl.LightningDataModule):
         return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
 
     def _num_batches(self, geometry: Geometry) -> int:
+        """Micro-batches of an epoch."""
         return self._num_global_batches(geometry) * geometry.accumulation
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the global batch changes during the run."""
+        return self._schedule is not None
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """Follows the schedule, called before each training step."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:  # type: ignore[union-attr]
+            self.cursor.begin_window()
 
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
@@ -278,26 +297,28 @@ class ExactDataModule(pl.LightningDataModule):
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)
         self._changes = [list(change) for change in state["global_batch_changes"]]
-        if global_batch != geometry.global_batch:
-            change = [position.consumed_samples, global_batch, geometry.global_batch]
+        here = geometry.at(position.consumed_samples)
+        if global_batch != here.global_batch:
+            change = [position.consumed_samples, global_batch, here.global_batch]
             self._changes = [*self._changes, change][-_MAX_CHANGES:]
-        if (global_batch, state["micro_step"]) == (geometry.global_batch, geometry.micro_step):
+        if (global_batch, state["micro_step"]) == (here.global_batch, here.micro_step):
             return position
-        return replace(
-            position,
-            batches=-(-position.offset // geometry.global_batch) * geometry.accumulation,
-            total_batches=position.consumed_samples // geometry.micro_step,
-        )
+        batches = -(-position.offset // here.global_batch) * here.accumulation
+        if geometry.schedule is not None:  # its windows are counted from where a stage begins, not from the epoch's
+            batches = -(-position.offset // here.micro_step)
+        return replace(position, batches=batches, total_batches=position.consumed_samples // here.micro_step)
 
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
-        if self._loaded is None:
-            return
         cursor = self._joined()
-        cursor.place(self._translate(self._loaded, cursor.geometry))
-        self.receipt = change_of_cut(self._loaded, cursor.geometry)
-        self._loaded = None
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
+        if self._loaded is not None:
+            cursor.place(self._translate(self._loaded, cursor.geometry))
+            self.receipt = change_of_cut(self._loaded, cursor.geometry)
+            self._loaded = None
+            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
+        if self.is_scheduled:
+            cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
+            cursor.begin_window()
 
     def _close(self) -> None:
         for loader in self._loaders.values():

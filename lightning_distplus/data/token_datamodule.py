@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_distplus.data.batch_schedule import BatchSchedule, Window
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request, WorkerOptions
 from lightning_distplus.data.mixture import MixedOrder, Mixture
@@ -39,7 +40,11 @@ class TokenDataModule(ExactDataModule):
         seq_len: Tokens per sample.
         micro_batch_size: Samples per data-parallel rank and micro-batch.
         global_batch_size: Samples per optimizer step. The Trainer's accumulation then follows from it. None means
-            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``.
+            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``. A list of pairs (first sample, size)
+            is a schedule: a step that begins at the first sample of a stage, or after it, has that size. The run then
+            has one epoch, and needs ``max_steps``.
+        rampup_batch_size: Megatron-LM's three numbers, (start, increment, samples): the global batch begins with
+            ``start`` and grows by ``increment``, in equal stages over so many samples, to ``global_batch_size``.
         val_sources: Validation data, read in order, each source once; weights do not count.
         seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
@@ -62,7 +67,8 @@ class TokenDataModule(ExactDataModule):
         *,
         seq_len: int,
         micro_batch_size: int,
-        global_batch_size: int | None = None,
+        global_batch_size: int | list[tuple[int, int]] | None = None,
+        rampup_batch_size: tuple[int, int, int] | None = None,
         val_sources: str | list[Source] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -91,7 +97,9 @@ class TokenDataModule(ExactDataModule):
             raise ValueError("sources is empty; name at least one source.")
         self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
         self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
+        self._schedule = _schedule(global_batch_size, rampup_batch_size)
+        last = self._schedule.stages[-1][1] if self._schedule is not None else None
+        self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
         self._shuffle = shuffle
         self._vocab_size = vocab_size
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
@@ -134,6 +142,11 @@ class TokenDataModule(ExactDataModule):
         accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
         if rest or not accumulation:
             raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
+        if self._schedule is not None:
+            _check_trainer_for(self._schedule, trainer)
+            if not isinstance(trainer.accumulate_grad_batches, Window):
+                trainer.accumulate_grad_batches = Window(1)  # the stage is known once a state is loaded, or none is
+            return accumulation
         if present not in (1, accumulation):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
@@ -149,6 +162,18 @@ class TokenDataModule(ExactDataModule):
 
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
+
+    def _num_batches(self, geometry: Geometry) -> int:
+        """Under a schedule the epoch is the whole run: so many micro-batches as ``max_steps`` take."""
+        if geometry.schedule is None:
+            return super()._num_batches(geometry)
+        here: Position = Position()
+        if self._loaded is not None:
+            here = self._translate(self._loaded, geometry)
+        elif self._cursor is not None and self._cursor.trainer is self.trainer:
+            here = self._cursor.position()
+        num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
+        return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
 
     def _order(self, position: Position) -> tuple[Order, int]:
         order = MixedOrder(self._mixture, self._num_samples("train"), seed=self._seed, shuffle=self._shuffle)
@@ -180,6 +205,41 @@ def _as_sources(sources: str | Sequence[Source | dict[str, Any]]) -> list[Source
     if isinstance(sources, str):
         return [Source(path=sources)]
     return [source if isinstance(source, Source) else Source(**source) for source in sources]
+
+
+def _schedule(sizes: int | Sequence[Sequence[int]] | None, ramp: Sequence[int] | None) -> BatchSchedule | None:
+    if ramp is not None:
+        if not isinstance(sizes, int) or len(ramp) != 3:
+            raise ValueError(
+                f"rampup_batch_size={list(ramp)} is (start, increment, samples), and leads to a single "
+                f"global_batch_size; that is {sizes}. Give both so, or a schedule as global_batch_size alone."
+            )
+        return BatchSchedule.ramp(ramp[0], ramp[1], ramp[2], sizes)
+    if sizes is None or isinstance(sizes, int):
+        return None
+    return BatchSchedule(tuple((int(first), int(size)) for first, size in sizes))
+
+
+def _check_trainer_for(schedule: BatchSchedule, trainer: Any) -> None:
+    """What a changing accumulation needs of the Trainer."""
+    strategy, present = trainer.strategy, trainer.accumulate_grad_batches
+    whole = "Under a schedule of global batches the run is one epoch"
+    if strategy.handles_gradient_accumulation:
+        problem = (
+            f"{type(strategy).__name__} fixes the accumulation when its engine is made. Use another strategy, or "
+            f"global_batch_size={schedule.stages[-1][1]}"
+        )
+    elif not trainer.lightning_module.automatic_optimization:
+        problem = "With manual optimization the Trainer does not accumulate. Leave the schedule out"
+    elif present != 1 and not isinstance(present, Window):
+        problem = f"Trainer(accumulate_grad_batches={present}) contradicts the schedule, from which it follows. Omit it"
+    elif trainer.max_steps < 0:
+        problem = f"{whole}, whose length is known from max_steps alone. Pass Trainer(max_steps=...)"
+    elif trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0:
+        problem = f"{whole} of max_steps. Leave limit_train_batches and overfit_batches out"
+    else:
+        return
+    raise ValueError(f"{problem}. (The schedule: {schedule}.)")
 
 
 def _no_fit(wanted: int, micro_batch: int, ranks: DataParallel) -> str:

@@ -6,10 +6,11 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
-__all__ = ["BatchSchedule", "Window"]
+__all__ = ["BatchSchedule", "Window", "require_fit_for_schedule"]
 
 _MAX_SHOWN = 4  # stages in a message
 
@@ -137,3 +138,29 @@ class Window(int):
 
     def __rmod__(self, num_batches: int) -> int:
         return (num_batches - self.first_batch) % int(self)
+
+
+def require_fit_for_schedule(trainer: Any, schedule: BatchSchedule) -> None:
+    """What a changing accumulation needs of the Trainer.
+
+    Raises:
+        ValueError: It lacks that.
+    """
+    strategy, present = trainer.strategy, trainer.accumulate_grad_batches
+    whole = "Under a schedule of global batches the run is one epoch"
+    if strategy.handles_gradient_accumulation:
+        problem = (
+            f"{type(strategy).__name__} fixes the accumulation when its engine is made. Use another strategy, or "
+            f"global_batch_size={schedule.stages[-1][1]}"
+        )
+    elif not trainer.lightning_module.automatic_optimization:
+        problem = "With manual optimization the Trainer does not accumulate. Leave the schedule out"
+    elif present != 1 and not isinstance(present, Window):
+        problem = f"Trainer(accumulate_grad_batches={present}) contradicts the schedule, from which it follows. Omit it"
+    elif trainer.max_steps < 0:
+        problem = f"{whole}, whose length is known from max_steps alone. Pass Trainer(max_steps=...)"
+    elif trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0:
+        problem = f"{whole} of max_steps. Leave limit_train_batches and overfit_batches out"
+    else:
+        return
+    raise ValueError(f"{problem}. (The schedule: {schedule}.)")

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
@@ -27,6 +26,7 @@ from lightning_distplus.data.position import (
     rest_of_schedule,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.trainer_view import data_parallel, is_overfitting, of_first_epoch, refuse_changing_windows
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
@@ -106,6 +106,13 @@ class ExactDataModule(pl.LightningDataModule):
         """Micro-batches of an optimizer step."""
         return int(trainer.accumulate_grad_batches)
 
+    def _begin_anew(self) -> None:
+        """Forgets what an earlier Trainer's position depended on."""
+
+    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes over what in a saved state the identity depends on; returns the state as it is compared."""
+        return state
+
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         """Raises when the position lies past the data; data without an end need not override this."""
 
@@ -174,7 +181,7 @@ class ExactDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> SampleLoader | list[Any]:
         """This rank's validation batches, in order, as many as on any other rank."""
-        plan = self._validation_plan(_data_parallel(self.trainer))
+        plan = self._validation_plan(data_parallel(self.trainer))
         if plan is None:
             return []
         if "val" not in self._loaders:
@@ -239,13 +246,14 @@ class ExactDataModule(pl.LightningDataModule):
             )
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
-        ranks = _data_parallel(trainer)
+        ranks = data_parallel(trainer)
         accumulation, schedule = self._accumulation(trainer, ranks), self._schedule
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
-        _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
-        self._known_identity = self._identity()
+        refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
             self._changes = []
+            self._begin_anew()
+            self._known_identity = self._identity()
             return Cursor(trainer, geometry)
         return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
 
@@ -278,7 +286,7 @@ class ExactDataModule(pl.LightningDataModule):
             self.timer.go_on()
         cursor = self._joined()
         position = cursor.begin_epoch()
-        order, first = self._order(_of_first_epoch(position) if _is_overfitting(self.trainer) else position)
+        order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
@@ -290,6 +298,7 @@ class ExactDataModule(pl.LightningDataModule):
 
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
+        state = self._adopt(state)
         ours = self._known_identity
         saved = {name: state.get(name) for name in ours}
         require_same_data(saved, ours, ignore_fingerprint=self._ignore_fingerprint)
@@ -335,34 +344,3 @@ class _ValidationRequests:
 
     def __iter__(self) -> Iterator[Request]:
         return (self.request(self.plan, positions) for positions in self.plan)
-
-
-def _is_overfitting(trainer: Any) -> bool:
-    return bool(trainer.overfit_batches > 0)
-
-
-def _of_first_epoch(position: Position) -> Position:
-    """The same place in the first epoch: its batches are those of every epoch."""
-    return replace(position, epoch=0, consumed_samples=position.offset)
-
-
-def _data_parallel(trainer: Any) -> DataParallel:
-    """The data-parallel place of this process; tensor-parallel peers have the same."""
-    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
-    return DataParallel(rank=kwargs["rank"], size=kwargs["num_replicas"]) if kwargs else DataParallel()
-
-
-def _refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int) -> None:
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise ValueError(
-            "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
-            "Use Trainer(accumulate_grad_batches=...)."
-        )
-    limit = trainer.limit_train_batches
-    length = min(num_batches, limit if isinstance(limit, int) else int(num_batches * limit))
-    if trainer.strategy.handles_gradient_accumulation and length % accumulation:
-        raise ValueError(
-            f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
-            f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
-            "Choose a multiple."
-        )

@@ -66,6 +66,13 @@ class Mixture:
             weight_left -= numerator
         return counts
 
+    def draws_at(self, number: int) -> list[int]:
+        """How often each source is drawn by the global samples before any ``number``."""
+        whole, rest = divmod(number, BLOCK)
+        sources, _ = self.locate(np.arange(whole * BLOCK, whole * BLOCK + rest))
+        inside = np.bincount(sources, minlength=len(self.numerators)).tolist()
+        return [before + here for before, here in zip(self.draws_before(whole * BLOCK), inside, strict=True)]
+
     def _block(self, block: int) -> _Block:
         if block in self._blocks:
             self._blocks.move_to_end(block)
@@ -92,17 +99,35 @@ class MixedOrder:
         sizes: Number of samples of each source; a source that runs out begins its next epoch in another order.
         seed: Of the order of each source.
         shuffle: False reads each source from its beginning to its end.
+        first: The global position that is number 0 of the mixture.
+        draws: How often each source was drawn before that, int64; None means never.
+        lanes: The number by which the order of each source is keyed; None means its place.
     """
 
-    def __init__(self, mixture: Mixture, sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        sizes: Sequence[int],
+        *,
+        seed: int,
+        shuffle: bool,
+        first: int = 0,
+        draws: NDArray[np.int64] | None = None,
+        lanes: Sequence[int] | None = None,
+    ) -> None:
         self._mixture = mixture
         self._sizes = list(sizes)
         self._seed = seed
         self._shuffle = shuffle
+        self._first = first
+        self._draws = draws
+        self._lanes = list(range(len(sizes))) if lanes is None else list(lanes)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """(source, index) at each global position: int64 of shape (num_positions, 2)."""
-        sources, draws = self._mixture.locate(positions)
+        sources, draws = self._mixture.locate(positions - self._first)
+        if self._draws is not None:
+            draws += self._draws[sources]
         ids = np.empty((len(positions), 2), dtype=np.int64)
         ids[:, 0] = sources
         for source, size in enumerate(self._sizes):
@@ -110,7 +135,8 @@ class MixedOrder:
             its_draws = draws[of_source]
             indices = np.empty_like(its_draws)
             for epoch, here in _groups(its_draws // size):
-                order = EpochOrder(num_samples=size, seed=self._seed, source=source, epoch=epoch, shuffle=self._shuffle)
+                lane = self._lanes[source]
+                order = EpochOrder(num_samples=size, seed=self._seed, source=lane, epoch=epoch, shuffle=self._shuffle)
                 indices[here] = order(its_draws[here])
             ids[of_source, 1] = indices
         return ids

@@ -1,15 +1,17 @@
 """The data module for pretraining: weighted mixtures of token files."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lightning_distplus.data.batch_schedule import BatchSchedule, Window
+from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request, WorkerOptions
-from lightning_distplus.data.mixture import MixedOrder, Mixture
+from lightning_distplus.data.mixture import Mixture
+from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.sources import Source, open_source
@@ -18,6 +20,9 @@ from lightning_distplus.data.token_fetcher import TokenFetcher
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
+
+_log = logging.getLogger(__name__)
+_MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
 class TokenDataModule(ExactDataModule):
@@ -57,7 +62,10 @@ class TokenDataModule(ExactDataModule):
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
         prefetch_factor: As in ``DataLoader``.
-        allow_global_batch_change: Resume with another global batch.
+        allow_global_batch_change: Resume with another global batch, or another schedule.
+        allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
+            from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
+            state, so that later resumes need not allow it again.
         ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
     """
 
@@ -80,6 +88,7 @@ class TokenDataModule(ExactDataModule):
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
         allow_global_batch_change: bool = False,
+        allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
     ) -> None:
         super().__init__(
@@ -101,6 +110,9 @@ class TokenDataModule(ExactDataModule):
         last = self._schedule.stages[-1][1] if self._schedule is not None else None
         self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
         self._shuffle = shuffle
+        self._allow_mixture_change = allow_mixture_change
+        self._phase: Phase | None = None  # None is the first one
+        self._past_mixtures: list[list[Any]] = []
         self._vocab_size = vocab_size
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
         self._files: dict[str, list[TokenStream]] = {}
@@ -133,7 +145,36 @@ class TokenDataModule(ExactDataModule):
             "seq_len": self._seq_len,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **(self._phase.as_state() if self._phase is not None else {}),
         }
+
+    def _begin_anew(self) -> None:
+        self._phase, self._past_mixtures = None, []
+
+    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The phase of the state, or a new one where the mixture has changed and may."""
+        before, was = self._phase, [tuple(row) for row in state["sources"]]
+        self._phase, self._past_mixtures = Phase.in_state(state), list(state.get("past_mixtures", []))
+        now = [tuple(row) for row in self._identity()["sources"]]
+        if now != was and self._allow_mixture_change:
+            sample = state["consumed_samples"]
+            self._past_mixtures = [*self._past_mixtures, past_mixture(self._phase, was)][-_MAX_PAST:]
+            self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
+            state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
+            if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
+                names = [source.label for source in self._sources["train"]]
+                _log.warning("%s", change_of_mixture(self._phase, was, now, names))
+        elif len(now) != len(was):
+            self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
+        self._known_identity = self._identity()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what it refers to, and the mixtures of the past."""
+        state = super().state_dict()
+        if self._past_mixtures and self._loaded is None:
+            state["past_mixtures"] = self._past_mixtures
+        return state
 
     def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
@@ -143,7 +184,7 @@ class TokenDataModule(ExactDataModule):
         if rest or not accumulation:
             raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
         if self._schedule is not None:
-            _check_trainer_for(self._schedule, trainer)
+            require_fit_for_schedule(trainer, self._schedule)
             if not isinstance(trainer.accumulate_grad_batches, Window):
                 trainer.accumulate_grad_batches = Window(1)  # the stage is known once a state is loaded, or none is
             return accumulation
@@ -176,15 +217,14 @@ class TokenDataModule(ExactDataModule):
         return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
 
     def _order(self, position: Position) -> tuple[Order, int]:
-        order = MixedOrder(self._mixture, self._num_samples("train"), seed=self._seed, shuffle=self._shuffle)
-        return order, position.consumed_samples
+        return order_of(self._known_identity), position.consumed_samples
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
         for positions, ids in plan:
             yield Request(ids, positions, epoch)
 
     def _fetcher(self, stage: str) -> TokenFetcher:
-        names = [source.name or source.path for source in self._sources[stage]]
+        names = [source.label for source in self._sources[stage]]
         sources, size = self._open(stage), self._vocab_size
         return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
@@ -218,28 +258,6 @@ def _schedule(sizes: int | Sequence[Sequence[int]] | None, ramp: Sequence[int] |
     if sizes is None or isinstance(sizes, int):
         return None
     return BatchSchedule(tuple((int(first), int(size)) for first, size in sizes))
-
-
-def _check_trainer_for(schedule: BatchSchedule, trainer: Any) -> None:
-    """What a changing accumulation needs of the Trainer."""
-    strategy, present = trainer.strategy, trainer.accumulate_grad_batches
-    whole = "Under a schedule of global batches the run is one epoch"
-    if strategy.handles_gradient_accumulation:
-        problem = (
-            f"{type(strategy).__name__} fixes the accumulation when its engine is made. Use another strategy, or "
-            f"global_batch_size={schedule.stages[-1][1]}"
-        )
-    elif not trainer.lightning_module.automatic_optimization:
-        problem = "With manual optimization the Trainer does not accumulate. Leave the schedule out"
-    elif present != 1 and not isinstance(present, Window):
-        problem = f"Trainer(accumulate_grad_batches={present}) contradicts the schedule, from which it follows. Omit it"
-    elif trainer.max_steps < 0:
-        problem = f"{whole}, whose length is known from max_steps alone. Pass Trainer(max_steps=...)"
-    elif trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0:
-        problem = f"{whole} of max_steps. Leave limit_train_batches and overfit_batches out"
-    else:
-        return
-    raise ValueError(f"{problem}. (The schedule: {schedule}.)")
 
 
 def _no_fit(wanted: int, micro_batch: int, ranks: DataParallel) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
-from lightning_distplus import ResilientDDP
+from lightning_distplus import ResilientDDP, TokenDataModule
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import spawn, weights_digest
@@ -176,6 +177,15 @@ def test_ramp_of_megatron_is_followed(prefix: str) -> None:
         sizes.append(BatchSchedule.ramp(2, 2, 24, 8).size_at(consumed))
         consumed += sizes[-1]
     assert [len(batch) for batch in plain_steps(model).values()] == sizes == [2, 2, 2, 2, 4, 4, 6, 6, 8]
+
+
+def test_schedule_is_read_from_yaml(tmp_path: Path) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(TokenDataModule, "data")
+    text = "data: {sources: x, seq_len: 8, micro_batch_size: 2, global_batch_size: [[0, 8], [1000, 16]]}"
+    assert parser.parse_string(text).data.global_batch_size == [(0, 8), (1000, 16)]
+    text = "data: {sources: x, seq_len: 8, micro_batch_size: 2, global_batch_size: 16, rampup_batch_size: [8, 8, 100]}"
+    assert parser.parse_string(text).data.rampup_batch_size == (8, 8, 100)
 
 
 def test_callbacks_that_ask_for_the_end_of_a_window_as_lightning_does_are_right(prefix: str) -> None:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+from lightning_distplus.data.lr_scaling import LrScaling, scale_learning_rates
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
 from lightning_distplus.data.position import (
@@ -52,6 +53,7 @@ class ExactDataModule(pl.LightningDataModule):
         pin_memory: bool | None,
         allow_global_batch_change: bool,
         ignore_fingerprint: bool,
+        lr_scaling: LrScaling | None = None,
     ) -> None:
         super().__init__()
         if micro_batch < 1:
@@ -62,6 +64,8 @@ class ExactDataModule(pl.LightningDataModule):
         self._pin_memory = pin_memory
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
+        self._lr_scaling = lr_scaling
+        self._scaled_by = 1.0
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
@@ -147,6 +151,11 @@ class ExactDataModule(pl.LightningDataModule):
         return self._joined()
 
     @property
+    def lr_factor(self) -> float:
+        """What ``scale_lr`` multiplies the learning rates by; 1 without it. Under a schedule: of its last stage."""
+        return 1.0 if self._lr_scaling is None else self._lr_scaling.factor(self.geometry.global_batch)
+
+    @property
     def geometry(self) -> Geometry:
         """The batch sizes of this fit."""
         return self._joined().geometry
@@ -204,6 +213,8 @@ class ExactDataModule(pl.LightningDataModule):
             "global_batch_changes": self._changes,
             **asdict(position),
         }
+        if self._scaled_by != 1.0:
+            state["lr_factor"] = self._scaled_by
         if rest := rest_of_schedule(geometry, position.consumed_samples):
             state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
         return state
@@ -320,6 +331,7 @@ class ExactDataModule(pl.LightningDataModule):
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
         cursor = self._joined()
+        self._scale_lr(float((self._loaded or {}).get("lr_factor", 1.0)))
         if self._loaded is not None:
             cursor.place(self._translate(self._loaded, cursor.geometry))
             self.receipt = change_of_cut(self._loaded, cursor.geometry)
@@ -328,6 +340,21 @@ class ExactDataModule(pl.LightningDataModule):
         if self.is_scheduled:
             cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
             cursor.begin_window()
+
+    def _scale_lr(self, before: float) -> None:
+        """Scales the learning rates from what the checkpoint's were scaled by, to this run's factor."""
+        if self._lr_scaling is None:
+            self._scaled_by = before
+            return
+        self._scaled_by, trainer = self.lr_factor, self.trainer
+        assert trainer is not None, "training starts"
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        factor = self._scaled_by / before
+        done = scale_learning_rates(trainer.optimizers, schedulers, factor) if factor != 1.0 else "already in place"
+        if trainer.is_global_zero:
+            rule, base, batch = self._lr_scaling.rule, self._lr_scaling.base_global_batch, self.geometry.global_batch
+            text = "learning rate x %.4g (%s: global batch %d, base %d): %s"
+            _log.info(text, self._scaled_by, rule, batch, base, done)
 
     def _close(self) -> None:
         for loader in self._loaders.values():

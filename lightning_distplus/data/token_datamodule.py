@@ -10,6 +10,7 @@ import numpy as np
 from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request, WorkerOptions
+from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.mixture import Mixture
 from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
@@ -62,6 +63,9 @@ class TokenDataModule(ExactDataModule):
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
         prefetch_factor: As in ``DataLoader``.
+        scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
+            ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
+        base_global_batch_size: The global batch for which those learning rates were chosen.
         allow_global_batch_change: Resume with another global batch, or another schedule.
         allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
@@ -87,6 +91,8 @@ class TokenDataModule(ExactDataModule):
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
+        scale_lr: LrRule | None = None,
+        base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
@@ -100,6 +106,7 @@ class TokenDataModule(ExactDataModule):
             pin_memory=pin_memory,
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
+            lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
         )
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
         if not self._sources["train"]:

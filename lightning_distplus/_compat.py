@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.optim import lr_scheduler
 
 # The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "default_group_timeout",
     "full_state_dict_without_offload",
     "init_default_group",
+    "inner_schedulers",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",
@@ -125,6 +127,17 @@ def init_default_group(
         # Lightning destroys an NCCL group at exit, where an interrupt would leave the communicators behind.
         fabric = importlib.import_module("lightning.fabric.utilities.distributed")
         atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
+
+
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """The schedulers of a ``SequentialLR`` or ``ChainedScheduler``; of any other none."""
+    if not isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
+        return []
+    inner = getattr(scheduler, "_schedulers", None)
+    if inner is None:
+        warn_once(f"{type(scheduler).__name__}._schedulers", "scale_lr does not scale the schedulers inside it")
+        return []
+    return list(inner)
 
 
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:

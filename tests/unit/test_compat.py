@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.distributed import distributed_c10d as c10d
@@ -233,3 +234,12 @@ def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monk
         assert not _compat.replace_preparation_barrier(trainer, object)
     assert len(_warnings(caplog)) == 1
     assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
+
+
+def test_schedulers_inside_a_sequence_are_found() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    warm, cool = (torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[3])
+    assert _compat.inner_schedulers(sequence) == [warm, cool]
+    assert _compat.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler([warm, cool])) == [warm, cool]
+    assert _compat.inner_schedulers(warm) == []

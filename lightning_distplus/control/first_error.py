@@ -144,7 +144,8 @@ class Listener:
                     self._speaker.set(self._bell(rank, number), b"error")
             self._speaker.check([_KEY])  # a round trip: what was set before it has arrived
         if is_host:
-            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *self.heard.ranks})
+            culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
+            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
 
     def _bell(self, rank: int, number: int) -> str:

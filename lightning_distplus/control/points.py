@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from lightning_distplus.control.gate import GateRecord, StepGate
+from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.record import GateRecord
+from lightning_distplus.control.slots import Slots
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
 
 __all__ = ["Points", "WatchedGate", "active_points"]
-
-_SLOTS = 3
-_ENTRY = struct.Struct("<QI16s")  # the number of the point, the rank, the digest of what it does there
 
 _ALONE_S = 0.02  # a wait that lasts longer is published, and the others' places are looked at
 _LOOK_EVERY_S = 0.1
@@ -42,10 +40,9 @@ def active_points() -> Points | None:
 class Points:
     """The points of one run, numbered: what stands at the same number must be the same on all ranks.
 
-    Each point is one key, to which every rank appends the digest of what it is about to do; a look at it is one round
-    trip. As at the step gate, a rank comes to point n + 1 only after all have come to point n, so that three keys are
-    enough. A rank that waits, at a point or at a gate, publishes where it stands, and looks where the others stand: two
-    ranks that wait for each other in different places are found, whether they differ at one number or not.
+    At each point a rank shows the digest of what it is about to do. One that waits, at a point or at a gate, publishes
+    where it stands, and looks where the others stand: two ranks that wait for each other in different places are found,
+    whether they differ at one number or not.
 
     Args:
         plane: The control plane. All ranks make their points at the same moment of the run.
@@ -60,6 +57,7 @@ class Points:
         self._locate = locate
         self._name = name or f"run-{next(_runs)}"
         self._thread = threading.get_ident()
+        self._slots = Slots(plane, f"points/{self._name}", is_owner=plane.world.rank == 0)
         self._points = 0
         self._gates = 0
         self._place: Place | None = None  # None: this rank does not wait
@@ -68,9 +66,14 @@ class Points:
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
 
-    def begin(self) -> None:
-        """Watches the waits of this process from now on."""
+    def begin(self, deadline: timedelta) -> None:
+        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
         global _active
+        self._plane.barrier(f"points-{self._name}", deadline)
         self._plane.on_wait = self._while_waiting
         _active = self
 
@@ -105,27 +108,24 @@ class Points:
             DivergenceError: The ranks are in different calls; the error holds both sides.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        rank, size = self._plane.world.rank, self._plane.world.size
         self._points += 1
         number, digest = self._points, point.digest()
-        if rank == 0:
-            self._plane.send(self._key(number + 1), b"")
-        self._plane.append(self._key(number), _ENTRY.pack(number, rank, digest))
+        self._slots.post(number, digest)
         self._enter(Place.POINT, point)
         come: dict[int, bytes] = {}
 
         def all_agree() -> bool:
-            entries = _ENTRY.iter_unpack(self._plane.read(self._key(number)) or b"")
-            come.update({peer: theirs for entered, peer, theirs in entries if entered == number})
+            come.update(self._slots.read(number))
             if any(theirs != digest for theirs in come.values()):
                 self._settle_difference()
                 return False
-            return len(come) == size
+            return len(come) == self._plane.world.size
 
         try:
             self._plane.poll(all_agree, deadline, what=str(point), arrived=lambda: set(come))
         finally:
             self._place = None
+        self._slots.passed(number)
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
@@ -215,9 +215,6 @@ class Points:
     def _read(self, rank: int) -> Whereabouts | None:
         data = self._plane.read(self._at(rank))
         return None if data is None else Whereabouts.from_json(data)
-
-    def _key(self, number: int) -> str:
-        return f"points/{self._name}/{number % _SLOTS}"
 
     def _at(self, rank: int) -> str:
         return f"points/{self._name}/at/{rank}"

@@ -29,7 +29,7 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
             def on_rank(plane: ControlPlane) -> Any:
                 plane.listen()
                 points = Points(plane, locate=lambda: f"user.py:{plane.world.rank}", name="run")
-                points.begin()
+                points.begin(timedelta(seconds=15))
                 all_points.append(points)
                 return function(points, plane)
 

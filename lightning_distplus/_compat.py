@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "full_state_dict_without_offload",
     "init_default_group",
     "inner_schedulers",
+    "logged_metric",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",
@@ -48,6 +50,8 @@ log = logging.getLogger(__name__)
 Store: TypeAlias = Any
 
 _warned: set[str] = set()
+
+_FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
 def warn_once(name: str, consequence: str) -> None:
@@ -148,6 +152,31 @@ def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> N
         warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
         return
     register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
+    """What Lightning is about to reduce for ``self.log(..., sync_dist=True)``, read off the frames of its callers.
+
+    Args:
+        frame: The caller of ``strategy.reduce``.
+
+    Returns:
+        The hook and the key, as in ``"training_step.loss"``, and ``"step"`` or ``"epoch"``; None for any other call.
+    """
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    metric = getattr(module, "_ResultMetric", None)
+    if not hasattr(metric, "update") or not hasattr(metric, "compute"):
+        warn_once(f"{module.__name__}._ResultMetric", "a reduction of a logged value is not named after its key")
+        return None
+    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}  # type: ignore[union-attr]
+    for _ in range(_FRAMES_TO_METRIC):
+        if frame is None:
+            return None
+        if moment := moments.get(frame.f_code):
+            meta = getattr(frame.f_locals["self"], "meta", None)
+            return f"{getattr(meta, 'fx', '')}.{getattr(meta, 'name', '')}", moment
+        frame = frame.f_back
+    return None
 
 
 def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, StepGate, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, WatchedGate, Wish
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,6 +38,7 @@ class BatchGate:
         deadline: How long to wait at a gate, asked for at each one.
         on_passed: Called with the records once all ranks have met at a gate.
         mark: Told that this rank waits at a gate.
+        points: The named points of the run, where the strategy checks them.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class BatchGate:
         deadline: Callable[[], timedelta],
         on_passed: Callable[[list[GateRecord]], None],
         mark: Callable[[str], None] = lambda operation: None,
+        points: Points | None = None,
     ) -> None:
         self._trainer = trainer
-        self._gate = StepGate(plane, name=f"run-{next(_runs)}")
+        name = f"run-{next(_runs)}"
+        self._gate = StepGate(plane, name=name) if points is None else WatchedGate(plane, points=points, name=name)
         self._deadline = deadline
         self._on_passed = on_passed
         self._mark = mark

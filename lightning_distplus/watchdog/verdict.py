@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning_distplus.liveness import ProcessState
+from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call
 
 __all__ = ["Evidence", "Verdict", "judge"]
 
@@ -120,7 +121,8 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
     """Finds who is to blame.
 
     In this order: processes that are gone; stopped ones and those whose Python does not answer; ranks that do not wait
-    for peers while others do; where all of them wait, those that wait somewhere else than most.
+    for peers while others do; where all of them wait, those in a call that only some ranks make, then those that wait
+    somewhere else than most.
     """
     gone = [rank for rank, one in evidence.items() if one.is_gone]
     stuck = [rank for rank, one in evidence.items() if one.is_stopped or not one.answers]
@@ -135,6 +137,8 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
     elif busy:
         culprits, kind = busy, "hang"
         cause, remedy = _cause_of_busy(evidence[busy[0]])
+    elif (lonely := lonely_call(evidence)) is not None:
+        (culprits, cause), kind, remedy = lonely, "hang", REMEDY
     else:
         culprits, kind = _odd_ones(evidence), "hang"
         cause = (

@@ -33,6 +33,8 @@ NAMES = [
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
     "lightning.pytorch.trainer.connectors.data_connector:_InfiniteBarrier",
     "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.prepare_data",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.update",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.compute",
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
     "lightning.fabric.utilities.distributed:_destroy_dist_connection",
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
@@ -243,3 +245,26 @@ def test_schedulers_inside_a_sequence_are_found() -> None:
     assert _compat.inner_schedulers(sequence) == [warm, cool]
     assert _compat.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler([warm, cool])) == [warm, cool]
     assert _compat.inner_schedulers(warm) == []
+
+
+def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    found = []
+
+    def reduce(value: torch.Tensor, **_: object) -> torch.Tensor:
+        found.append(_compat.logged_metric(inspect.currentframe().f_back))
+        return value
+
+    logged = result._ResultCollection(training=True)
+    named = {"on_step": True, "on_epoch": True, "sync_dist": True, "sync_dist_fn": reduce}
+    logged.log("training_step", "loss", torch.tensor(1.0), batch_size=1, **named)
+    logged.metrics(on_step=False)
+    reduce(torch.tensor(1.0))
+    key = "training_step.loss"
+    assert found == [(key, "step"), (key, "epoch"), (key, "epoch"), None]  # a mean reduces the sum and the count
+
+    monkeypatch.delattr(result, "_ResultMetric")
+    assert _compat.logged_metric(inspect.currentframe()) is None
+    assert "_ResultMetric" in _warnings(caplog)[0]

@@ -26,6 +26,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "default_group_timeout",
+    "default_store",
     "full_state_dict_without_offload",
     "init_default_group",
     "process_groups",
@@ -125,6 +126,21 @@ def init_default_group(
         # Lightning destroys an NCCL group at exit, where an interrupt would leave the communicators behind.
         fabric = importlib.import_module("lightning.fabric.utilities.distributed")
         atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
+
+
+def default_store() -> Store:
+    """The store over which the default process group was formed.
+
+    Raises:
+        RuntimeError: Torch keeps it elsewhere now; a control plane on a stock strategy cannot do without it.
+    """
+    find = getattr(c10d, "_get_default_store", None)
+    if find is None:
+        raise RuntimeError(
+            "torch.distributed.distributed_c10d._get_default_store is not in this version of torch. Use a Resilient "
+            "strategy, which forms the process group on a store of its own."
+        )
+    return find()
 
 
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:

@@ -6,6 +6,16 @@ Read in this order: ``rendezvous`` (how the ranks find one store), ``plane`` (ba
 
 from lightning_distplus.control.gate import GateRecord, StepGate, Wish
 from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.control.rendezvous import Address, connect, connected, disconnect
+from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect
 
-__all__ = ["Address", "ControlPlane", "GateRecord", "StepGate", "Wish", "connect", "connected", "disconnect"]
+__all__ = [
+    "Address",
+    "ControlPlane",
+    "GateRecord",
+    "StepGate",
+    "Wish",
+    "connect",
+    "connect_over",
+    "connected",
+    "disconnect",
+]

@@ -22,6 +22,7 @@ class Moment(IntEnum):
     SAVE = 6
     END = 7
     FORWARD = 8
+    METRICS = 9
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -36,6 +37,7 @@ _NAMES = {
     Moment.SAVE: "a save",
     Moment.END: "the end of training",
     Moment.FORWARD: "the end of training_step",
+    Moment.METRICS: "the reduction of logged metrics",
 }
 
 

@@ -17,7 +17,9 @@ from lightning_distplus.callbacks.comparison import Comparison
 from lightning_distplus.callbacks.decisions import DecisionCheck
 from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
+from lightning_distplus.callbacks.local_failures import LocalFailureCheck
 from lightning_distplus.callbacks.metrics import MetricCheck
+from lightning_distplus.callbacks.pairing import PairingCheck
 from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
 from lightning_distplus.callbacks.settings import SettingsCheck
 from lightning_distplus.control import GateRecord
@@ -89,13 +91,17 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        return [
+        checks: list[Check] = [
             PlanCheck(self.rng_policy),
             SettingsCheck(),
             BatchCheck(self.every_n_steps),
             DecisionCheck(),
             MetricCheck(),
+            PairingCheck(),
         ]
+        if self.on_local_failure == "skip_all":
+            checks.append(LocalFailureCheck())
+        return checks
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +176,7 @@ class RankDivergenceMonitor(Callback):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.skips.begin()
         fields: dict[str, Any] = {}
         for check in self.checks:
             fields.update(check.say(batch, batch_idx))

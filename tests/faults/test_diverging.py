@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_distplus import RankDivergenceMonitor, _compat
+from lightning_distplus.divergence.mailbox import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
 
 STEP = 3  # the fault strikes when so many steps are done
@@ -454,6 +455,72 @@ def test_a_generator_against_its_policy_is_named(policy: str, seeds: tuple[int, 
     arguments = ({"torch": policy}, seeds, str(tmp_path))
     found = agreed(spawn(start_with_generators, 2, args=arguments, deadline="40s").check().results)
     assert (found["field"], found["ranks"]) == ("the state of the torch generator", [0, 1])
+
+
+# -- D11: gradients of different steps --------------------------------------------------------------------------------
+
+
+def sum_step_by_step(rank: int, dtype: torch.dtype, folder: str) -> dict[str, Any]:
+    """A plain DDP loop without any gate; rank 1 leaves out one sum of same-shaped gradients."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    module = torch.nn.Linear(jobs.NUM_FEATURES, 1).to(dtype)
+    mailbox = Mailbox(rank, 2, module.weight)
+    module.register_parameter("mailbox", mailbox.parameter)
+    model = DistributedDataParallel(module)
+    del module.mailbox
+    numbers: list[list[int | None]] = []
+    hooks = TieToLoss(module, lambda loss: mailbox.tie(loss, step))
+    for step in range(1000, 1006):
+        if rank == 1 and step == 1003:
+            continue
+        model(torch.randn(4, jobs.NUM_FEATURES, dtype=dtype)).mean().backward()
+        letter = mailbox.read(mailbox.take())
+        numbers.append(letter.numbers)
+        if len(set(letter.numbers)) > 1:
+            break
+    hooks.remove()
+    dist.destroy_process_group()
+    return {"numbers": numbers, "parameters": len(list(module.parameters()))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_over_two_steps_is_seen_in_that_very_step_by_all_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
+    results = spawn(sum_step_by_step, 2, args=(dtype, str(tmp_path)), deadline="30s").check().results
+    assert results[0] == results[1]
+    assert results[0]["numbers"] == [[1000, 1000], [1001, 1001], [1002, 1002], [1003, 1004]]
+    assert results[0]["parameters"] == 2
+
+
+class CountSteps(Callback):
+    """Stands behind the monitor: sees the steps that it lets through."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def train_without_one_sum(rank: int, name: str, folder: str) -> dict[str, Any]:
+    count = CountSteps()
+    found = caught(lambda: fit(rank, name, folder, FaultCallback(), count))
+    return {**found, "steps": count.steps}
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "DDPStrategy"])
+def test_a_rank_that_leaves_out_a_sum_of_gradients_is_named_before_it_steps(name: str, tmp_path: Path) -> None:
+    faults = FaultPlan().skip_collective(rank=1, step=STEP)
+    run = spawn(train_without_one_sum, 2, args=(name, str(tmp_path)), faults=faults, deadline="30s")
+    assert run.faults_fired == 1
+    found = run.results[1]
+    assert (found["field"], found["ranks"]) == ("gradient_sum", [1])
+    assert found["steps"] == STEP
+    assert run.alive == {}
+    if name == "ResilientDDP":  # on a stock strategy the others see that the connection is closed
+        assert run.results[0]["field"] == "gradient_sum"
 
 
 # -- no false alarm ---------------------------------------------------------------------------------------------------

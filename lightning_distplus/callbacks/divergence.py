@@ -14,6 +14,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
+from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
 from lightning_distplus.ending import install_exit_codes
@@ -79,7 +80,7 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        return []
+        return [NonFiniteCheck()]
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

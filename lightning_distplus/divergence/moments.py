@@ -22,6 +22,7 @@ class Moment(IntEnum):
     SAVE = 6
     END = 7
     FORWARD = 8
+    GRADIENTS = 9
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -36,6 +37,7 @@ _NAMES = {
     Moment.SAVE: "a save",
     Moment.END: "the end of training",
     Moment.FORWARD: "the end of training_step",
+    Moment.GRADIENTS: "the end of the backward",
 }
 
 
@@ -47,6 +49,7 @@ class Flag(IntFlag):
     WANTS_STOP = 2 << _MOMENT_BITS
     WANTS_VALIDATION = 4 << _MOMENT_BITS
     BATCH_FAILED = 8 << _MOMENT_BITS
+    NOT_FINITE = 16 << _MOMENT_BITS
 
 
 def decisions(moment: Moment, flags: Flag) -> int:

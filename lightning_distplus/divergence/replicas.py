@@ -1,0 +1,323 @@
+"""State that is the same on several ranks: which it is, which rank differs in it, in which element, and by how much."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_distplus import _compat
+from lightning_distplus.divergence.fingerprint import WORD_BYTES, fingerprint_of_each, row_sums, words_of
+
+__all__ = ["EVERYWHERE", "Difference", "Replica", "find_difference", "odd_ranks", "plain_name", "replicated_state"]
+
+EVERYWHERE = ""
+"""The group of what is the same on all ranks."""
+
+_LOCAL_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
+_SHOWN_ROWS = 32
+
+Exchange = Callable[[str, bytes], list[bytes]]
+"""Every rank's bytes, in rank order, on all ranks."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One tensor of which other ranks hold a copy."""
+
+    kind: str
+    """``"parameters"``, ``"buffers"`` or ``"optimizer_state"``."""
+    name: str
+    tensor: Tensor
+    group: str = EVERYWHERE
+    """Ranks with the same group and name hold the same content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where copies differ; the same on all ranks that hold them."""
+
+    kind: str
+    name: str
+    wrong: list[int]
+    """The minority; all holders where there is no majority."""
+    source: int | None
+    """The lowest rank of the majority; None without one."""
+    names: list[str]
+    """Everything that differs, this first."""
+    values: dict[int, float | int | str]
+    """The element that differs most, on each rank."""
+    element: int
+    """Its index in the flat tensor."""
+    largest: float
+    """By how much it differs."""
+
+
+def replicated_state(
+    model: torch.nn.Module, optimizers: Iterable[Any] = (), *, holds_whole_parameters: bool = True
+) -> list[Replica]:
+    """What this rank holds and others hold too.
+
+    A plain tensor is the same everywhere, a ``DTensor`` where its shard coordinates are the same. Of FSDP1 units come
+    the shards that other ranks hold as well (hybrid sharding, no sharding). Running statistics of normalisations are
+    each rank's own, and so are buffers that are not saved.
+
+    Args:
+        model: As the engine has wrapped it.
+        optimizers: Whose state belongs to it; none where the engine spreads it over the ranks (ZeRO).
+        holds_whole_parameters: Whether a parameter that is a plain tensor is whole: not under FSDP1 and ZeRO-3.
+    """
+    found = [*_flat_parameters(model)]
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = plain_name(name)
+        if isinstance(parameter, DTensor) or holds_whole_parameters:
+            found += _replica("parameters", plain_name(name), parameter)
+    for name, buffer in _kept_buffers(model):
+        found += _replica("buffers", name, buffer)
+    for optimizer in optimizers:
+        found += _optimizer_state(optimizer, names, holds_whole_parameters)
+    return found
+
+
+def _replica(kind: str, name: str, tensor: Tensor) -> list[Replica]:
+    if isinstance(tensor, DTensor):
+        group = _shard_of(tensor)
+        return [] if group is None else [Replica(kind, name, tensor.to_local(), group)]
+    if tensor.is_sparse or tensor.is_meta or tensor.is_quantized:
+        return []
+    return [Replica(kind, name, tensor)]
+
+
+def _shard_of(tensor: DTensor) -> str | None:
+    """The shard that this rank holds, by its coordinates; None where it is the only holder."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    copies = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    if coordinate is None or all(mesh.size(dim) == 1 for dim in copies):
+        return None
+    sharded = [dim for dim in range(mesh.ndim) if dim not in copies and mesh.size(dim) > 1]
+    return ",".join(f"{dim}:{coordinate[dim]}" for dim in sharded)
+
+
+def _flat_parameters(model: torch.nn.Module) -> Iterator[Replica]:
+    for unit in _compat.flat_units(model):
+        if unit.shard is not None:
+            names = [name for name, _ in unit.sections if name != "padding"]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield Replica("parameters", plain_name(f"{names[0]}{more}"), unit.local, unit.shard)
+
+
+def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        local = _compat.non_persistent_buffers(module)
+        if _LOCAL_BUFFERS & {name for name, _ in module.named_buffers(recurse=False)}:
+            local = local | _LOCAL_BUFFERS
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            if name.rpartition(".")[2] not in local:
+                yield plain_name(name), buffer
+
+
+def _optimizer_state(optimizer: Any, names: Mapping[int, str], holds_whole_parameters: bool) -> Iterator[Replica]:
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        name = names.get(id(parameter), f"parameter {number}")
+        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+            if isinstance(value, DTensor) or (isinstance(value, Tensor) and holds_whole_parameters):
+                yield from _replica("optimizer_state", f"{name}: {key}", value)
+
+
+def plain_name(name: str) -> str:
+    """The name that the author of the model knows: without what the engines put before it."""
+    parts = [part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_forward_module")]
+    return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
+
+
+# -- who differs ---------------------------------------------------------------------------------------------------------
+
+
+def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
+    """The ranks that differ from the majority, and the lowest rank of the majority.
+
+    Without a majority all ranks differ, and nobody is the majority.
+    """
+    (common, count), *others = Counter(values.values()).most_common()
+    if others and others[0][1] == count:
+        return sorted(values), None
+    wrong = sorted(rank for rank, value in values.items() if value != common)
+    return wrong, min(rank for rank, value in values.items() if value == common)
+
+
+def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Difference | None:
+    """Bisects to the first tensor that differs between ranks, and to its element that differs most.
+
+    All ranks call it together. The ranks of one group hold the same list of tensors.
+
+    Args:
+        replicas: What this rank holds.
+        exchange: How the ranks meet.
+    """
+    mine = _fingerprints(replicas)
+    ranks = [_unpack(item) for item in exchange("tensors", _pack(replicas, mine))]
+    differing = _differing(ranks)
+    if not differing:
+        return None
+    key = min(differing, key=lambda key: (differing[key][1], key))
+    holders = {rank: held[key] for rank, held in enumerate(ranks) if key in held}
+    wrong, source = odd_ranks({rank: value for rank, (_, value) in holders.items()})
+    replica = next((one for one in replicas if _key(one) == key), None)
+    element, largest, values = _look_closer(replica, holders, wrong, source, exchange)
+    kind, name, _ = key
+    return Difference(
+        kind=kind,
+        name=name,
+        wrong=wrong,
+        source=source,
+        names=[name, *sorted({other[1] for other in differing if other != key})],
+        values=values,
+        element=element,
+        largest=largest,
+    )
+
+
+_Key = tuple[str, str, str]  # kind, name, group
+_ENTRY = struct.Struct("<IQ")  # length of the key, fingerprint
+
+
+def _key(replica: Replica) -> _Key:
+    return replica.kind, replica.name, replica.group
+
+
+def _fingerprints(replicas: Sequence[Replica]) -> list[int]:
+    """One device at a time, one transfer for each."""
+    found = [0] * len(replicas)
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, replica in enumerate(replicas):
+        by_device[replica.tensor.device].append(index)
+    for indices in by_device.values():
+        values = fingerprint_of_each([replicas[index].tensor for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            found[index] = value & (1 << 64) - 1
+    return found
+
+
+def _pack(replicas: Sequence[Replica], fingerprints: Sequence[int]) -> bytes:
+    parts = []
+    for replica, value in zip(replicas, fingerprints, strict=True):
+        key = "\0".join(_key(replica)).encode()
+        parts.append(_ENTRY.pack(len(key), value) + key)
+    return b"".join(parts)
+
+
+def _unpack(data: bytes) -> dict[_Key, tuple[int, int]]:
+    """For each key its place in the list and its fingerprint."""
+    found: dict[_Key, tuple[int, int]] = {}
+    start = 0
+    while start < len(data):
+        length, value = _ENTRY.unpack_from(data, start)
+        start += _ENTRY.size + length
+        kind, name, group = data[start - length : start].decode().split("\0")
+        found[kind, name, group] = (len(found), value)
+    return found
+
+
+def _differing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> dict[_Key, tuple[int, int]]:
+    """The keys whose holders differ, with how many they are and the first place in a list."""
+    values: dict[_Key, dict[int, int]] = defaultdict(dict)
+    places: dict[_Key, int] = {}
+    for rank, held in enumerate(ranks):
+        for key, (place, value) in held.items():
+            values[key][rank] = value
+            places[key] = min(place, places.get(key, place))
+    return {key: (len(held), places[key]) for key, held in values.items() if len(set(held.values())) > 1}
+
+
+# -- which element -------------------------------------------------------------------------------------------------------
+
+
+def _look_closer(
+    replica: Replica | None,
+    holders: Mapping[int, Any],
+    wrong: Sequence[int],
+    source: int | None,
+    exchange: Exchange,
+) -> tuple[int, float, dict[int, float | int | str]]:
+    """The element that differs most: its index, the difference, and its value on each holder."""
+    tensor = None if replica is None else replica.tensor.detach().contiguous()
+    tensor = torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
+    reference = source if source is not None else min(holders)
+    sums = exchange("rows", b"" if tensor is None else _packed_rows(tensor))
+    columns = {rank: struct.unpack(f"<{len(sums[rank]) // WORD_BYTES}q", sums[rank]) for rank in holders}
+    others = [rank for rank in wrong if rank != reference]
+    rows = sorted({
+        row
+        for rank in others
+        for row, (one, other) in enumerate(zip(columns[rank], columns[reference], strict=False))
+        if one != other
+    })[:_SHOWN_ROWS]  # fmt: skip
+    raw = exchange("elements", b"" if tensor is None else _bytes_of_rows(tensor, rows))
+    shape = exchange("shape", b"" if tensor is None else f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
+    if tensor is None or len({shape[rank] for rank in holders}) > 1 or not rows:
+        return 0, float("nan"), {rank: shape[rank].decode() for rank in holders}
+    return _largest(tensor, {rank: raw[rank] for rank in holders}, reference, others, rows)
+
+
+def _rows_per_sum(tensor: Tensor) -> int:
+    """How many rows of 2 KiB one number of the exchange stands for."""
+    num_rows = -(-tensor.numel() * tensor.element_size() // _ROW_BYTES)
+    return max(1, -(-num_rows // _MAX_ROWS))
+
+
+_ROW_BYTES = 256 * WORD_BYTES
+
+
+def _packed_rows(tensor: Tensor) -> bytes:
+    sums = row_sums(tensor).cpu()
+    step = _rows_per_sum(tensor)
+    if step > 1:
+        # An odd factor for each row, so that equal and opposite changes in two rows do not cancel.
+        sums = sums * (2 * torch.arange(len(sums)) + 1)
+        sums = torch.nn.functional.pad(sums, (0, -len(sums) % step)).view(-1, step).sum(1)
+    return struct.pack(f"<{len(sums)}q", *sums.tolist())
+
+
+def _bytes_of_rows(tensor: Tensor, rows: Sequence[int]) -> bytes:
+    """The first 2 KiB of each differing part, or the whole of a small one."""
+    words = words_of(tensor)
+    step_words = _rows_per_sum(tensor) * _ROW_BYTES // WORD_BYTES
+    parts = [words[row * step_words : (row + 1) * step_words] for row in rows]
+    joined = torch.cat(parts).cpu() if parts else words[:0].cpu()
+    return joined.view(torch.uint8).numpy().tobytes()[: 1 << 19]
+
+
+def _largest(
+    tensor: Tensor, raw: Mapping[int, bytes], reference: int, others: Sequence[int], rows: Sequence[int]
+) -> tuple[int, float, dict[int, float | int | str]]:
+    elements = {rank: _elements(data, tensor) for rank, data in raw.items()}
+    size = len(elements[reference])
+    gap = torch.zeros(size, dtype=torch.float64)
+    for rank in others:
+        unequal = _bits(elements[rank]) != _bits(elements[reference])
+        away = (elements[rank].double() - elements[reference].double()).abs()
+        # NaN on one side is further away than any number; bits that differ in equal values (-0.0) still differ.
+        away = torch.nan_to_num(away, nan=float("inf")).clamp(min=5e-324)
+        gap = torch.maximum(gap, torch.where(unequal, away, 0.0))
+    place = int(gap.argmax())
+    per_row = _rows_per_sum(tensor) * _ROW_BYTES // tensor.element_size()
+    index = rows[place // per_row] * per_row + place % per_row
+    values: dict[int, float | int | str] = {rank: elements[rank][place].item() for rank in raw}
+    return min(index, tensor.numel() - 1), float(gap[place]), values
+
+
+def _elements(data: bytes, tensor: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])

@@ -22,9 +22,24 @@ from lightning_distplus.errors import DivergenceError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BatchGate"]
+__all__ = ["MUST_AGREE", "BatchGate"]
 
 log = logging.getLogger(__name__)
+
+MUST_AGREE = (
+    "decisions",
+    "epoch",
+    "global_step",
+    "micro_batch",
+    "learning_rate",
+    "loss_scale",
+    "settings",
+    "collectives",
+    "consumed_samples",
+    "data_fingerprint",
+    "batch_structure",
+    "state_fingerprint",
+)
 
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
@@ -54,7 +69,12 @@ class BatchGate:
         mark: Callable[[str], None] = lambda operation: None,
     ) -> None:
         self._trainer = trainer
-        self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=())
+        self._gate = StepGate(
+            plane,
+            name=f"run-{next(_runs)}",
+            must_agree=MUST_AGREE,
+            judge=lambda records, fields: None,  # what differs decides about more than an error: see ``meet``
+        )
         self._deadline = deadline
         self._on_passed = on_passed
         self._mark = mark

@@ -15,6 +15,7 @@ from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
 from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
+from lightning_distplus.callbacks.replicas import ReplicaCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
 from lightning_distplus.ending import install_exit_codes
@@ -51,6 +52,8 @@ class RankDivergenceMonitor(Callback):
             ``"raise"``, or ``"skip_all"``: all ranks leave the step out.
         trace_collectives: Compare every call of ``torch.distributed`` before it is made: operation, root, reduce
             operation, group, shapes. Costs one exchange per call.
+        repair_replicas: Overwrite a copy of a weight, a buffer or an optimizer state that differs from the majority's with
+            it, and write that into the ledger. Without a majority the run ends as it does otherwise.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class RankDivergenceMonitor(Callback):
         max_skips_in_a_row: int = 3,
         on_local_failure: OnLocalFailure = "raise",
         trace_collectives: bool = False,
+        repair_replicas: bool = False,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
@@ -72,6 +76,7 @@ class RankDivergenceMonitor(Callback):
         self.on_divergence = on_divergence
         self.on_local_failure = on_local_failure
         self.trace_collectives = trace_collectives
+        self.repair_replicas = repair_replicas
         self.skips = SkipBudget(max_skips_in_a_row)
         self.checks: list[Check] = self._make_checks()
         self._host: Host | None = None
@@ -80,7 +85,7 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        return [NonFiniteCheck()]
+        return [NonFiniteCheck(), ReplicaCheck(repairs=self.repair_replicas)]
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Difference:
 
     kind: str
     name: str
+    group: str
     wrong: list[int]
     """The minority; all holders where there is no majority."""
     source: int | None
@@ -166,16 +167,17 @@ def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Differen
     ranks = [_unpack(item) for item in exchange("tensors", _pack(replicas, mine))]
     differing = _differing(ranks)
     if not differing:
-        return None
+        return _missing(ranks)
     key = min(differing, key=lambda key: (differing[key][1], key))
     holders = {rank: held[key] for rank, held in enumerate(ranks) if key in held}
     wrong, source = odd_ranks({rank: value for rank, (_, value) in holders.items()})
     replica = next((one for one in replicas if _key(one) == key), None)
     element, largest, values = _look_closer(replica, holders, wrong, source, exchange)
-    kind, name, _ = key
+    kind, name, group = key
     return Difference(
         kind=kind,
         name=name,
+        group=group,
         wrong=wrong,
         source=source,
         names=[name, *sorted({other[1] for other in differing if other != key})],
@@ -235,6 +237,27 @@ def _differing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> dict[_Key, tuple
             values[key][rank] = value
             places[key] = min(place, places.get(key, place))
     return {key: (len(held), places[key]) for key, held in values.items() if len(set(held.values())) > 1}
+
+
+def _missing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> Difference | None:
+    """What some ranks hold and others do not, though all should."""
+    keys = sorted({key for held in ranks for key in held if key[2] == EVERYWHERE and not all(key in h for h in ranks)})
+    if not keys:
+        return None
+    holds = {rank: "there" if keys[0] in held else "missing" for rank, held in enumerate(ranks)}
+    wrong, source = odd_ranks(holds)
+    kind, name, _ = keys[0]
+    return Difference(
+        kind=kind,
+        name=name,
+        group="not everywhere",
+        wrong=wrong,
+        source=source,
+        names=[other[1] for other in keys],
+        values=dict(holds),
+        element=0,
+        largest=float("nan"),
+    )
 
 
 # -- which element -------------------------------------------------------------------------------------------------------

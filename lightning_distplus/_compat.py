@@ -22,15 +22,15 @@ from torch.distributed import distributed_c10d as c10d
 
 # The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
 __all__ = [
+    "FlatUnit",
     "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
-    "FlatUnit",
     "default_group_timeout",
+    "default_store",
     "discard_next_deepspeed_step",
     "flat_units",
-    "default_store",
     "full_state_dict_without_offload",
     "init_default_group",
     "non_persistent_buffers",

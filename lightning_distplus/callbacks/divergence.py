@@ -52,8 +52,8 @@ class RankDivergenceMonitor(Callback):
             ``"raise"``, or ``"skip_all"``: all ranks leave the step out.
         trace_collectives: Compare every call of ``torch.distributed`` before it is made: operation, root, reduce
             operation, group, shapes. Costs one exchange per call.
-        repair_replicas: Overwrite a copy of a weight, a buffer or an optimizer state that differs from the majority's with
-            it, and write that into the ledger. Without a majority the run ends as it does otherwise.
+        repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
+            write that into the ledger. Without a majority the run ends as it does otherwise.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class NonFiniteCheck(Check):
         """FSDP: one look at each unit's gradients."""
         for unit in _compat.flat_units(model):
             sections = [Section(plain_name(name), numel) for name, numel in unit.sections]
-            self._handles.append(unit.parameter.register_hook(_filter(self._gradients, partial(name_at, sections))))
+            self._watch_leaf(unit.parameter, partial(name_at, sections))
         for prefix, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 own = _parameters_of(module, prefix)
@@ -134,13 +134,16 @@ class NonFiniteCheck(Check):
         """Any other engine: one look at each parameter's gradient."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(_filter(self._gradients, _whole(plain_name(name)))))
+                self._watch_leaf(parameter, _whole(plain_name(name)))
+
+    def _watch_leaf(self, leaf: Any, name_of: Callable[[int], str | None]) -> None:
+        self._handles.append(leaf.register_hook(lambda gradient: self._gradients.filtered(gradient, name_of)))
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
     def _describe(self) -> tuple[int, tuple[Any, ...] | None]:
         ids = self.run.sample_ids()
-        batch_idx: int = self.run.trainer.fit_loop.epoch_loop.batch_idx  # type: ignore[attr-defined]
+        batch_idx: int = self.run.trainer.fit_loop.epoch_loop.batch_idx
         return batch_idx, None if ids is None else tuple(ids)
 
     def _agree(self) -> bool:
@@ -181,18 +184,12 @@ class _Nothing:
         pass
 
 
-def _filter(
-    gradients: LocalGradients, name_of: Callable[[int], str | None]
-) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    return lambda gradient: gradients.filtered(gradient, name_of)
-
-
 def _whole(name: str) -> Callable[[int], str | None]:
     """A parameter by itself; its size is not known yet where it is partitioned."""
     return lambda index: name
 
 
-def _parameters_of(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.Size]]:
+def _parameters_of(module: Any, prefix: str) -> list[tuple[str, torch.Size]]:
     """The parameters that an FSDP2 module shards itself: without those of the FSDP2 modules below it."""
     below = [name for name, child in module.named_modules() if name and isinstance(child, FSDPModule)]
     return [

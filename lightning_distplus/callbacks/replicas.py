@@ -171,9 +171,7 @@ class ReplicaCheck(Check):
         """Overwrites the wrong copies with the majority's; whether it could."""
         if not self._repairs or difference.source is None or difference.group != EVERYWHERE:
             return False
-        (replica,) = [
-            one for one in self._replicas if (one.kind, one.name) == (difference.kind, difference.name)
-        ]
+        (replica,) = [one for one in self._replicas if (one.kind, one.name) == (difference.kind, difference.name)]
         with torch.no_grad():
             content = replica.tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(content, src=difference.source)
@@ -213,8 +211,8 @@ class ReplicaCheck(Check):
             difference.values,
             where=where,
             wrong=difference.wrong,
-            remedy="load the last checkpoint; look for code that changes weights on one rank only, then at the memory of "
-            "that host",
+            remedy="load the last checkpoint; look for code that changes weights on one rank only, then at that host's "
+            "memory",
         )
         error.parameter = difference.name  # type: ignore[attr-defined]
         return error

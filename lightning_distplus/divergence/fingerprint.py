@@ -142,7 +142,8 @@ def _sums(words: Tensor) -> list[Tensor]:
     """The sums of the rows and of the columns of each block."""
     num_rows = words.numel() // _COLUMNS
     sums: list[Tensor] = []
-    for block in words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS).split(_ROWS[words.device.type == "cpu"]):
+    rows = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
+    for block in torch.split(rows, _ROWS[words.device.type == "cpu"]):
         sums += [block.sum(1), block.sum(0)]
     rest = words[num_rows * _COLUMNS :]
     return [*sums, rest] if rest.numel() else sums

@@ -200,8 +200,8 @@ class BucketHook:
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
         self._is_retired = False
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Examines the bucket, divides it by the number of ranks and starts its all-reduce."""
+    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Examines a ``GradBucket``, divides it by the number of ranks and starts its all-reduce."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._is_retired:
             self._sent.append((buffer, parameters[0]))
@@ -261,7 +261,10 @@ class FlaggingReduceScatter:
             input_tensor, lambda index: self._name_at(index % columns, columns, group.size())
         )
         _fill_unless(keeps, input_tensor, 0.0)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, group=group, op=op, async_op=async_op
+        )
+        return work
 
     def _name_at(self, column: int, columns: int, ranks: int) -> str | None:
         """Each rank's row holds its chunk of every parameter, padded to equal chunks of dimension 0."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distplus import _compat
-from lightning_distplus.divergence.fingerprint import WORD_BYTES, fingerprint_of_each, row_sums, words_of
+from lightning_distplus.divergence.elements import Exchange, look_closer
+from lightning_distplus.divergence.fingerprint import fingerprint_of_each
 
 __all__ = ["EVERYWHERE", "Difference", "Replica", "find_difference", "odd_ranks", "plain_name", "replicated_state"]
 
@@ -21,11 +23,6 @@ EVERYWHERE = ""
 """The group of what is the same on all ranks."""
 
 _LOCAL_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
-_SHOWN_ROWS = 32
-
-Exchange = Callable[[str, bytes], list[bytes]]
-"""Every rank's bytes, in rank order, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ def plain_name(name: str) -> str:
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
-# -- who differs ---------------------------------------------------------------------------------------------------------
+# -- who differs -------------------------------------------------------------------------------------------------------
 
 
 def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
@@ -172,7 +169,8 @@ def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Differen
     holders = {rank: held[key] for rank, held in enumerate(ranks) if key in held}
     wrong, source = odd_ranks({rank: value for rank, (_, value) in holders.items()})
     replica = next((one for one in replicas if _key(one) == key), None)
-    element, largest, values = _look_closer(replica, holders, wrong, source, exchange)
+    tensor = None if replica is None else replica.tensor
+    element, largest, values = look_closer(tensor, sorted(holders), wrong, source, exchange)
     kind, name, group = key
     return Difference(
         kind=kind,
@@ -256,91 +254,5 @@ def _missing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> Difference | None:
         names=[other[1] for other in keys],
         values=dict(holds),
         element=0,
-        largest=float("nan"),
+        largest=math.nan,
     )
-
-
-# -- which element -------------------------------------------------------------------------------------------------------
-
-
-def _look_closer(
-    replica: Replica | None,
-    holders: Mapping[int, Any],
-    wrong: Sequence[int],
-    source: int | None,
-    exchange: Exchange,
-) -> tuple[int, float, dict[int, float | int | str]]:
-    """The element that differs most: its index, the difference, and its value on each holder."""
-    tensor = None if replica is None else replica.tensor.detach().contiguous()
-    tensor = torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
-    reference = source if source is not None else min(holders)
-    sums = exchange("rows", b"" if tensor is None else _packed_rows(tensor))
-    columns = {rank: struct.unpack(f"<{len(sums[rank]) // WORD_BYTES}q", sums[rank]) for rank in holders}
-    others = [rank for rank in wrong if rank != reference]
-    rows = sorted({
-        row
-        for rank in others
-        for row, (one, other) in enumerate(zip(columns[rank], columns[reference], strict=False))
-        if one != other
-    })[:_SHOWN_ROWS]  # fmt: skip
-    raw = exchange("elements", b"" if tensor is None else _bytes_of_rows(tensor, rows))
-    shape = exchange("shape", b"" if tensor is None else f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
-    if tensor is None or len({shape[rank] for rank in holders}) > 1 or not rows:
-        return 0, float("nan"), {rank: shape[rank].decode() for rank in holders}
-    return _largest(tensor, {rank: raw[rank] for rank in holders}, reference, others, rows)
-
-
-def _rows_per_sum(tensor: Tensor) -> int:
-    """How many rows of 2 KiB one number of the exchange stands for."""
-    num_rows = -(-tensor.numel() * tensor.element_size() // _ROW_BYTES)
-    return max(1, -(-num_rows // _MAX_ROWS))
-
-
-_ROW_BYTES = 256 * WORD_BYTES
-
-
-def _packed_rows(tensor: Tensor) -> bytes:
-    sums = row_sums(tensor).cpu()
-    step = _rows_per_sum(tensor)
-    if step > 1:
-        # An odd factor for each row, so that equal and opposite changes in two rows do not cancel.
-        sums = sums * (2 * torch.arange(len(sums)) + 1)
-        sums = torch.nn.functional.pad(sums, (0, -len(sums) % step)).view(-1, step).sum(1)
-    return struct.pack(f"<{len(sums)}q", *sums.tolist())
-
-
-def _bytes_of_rows(tensor: Tensor, rows: Sequence[int]) -> bytes:
-    """The first 2 KiB of each differing part, or the whole of a small one."""
-    words = words_of(tensor)
-    step_words = _rows_per_sum(tensor) * _ROW_BYTES // WORD_BYTES
-    parts = [words[row * step_words : (row + 1) * step_words] for row in rows]
-    joined = torch.cat(parts).cpu() if parts else words[:0].cpu()
-    return joined.view(torch.uint8).numpy().tobytes()[: 1 << 19]
-
-
-def _largest(
-    tensor: Tensor, raw: Mapping[int, bytes], reference: int, others: Sequence[int], rows: Sequence[int]
-) -> tuple[int, float, dict[int, float | int | str]]:
-    elements = {rank: _elements(data, tensor) for rank, data in raw.items()}
-    size = len(elements[reference])
-    gap = torch.zeros(size, dtype=torch.float64)
-    for rank in others:
-        unequal = _bits(elements[rank]) != _bits(elements[reference])
-        away = (elements[rank].double() - elements[reference].double()).abs()
-        # NaN on one side is further away than any number; bits that differ in equal values (-0.0) still differ.
-        away = torch.nan_to_num(away, nan=float("inf")).clamp(min=5e-324)
-        gap = torch.maximum(gap, torch.where(unequal, away, 0.0))
-    place = int(gap.argmax())
-    per_row = _rows_per_sum(tensor) * _ROW_BYTES // tensor.element_size()
-    index = rows[place // per_row] * per_row + place % per_row
-    values: dict[int, float | int | str] = {rank: elements[rank][place].item() for rank in raw}
-    return min(index, tensor.numel() - 1), float(gap[place]), values
-
-
-def _elements(data: bytes, tensor: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()])

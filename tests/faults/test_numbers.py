@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,8 @@ def test_a_warned_step_is_made_without_the_rank_and_ranks_stay_equal(tmp_path: P
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     faults = FaultPlan().nan(rank=1, step=2).nan(rank=0, step=3).nan(rank=1, step=4)
-    arguments = {"max_skips_in_a_row": 2}
-    result = spawn(
-        train, 2, args=("ResilientDDP", str(tmp_path), "skip"), kwargs=arguments, faults=faults, deadline="50s"
-    )
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="skip", max_skips_in_a_row=2)
+    result = spawn(job, 2, faults=faults, deadline="50s")
     assert result.faults_fired == 3
     require_named(result, tmp_path, "gradient")
     assert "3 steps in a row would be skipped; max_skips_in_a_row is 2" in result.logs[0]
@@ -164,10 +163,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 def test_a_gradient_of_an_earlier_micro_batch_counts(name: str, tmp_path: Path) -> None:
     """The fault callback strikes in the first micro-batch of a step, which nobody sums under DDP."""
     faults = FaultPlan().nan(rank=1, step=STEP)
-    arguments = {"trainer": {"accumulate_grad_batches": 2}}
-    result = spawn(
-        train, 2, args=(name, str(tmp_path), "skip"), kwargs=arguments, faults=faults, deadline="50s"
-    ).check()
+    accumulates = {"accumulate_grad_batches": 2}
+    job = partial(train, name=name, folder=str(tmp_path), policy="skip", trainer=accumulates)
+    result = spawn(job, 2, faults=faults, deadline="50s").check()
     for found in result.results.values():
         assert (found["finite"], found["steps"], found["skipped"]) == (True, 6, 1)
         assert found["last"] == result.results[0]["last"] or name == "zero2"
@@ -211,10 +209,8 @@ def test_between_two_ranks_nobody_decides_and_both_sides_are_shown(tmp_path: Pat
 
 def test_a_repaired_copy_trains_on_equal_to_the_others_and_stands_in_the_ledger(tmp_path: Path) -> None:
     faults = FaultPlan().flip_bit(rank=1, step=STEP)
-    result = spawn(
-        train, 3, args=("ResilientDDP", str(tmp_path), "raise", None, 3), kwargs={"repair_replicas": True},
-        faults=faults, deadline="50s",
-    ).check()  # fmt: skip
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="raise", size=3, repair_replicas=True)
+    result = spawn(job, 3, faults=faults, deadline="50s").check()
     undisturbed = spawn(train, 3, args=("ResilientDDP", str(tmp_path / "other"), "raise", None, 3)).check()
     assert result.results[1]["last"] == result.results[0]["last"] == undisturbed.results[0]["last"]
     repaired = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "repaired"]

@@ -12,6 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -22,14 +23,18 @@ from torch.distributed import distributed_c10d as c10d
 
 # The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
 __all__ = [
+    "FlatUnit",
     "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
     "default_group_timeout",
     "default_store",
+    "discard_next_deepspeed_step",
+    "flat_units",
     "full_state_dict_without_offload",
     "init_default_group",
+    "non_persistent_buffers",
     "num_collectives",
     "process_groups",
     "read_group_timeout",
@@ -344,3 +349,81 @@ def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = Tru
         state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
         optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
     )
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """The flat parameter of one FSDP1 unit."""
+
+    parameter: torch.Tensor
+    """The leaf whose gradient is the whole, flat gradient of this rank."""
+    local: torch.Tensor
+    """What this rank holds of it between steps."""
+    sections: list[tuple[str, int]]
+    """Name and number of elements of each parameter in it, in order."""
+    shard: str | None
+    """Ranks with the same value hold the same content; None where this rank is the only holder."""
+
+
+def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
+    """The units of an FSDP1 model; none of another one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    hybrid = (ShardingStrategy.HYBRID_SHARD, getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None))
+    found: list[FlatUnit] = []
+    for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+        handle = getattr(unit, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            if not hasattr(unit, "_handle"):
+                warn_once("FullyShardedDataParallel._handle", "gradients and shards of FSDP are not compared")
+            continue
+        names = iter(getattr(flat, "_fqns", ()))
+        numels = getattr(flat, "_numels_with_padding", ())
+        padding = getattr(flat, "_is_padding_mask", [False] * len(numels))
+        sections = [
+            ("padding" if is_padding else next(names, "?"), numel)
+            for numel, is_padding in zip(numels, padding, strict=False)
+        ]
+        shard = "" if unit.sharding_strategy is ShardingStrategy.NO_SHARD else None
+        if unit.sharding_strategy in hybrid:
+            shard = f"shard {dist.get_rank(unit.process_group)}"
+        found.append(FlatUnit(flat, getattr(flat, "_local_shard", flat.data), sections, shard))
+    return found
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """The buffers of a module, without its children, that are not saved."""
+    return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+def discard_next_deepspeed_step(engine: Any) -> bool:
+    """Lets the next step of a ZeRO optimizer drop its gradients, as it does after an overflow; weights stay.
+
+    DeepSpeed keeps reduced gradients in buffers of its own, where clearing ``.grad`` does not reach them (0.19.8).
+
+    Returns:
+        Whether it will.
+    """
+    optimizer = engine.optimizer
+    inner = optimizer.step
+    own = vars(optimizer).get("step")
+    if not callable(getattr(optimizer, "_update_scale", None)):
+        warn_once(f"{type(optimizer).__name__}._update_scale", "a step cannot be left out, so that it raises instead")
+        return False
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
+        # Called once in a step, before ``overflow`` is read; the scale itself stays.
+        optimizer._update_scale = lambda has_overflow=False: setattr(optimizer, "overflow", True)
+        try:
+            return inner(*arguments, **named)
+        finally:
+            del optimizer._update_scale
+            optimizer.overflow = False
+
+    optimizer.step = step
+    return True

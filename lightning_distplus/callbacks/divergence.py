@@ -19,8 +19,10 @@ from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
 from lightning_distplus.callbacks.local_failures import LocalFailureCheck
 from lightning_distplus.callbacks.metrics import MetricCheck
+from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
 from lightning_distplus.callbacks.pairing import PairingCheck
 from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
+from lightning_distplus.callbacks.replicas import ReplicaCheck
 from lightning_distplus.callbacks.settings import SettingsCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
@@ -60,6 +62,8 @@ class RankDivergenceMonitor(Callback):
             operation, group, shapes. Costs one exchange per call.
         rng_policy: For each of the generators "python", "numpy", "torch" and "cuda", whether its state must be the
             "same" on all ranks or "distinct" on each, at the start of each epoch; nothing is required of the others.
+        repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
+            write that into the ledger. Without a majority the run ends as it does otherwise.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class RankDivergenceMonitor(Callback):
         on_local_failure: OnLocalFailure = "raise",
         trace_collectives: bool = False,
         rng_policy: dict[str, RngPolicy] | None = None,
+        repair_replicas: bool = False,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
@@ -83,6 +88,7 @@ class RankDivergenceMonitor(Callback):
         self.on_local_failure = on_local_failure
         self.trace_collectives = trace_collectives
         self.rng_policy = rng_policy
+        self.repair_replicas = repair_replicas
         self.skips = SkipBudget(max_skips_in_a_row)
         self.checks: list[Check] = self._make_checks()
         self._host: Host | None = None
@@ -91,17 +97,17 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        checks: list[Check] = [
+        return [
             PlanCheck(self.rng_policy),
             SettingsCheck(),
             BatchCheck(self.every_n_steps),
             DecisionCheck(),
             MetricCheck(),
+            *([LocalFailureCheck()] if self.on_local_failure == "skip_all" else []),
             PairingCheck(),
+            NonFiniteCheck(),
+            ReplicaCheck(repairs=self.repair_replicas),
         ]
-        if self.on_local_failure == "skip_all":
-            checks.append(LocalFailureCheck())
-        return checks
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class ControlPlane:
 
         Raises:
             PeerFailed: With the peer's traceback in the message.
-            PeerMissing, PeerLost, HangDetected: What the peer has found out about others.
+            PeerMissing, PeerLost, HangDetected, DivergenceError: What the peer has found out about others.
         """
         error = self.first_error
         if error is not None and error.rank != self.world.rank:

@@ -22,7 +22,8 @@ class Moment(IntEnum):
     SAVE = 6
     END = 7
     FORWARD = 8
-    METRICS = 9
+    GRADIENTS = 9
+    METRICS = 10
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -38,6 +39,7 @@ _NAMES = {
     Moment.END: "the end of training",
     Moment.FORWARD: "the end of training_step",
     Moment.METRICS: "the reduction of logged metrics",
+    Moment.GRADIENTS: "the end of the backward",
 }
 
 
@@ -49,6 +51,7 @@ class Flag(IntFlag):
     WANTS_STOP = 2 << _MOMENT_BITS
     WANTS_VALIDATION = 4 << _MOMENT_BITS
     BATCH_FAILED = 8 << _MOMENT_BITS
+    NOT_FINITE = 16 << _MOMENT_BITS
 
 
 def decisions(moment: Moment, flags: Flag) -> int:

@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import DistplusError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -310,5 +310,5 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
             return
         try:
             plane.farewell(self.phases.patience_in(Phase.TEARDOWN))
-        except PeerError as error:
+        except DistplusError as error:
             log.warning("rank %d ends alone: %s", self.global_rank, error)

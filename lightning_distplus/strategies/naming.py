@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import DistplusError
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -31,11 +31,12 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
     Raises:
         PeerFailed: A peer raised; its traceback is in the message.
         PeerLost: A peer's process is gone.
+        DivergenceError: A peer has found that the ranks differ.
     """
     try:
         yield
     except RuntimeError as error:
-        if plane is None or isinstance(error, PeerError) or not _is_of_a_collective(error):
+        if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
             raise
         cause = _cause(plane)
         if cause is None:
@@ -47,14 +48,14 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in _SIGNS)
 
 
-def _cause(plane: ControlPlane) -> PeerError | None:
+def _cause(plane: ControlPlane) -> DistplusError | None:
     """What the control plane hears, or this host sees, of the other ranks within two seconds."""
     end = time.monotonic() + _EVIDENCE_S
     while time.monotonic() < end:
         try:
             plane.raise_if_peer_failed()
             plane.raise_if_gone("a collective")
-        except PeerError as cause:
+        except DistplusError as cause:
             return cause
         time.sleep(_POLL_S)
     return None

@@ -8,7 +8,7 @@ from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.points import Points, WatchedGate, active_points
 from lightning_distplus.control.record import GateRecord, Wish
-from lightning_distplus.control.rendezvous import Address, connect, connected, disconnect
+from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect
 from lightning_distplus.control.whereabouts import Point
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Wish",
     "active_points",
     "connect",
+    "connect_over",
     "connected",
     "disconnect",
 ]

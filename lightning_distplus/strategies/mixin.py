@@ -93,6 +93,21 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self._plane is not None, "the control plane is connected in setup_environment"
         return self._plane
 
+    @property
+    def gate(self) -> BatchGate:
+        """The gate of each step; it is there from ``setup`` on, in a fit."""
+        assert self._gate is not None, "the gate is made in setup, for a fit"
+        return self._gate
+
+    @property
+    def home(self) -> Path:
+        """Where the artefacts of this run go."""
+        return self._home()
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger, once it is open."""
+        self._note(kind, **fields)
+
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:

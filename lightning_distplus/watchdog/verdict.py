@@ -6,8 +6,10 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
+from typing import Any
 
 from lightning_distplus.liveness import ProcessState
 from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call
@@ -76,10 +78,15 @@ class Verdict:
     elapsed_s: float
     cause: str
     remedy: str
-    hosts: dict[str, str] = field(default_factory=dict)
-    stacks: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    hosts: dict[str, str] = dataclass_field(default_factory=dict)
+    stacks: dict[str, str] = dataclass_field(default_factory=dict)
+    lines: list[str] = dataclass_field(default_factory=list)
     """One line per rank, culprits first."""
+    field: str | None = None
+    """What differs between ranks, in a divergence."""
+    values: dict[str, Any] = dataclass_field(default_factory=dict)
+    """Its value on each rank."""
+    parameter: str | None = None
     version: int = 1
 
     def to_json(self) -> str:

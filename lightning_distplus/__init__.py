@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_distplus.callbacks import PreemptionHandler
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DistplusError",
     "ExitCode",
+    "PreemptionHandler",
     "ResilientDDP",
     "ResilientDeepSpeed",
     "ResilientFSDP",
@@ -43,6 +45,7 @@ __all__ = [
 _HOMES = {
     "DistplusError": "errors",
     "ExitCode": "errors",
+    "PreemptionHandler": "callbacks",
     "ResilientDDP": "strategies",
     "ResilientDeepSpeed": "strategies",
     "ResilientFSDP": "strategies",

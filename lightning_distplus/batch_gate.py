@@ -55,6 +55,10 @@ class BatchGate:
         self._on_passed = on_passed
         self._mark = mark
         self._sigterm_seen = False
+        self.wants_preemption: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has to stop with a checkpoint."""
+        self.preempt: Callable[[list[int]], None] = lambda ranks: None
+        """Called on all ranks, before any batch of a step, with the ranks that have to; it saves and raises."""
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
@@ -86,6 +90,8 @@ class BatchGate:
         self._mark("the step gate")
         records = self._gate.exchange(self._record(), self._deadline())
         self._on_passed(records)
+        if preempted := [rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT]:
+            self.preempt(preempted)
         stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]
         if stopping:
             log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
@@ -97,5 +103,9 @@ class BatchGate:
             global_step=self._trainer.global_step,
             micro_batch=loop.batch_progress.current.ready,
             epoch=self._trainer.current_epoch,
-            wishes=Wish.STOP if self._sigterm_seen else Wish.NONE,
+            wishes=self._wishes(),
         )
+
+    def _wishes(self) -> Wish:
+        wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
+        return wishes | Wish.PREEMPT if self.wants_preemption() else wishes

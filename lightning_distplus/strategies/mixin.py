@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -91,6 +91,21 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         """The control plane; it is there from ``setup_environment`` on."""
         assert self._plane is not None, "the control plane is connected in setup_environment"
         return self._plane
+
+    @property
+    def gate(self) -> BatchGate:
+        """The gate of each step; it is there from ``setup`` on, in a fit."""
+        assert self._gate is not None, "the gate is made in setup, for a fit"
+        return self._gate
+
+    @property
+    def home(self) -> Path:
+        """Where the artefacts of this run go."""
+        return self._home()
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger, once it is open."""
+        self._note(kind, **fields)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +270,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
+        if isinstance(exception, Preempted):
+            return  # agreed by all ranks, and noted by who stopped them
         self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well

@@ -1,0 +1,5 @@
+"""Lightning callbacks, each one idea; they work with any strategy."""
+
+from lightning_distplus.callbacks.preemption import PreemptionHandler
+
+__all__ = ["PreemptionHandler"]

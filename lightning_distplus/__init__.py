@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.callbacks import RankDivergenceMonitor
+    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DistplusError",
     "ExitCode",
+    "PreemptionHandler",
     "RankDivergenceMonitor",
     "ResilientDDP",
     "ResilientDeepSpeed",
@@ -45,6 +46,7 @@ __all__ = [
 _HOMES = {
     "DistplusError": "errors",
     "ExitCode": "errors",
+    "PreemptionHandler": "callbacks",
     "RankDivergenceMonitor": "callbacks",
     "ResilientDDP": "strategies",
     "ResilientDeepSpeed": "strategies",

@@ -46,6 +46,7 @@ __all__ = [
     "replace_batch_broadcast",
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
+    "replace_stock_signals",
     "restore_batch_broadcast",
     "restore_method",
     "restore_sigterm_notifier",
@@ -331,6 +332,35 @@ def restore_sigterm_notifier(trainer: Any) -> None:
     connector = getattr(trainer, "_signal_connector", None)
     if connector is not None:
         vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
+    """Keeps Lightning from registering signal handlers in the next run of this Trainer.
+
+    Its SIGTERM handler broadcasts, and its Slurm handler saves, inside the signal (lightning 2.6.6,
+    ``signal_connector.py`` 58-118).
+
+    Args:
+        trainer: The Trainer, before it registers its handlers, which it does after the strategy's set-up.
+        restore: Called once, when the Trainer would put back the handlers that it found; Lightning's are back then.
+
+    Returns:
+        Whether the registration was there to be kept off.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not callable(getattr(connector, "register_signal_handlers", None)):
+        warn_once("_SignalConnector.register_signal_handlers", "Lightning's own signal handlers stand before ours")
+        return False
+
+    def teardown() -> None:
+        for name in ("register_signal_handlers", "teardown"):
+            vars(connector).pop(name, None)
+        restore()
+
+    connector.received_sigterm = False  # type: ignore[union-attr]
+    connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
+    connector.teardown = teardown  # type: ignore[union-attr]
+    return True
 
 
 @contextmanager

@@ -93,6 +93,10 @@ class BatchGate:
         """Called where the ranks stand at different places; it raises."""
         self.wishes = Flag.NONE
         """What some rank has asked for at a gate, and not all have done yet."""
+        self.wants_preemption: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has to stop with a checkpoint."""
+        self.preempt: Callable[[list[int]], None] = lambda ranks: None
+        """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
@@ -166,6 +170,8 @@ class BatchGate:
         records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **self.say(batch, batch_idx))
         self._last = records[0]
         self._on_passed(records)
+        if preempted := [rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT]:
+            self.preempt(preempted)
         self.hear(records)
         stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]
         if stopping:
@@ -181,10 +187,14 @@ class BatchGate:
             global_step=self._trainer.global_step,
             micro_batch=max(0, self._micro_batch),
             epoch=self._trainer.current_epoch,
-            wishes=Wish.STOP if self._sigterm_seen else Wish.NONE,
+            wishes=self._wishes(),
             decisions=decisions(moment, flags),
             **fields,
         )
+
+    def _wishes(self) -> Wish:
+        wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
+        return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
 
     # -- where all must stand ----------------------------------------------------------------------------------------
 

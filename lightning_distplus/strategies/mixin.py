@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError
+from lightning_distplus.errors import DistplusError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -275,6 +275,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
+        if isinstance(exception, Preempted):
+            return  # agreed by all ranks, and noted by who stopped them
         self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well

@@ -35,6 +35,8 @@ NAMES = [
     # Lightning: the broadcast of each batch, signals, checkpoints
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.teardown",
     "lightning.pytorch.trainer.connectors.data_connector:_InfiniteBarrier",
     "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.prepare_data",
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.update",

@@ -7,6 +7,7 @@ When an upstream name has vanished, the feature behind it is switched off with o
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ __all__ = [
     "full_state_dict_without_offload",
     "init_default_group",
     "non_persistent_buffers",
+    "num_collectives",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",
@@ -41,9 +43,12 @@ __all__ = [
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "restore_batch_broadcast",
+    "restore_method",
     "restore_sigterm_notifier",
     "set_group_timeout",
+    "synced_metrics",
     "warn_once",
+    "wrap_method",
 ]
 
 log = logging.getLogger(__name__)
@@ -148,6 +153,19 @@ def default_store() -> Store:
     return find()
 
 
+def num_collectives() -> int:
+    """How many collectives this process has started on the default group; 0 where the group does not tell."""
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    if count is None:
+        warn_once("ProcessGroup._get_sequence_number_for_group", "the numbers of collectives are not compared")
+        return 0
+    try:
+        return int(count())
+    except RuntimeError:  # a backend without sequence numbers
+        return 0
+
+
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
     """Registers a DDP communication hook as Lightning does on CUDA."""
     module = importlib.import_module("lightning.pytorch.overrides.distributed")
@@ -178,6 +196,47 @@ def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
 def restore_batch_broadcast(trainer: Any) -> None:
     """Puts the stock broadcast back."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:
+    """Calls ``wrapper(method, *arguments)`` in the place of a method of this one object.
+
+    Args:
+        owner: A Trainer, a loop, a connector or a strategy.
+        name: The method, private or not.
+        wrapper: Gets the method as it was, and its arguments.
+        consequence: What follows where the method is gone.
+
+    Returns:
+        Whether the method was there.
+    """
+    inner = getattr(owner, name, None)
+    if not callable(inner):
+        warn_once(f"{type(owner).__name__}.{name}", consequence)
+        return False
+    vars(owner)[name] = functools.partial(wrapper, inner)
+    return True
+
+
+def restore_method(owner: Any, name: str) -> None:
+    """Undoes ``wrap_method``."""
+    vars(owner).pop(name, None)
+
+
+def synced_metrics(trainer: Any) -> list[str]:
+    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        return []
+    found = []
+    for key, metric in results.items():
+        meta = getattr(metric, "meta", None)
+        if meta is None or not hasattr(meta, "sync"):
+            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            return []
+        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
+            found.append(str(key))
+    return found
 
 
 def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:

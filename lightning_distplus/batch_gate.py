@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -110,6 +109,11 @@ class BatchGate:
         _compat.restore_batch_broadcast(self._trainer)
         _compat.restore_sigterm_notifier(self._trainer)
 
+    @property
+    def reads_all_records(self) -> bool:
+        """Whether the records are those of the ranks; above 64 ranks that agree they are copies of this rank's own."""
+        return self._gate.reads_all
+
     def meet(self, moment: Moment, flags: Flag = Flag.NONE, **fields: Any) -> list[GateRecord]:
         """Meets all ranks at a named moment.
 
@@ -203,15 +207,14 @@ class BatchGate:
         self._require_one_end(records)
 
     def _require_one_end(self, records: Sequence[GateRecord]) -> None:
+        if moment_of(records[0]) is not Moment.STEP:
+            return
         is_last = {rank: bool(flags_of(record) & Flag.LAST_BATCH) for rank, record in enumerate(records)}
         if len(set(is_last.values())) == 1:
             return
-        planned = self._trainer.num_training_batches
-        expected = None if math.isinf(planned) else records[0].micro_batch + 1 == planned
         self._tell(
             "last_batch",
             is_last,
-            expected=expected,
             remedy="the ranks have different numbers of batches; ResumableDataModule(uneven=...) cuts them alike, "
             "a DistributedSampler drops or pads",
         )

@@ -28,7 +28,7 @@ class MonitoredRun:
     trainer: Trainer
     module: LightningModule
     plane: ControlPlane
-    gate: BatchGate
+    find_gate: Callable[[], BatchGate]
     patience: Callable[[], timedelta]
     """How long a rank waits for its peers now."""
     skips: SkipBudget
@@ -46,6 +46,11 @@ class MonitoredRun:
         """This process."""
         return self.plane.world.rank
 
+    @property
+    def gate(self) -> BatchGate:
+        """Where the ranks meet; it is there once the engine has wrapped the model."""
+        return self.find_gate()
+
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
         packed = json.dumps(value).encode()
@@ -56,6 +61,10 @@ class Check:
     """One check of the monitor. A hook does nothing unless it is overridden; all ranks call it at the same point."""
 
     run: MonitoredRun
+    """It is there from ``before_engine`` on."""
+
+    def before_engine(self) -> None:
+        """The model is built; the engine has not wrapped it, and the ledger is not open."""
 
     def attach(self, run: MonitoredRun) -> None:
         """The engine has wrapped the model (``trainer.strategy.model``); the checkpoint is not loaded yet."""
@@ -74,6 +83,21 @@ class Check:
 
     def hear(self, records: Sequence[GateRecord]) -> None:
         """The records of all ranks, once those fields that must agree do."""
+
+    def epoch_start(self) -> None:
+        """``on_train_epoch_start``."""
+
+    def epoch_end(self) -> None:
+        """``on_train_epoch_end``, before the callbacks that monitor a metric."""
+
+    def validation_start(self) -> None:
+        """``on_validation_start``; not in the sanity check."""
+
+    def validation_end(self) -> None:
+        """``on_validation_end``, before any other callback; not in the sanity check."""
+
+    def train_end(self) -> None:
+        """``on_train_end``."""
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """``on_before_backward``."""

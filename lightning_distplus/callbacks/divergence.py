@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.batch_gate import BatchGate
+from lightning_distplus.callbacks.batches import BatchCheck
 from lightning_distplus.callbacks.check import Check, MonitoredRun
+from lightning_distplus.callbacks.comparison import Comparison
+from lightning_distplus.callbacks.decisions import DecisionCheck
 from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
+from lightning_distplus.callbacks.local_failures import LocalFailureCheck
+from lightning_distplus.callbacks.metrics import MetricCheck
 from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
+from lightning_distplus.callbacks.pairing import PairingCheck
+from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
 from lightning_distplus.callbacks.replicas import ReplicaCheck
+from lightning_distplus.callbacks.settings import SettingsCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
 from lightning_distplus.ending import install_exit_codes
@@ -52,6 +60,8 @@ class RankDivergenceMonitor(Callback):
             ``"raise"``, or ``"skip_all"``: all ranks leave the step out.
         trace_collectives: Compare every call of ``torch.distributed`` before it is made: operation, root, reduce
             operation, group, shapes. Costs one exchange per call.
+        rng_policy: For each of the generators "python", "numpy", "torch" and "cuda", whether its state must be the
+            "same" on all ranks or "distinct" on each, at the start of each epoch; nothing is required of the others.
         repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
             write that into the ledger. Without a majority the run ends as it does otherwise.
     """
@@ -64,6 +74,7 @@ class RankDivergenceMonitor(Callback):
         max_skips_in_a_row: int = 3,
         on_local_failure: OnLocalFailure = "raise",
         trace_collectives: bool = False,
+        rng_policy: dict[str, RngPolicy] | None = None,
         repair_replicas: bool = False,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
@@ -76,6 +87,7 @@ class RankDivergenceMonitor(Callback):
         self.on_divergence = on_divergence
         self.on_local_failure = on_local_failure
         self.trace_collectives = trace_collectives
+        self.rng_policy = rng_policy
         self.repair_replicas = repair_replicas
         self.skips = SkipBudget(max_skips_in_a_row)
         self.checks: list[Check] = self._make_checks()
@@ -85,7 +97,17 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        return [NonFiniteCheck(), ReplicaCheck(repairs=self.repair_replicas)]
+        return [
+            PlanCheck(self.rng_policy),
+            SettingsCheck(),
+            BatchCheck(self.every_n_steps),
+            DecisionCheck(),
+            MetricCheck(),
+            *([LocalFailureCheck()] if self.on_local_failure == "skip_all" else []),
+            PairingCheck(),
+            NonFiniteCheck(),
+            ReplicaCheck(repairs=self.repair_replicas),
+        ]
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -108,11 +130,7 @@ class RankDivergenceMonitor(Callback):
 
     def _before_engine(self, trainer: Trainer) -> None:
         """The model is built, the engine has not wrapped it."""
-
-    def _after_engine(self, trainer: Trainer) -> None:
         assert self._host is not None
-        self._gate = self._host.gate(trainer)
-        self._gate.say, self._gate.hear, self._gate.tell = self._say, self._hear, self._tell
         self._incidents = Incidents(
             self._host.plane.world,
             Path(self._host.folder),
@@ -121,11 +139,11 @@ class RankDivergenceMonitor(Callback):
         )
         self._trainer = trainer
         self._log_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        run = MonitoredRun(
+        self._run = MonitoredRun(
             trainer=trainer,
             module=trainer.lightning_module,
             plane=self._host.plane,
-            gate=self._gate,
+            find_gate=self._find_gate,
             patience=self._host.patience,
             skips=self.skips,
             on_divergence=self.on_divergence,
@@ -135,7 +153,20 @@ class RankDivergenceMonitor(Callback):
             sample_ids=lambda: _sample_ids(trainer),
         )
         for check in self.checks:
-            check.attach(run)
+            check.run = self._run
+            check.before_engine()
+
+    def _find_gate(self) -> BatchGate:
+        assert self._gate is not None
+        return self._gate
+
+    def _after_engine(self, trainer: Trainer) -> None:
+        assert self._host is not None
+        self._gate = self._host.gate(trainer)
+        self._gate.say, self._gate.hear, self._gate.tell = self._say, self._hear, self._tell
+        self._comparison = Comparison(self._run, self._explain)
+        for check in self.checks:
+            check.attach(self._run)
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
@@ -151,17 +182,46 @@ class RankDivergenceMonitor(Callback):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.skips.begin()
         fields: dict[str, Any] = {}
         for check in self.checks:
             fields.update(check.say(batch, batch_idx))
         return fields
 
     def _hear(self, records: list[GateRecord]) -> None:
+        self._comparison.require_agreement(records)
         for check in self.checks:
             check.hear(records)
 
     def _explain(self, field: str) -> dict[str, Any]:
         return {name: value for check in self.checks for name, value in check.explain(field).items()}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        for check in self._active():
+            check.epoch_start()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        for check in self._active():
+            check.epoch_end()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        for check in self._active():
+            if not trainer.sanity_checking:
+                check.validation_start()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        for check in self._active():
+            if not trainer.sanity_checking:
+                check.validation_end()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        for check in self._active():
+            check.train_end()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hands it on to the checks."""

@@ -47,7 +47,8 @@ class StepGate:
         self._number = 0
         self._posted: GateRecord | None = None
         self._gate: CountedGate | _DirectGate
-        if plane.world.size > direct_ranks:
+        self.reads_all = plane.world.size <= direct_ranks
+        if not self.reads_all:
             self._gate = CountedGate(plane, f"gate/{name}", digest=self._digest)
         else:
             self._gate = _DirectGate(plane, f"gate/{name}")

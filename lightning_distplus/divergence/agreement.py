@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_distplus.errors import DivergenceError
 
-__all__ = ["disagreement", "is_equal", "ranges"]
+__all__ = ["disagreement", "first_difference", "is_equal", "ranges"]
 
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
@@ -95,3 +95,17 @@ def ranges(ranks: Iterable[int]) -> str:
         else:
             parts.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def first_difference(explained: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, Any]] | None:
+    """The first name whose value differs between ranks, with its value on each; None where all agree.
+
+    Args:
+        explained: Names to values, one mapping per rank, in rank order.
+    """
+    names = dict.fromkeys(name for one in explained for name in one)
+    for name in names:
+        values = {rank: one.get(name, "absent") for rank, one in enumerate(explained)}
+        if not is_equal(values.values()):
+            return name, values
+    return None

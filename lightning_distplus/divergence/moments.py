@@ -23,6 +23,7 @@ class Moment(IntEnum):
     END = 7
     FORWARD = 8
     GRADIENTS = 9
+    METRICS = 10
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -37,6 +38,7 @@ _NAMES = {
     Moment.SAVE: "a save",
     Moment.END: "the end of training",
     Moment.FORWARD: "the end of training_step",
+    Moment.METRICS: "the reduction of logged metrics",
     Moment.GRADIENTS: "the end of the backward",
 }
 

@@ -25,6 +25,12 @@ class SkipBudget:
         self.max_in_a_row = max_in_a_row
         self.in_a_row = 0
         self.total = 0
+        self.is_skipping = False
+        """Whether the present step is left out."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.is_skipping = False
 
     def skipped(self, reason: DivergenceError) -> None:
         """A step is skipped on all ranks.
@@ -32,6 +38,9 @@ class SkipBudget:
         Raises:
             DivergenceError: It was one too many in a row; the reason's ranks, field and values.
         """
+        if self.is_skipping:  # another reason for the same step
+            return
+        self.is_skipping = True
         self.in_a_row += 1
         self.total += 1
         if self.in_a_row > self.max_in_a_row:
@@ -44,8 +53,9 @@ class SkipBudget:
             ) from reason
 
     def stepped(self) -> None:
-        """A step was made."""
-        self.in_a_row = 0
+        """A step is made, as far as one check can tell; another one may have left it out."""
+        if not self.is_skipping:
+            self.in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""

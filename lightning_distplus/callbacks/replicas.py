@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.control import GateRecord
@@ -51,8 +51,9 @@ class ReplicaCheck(Check):
         super().attach(run)
         model: torch.nn.Module = run.trainer.strategy.model  # type: ignore[assignment]
         self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0  # type: ignore[operator]
+        # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
         self._holds_whole = not any(
-            isinstance(module, FullyShardedDataParallel) for module in model.modules()
+            isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules()
         ) and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
     def start(self) -> None:

@@ -49,7 +49,12 @@ def row_sums(tensor: Tensor) -> Tensor:
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy."""
+    """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy.
+
+    A tensor whose memory an engine has taken away has none.
+    """
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
     flat = tensor.detach().contiguous().view(-1)
     if flat.numel() * flat.element_size() % WORD_BYTES:
         flat = _padded(flat.view(torch.uint8), WORD_BYTES)
@@ -130,12 +135,16 @@ def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     large = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() >= _SMALL_WORDS * WORD_BYTES]
     sums: list[Tensor] = []
     if small:
-        raw = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in small]
-        joined = raw[0] if len(raw) == 1 else torch.cat(raw)
-        sums += _sums(words_of(joined))
+        raw = [
+            tensor.detach().contiguous().view(-1).view(torch.uint8)
+            for tensor in small
+            if tensor.numel() == 0 or tensor.untyped_storage().nbytes()
+        ]
+        if raw:
+            sums += _sums(words_of(raw[0] if len(raw) == 1 else torch.cat(raw)))
     for tensor in large:
         sums += _sums(words_of(tensor))
-    return _mixed(torch.cat(sums))
+    return _mixed(torch.cat(sums) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device))
 
 
 def _sums(words: Tensor) -> list[Tensor]:

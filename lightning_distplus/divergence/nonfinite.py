@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["BucketHook", "FlaggingReduceScatter", "LocalGradients", "NonFinite", "Section", "name_at"]
 
+# torch 2.13 gave it a new name.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
@@ -261,9 +264,7 @@ class FlaggingReduceScatter:
             input_tensor, lambda index: self._name_at(index % columns, columns, group.size())
         )
         _fill_unless(keeps, input_tensor, 0.0)
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, group=group, op=op, async_op=async_op
-        )
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         return work
 
     def _name_at(self, column: int, columns: int, ranks: int) -> str | None:

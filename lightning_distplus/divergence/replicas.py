@@ -70,7 +70,7 @@ def replicated_state(
     Args:
         model: As the engine has wrapped it.
         optimizers: Whose state belongs to it; none where the engine spreads it over the ranks (ZeRO).
-        holds_whole_parameters: Whether a parameter that is a plain tensor is whole: not under FSDP1 and ZeRO-3.
+        holds_whole_parameters: Whether a parameter that is a plain tensor is whole: not under FSDP and ZeRO-3.
     """
     found = [*_flat_parameters(model)]
     names: dict[int, str] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from lightning_distplus import RankDivergenceMonitor
@@ -257,3 +258,80 @@ def test_a_buffer_is_compared_and_running_statistics_are_not(name: str, tmp_path
     assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
     verdict = verdict_in(tmp_path)
     assert (verdict["field"], verdict["parameter"], verdict["values"]) == ("buffers", "net.scale", {"0": 1.0, "1": 7.0})
+
+
+# -- nothing is told where nothing is wrong ----------------------------------------------------------------------------
+
+
+def train_twice(name: str, folder: str) -> list[list[Any]]:
+    """The losses of a run without, and of one with a monitor that looks at everything in each step."""
+    found = []
+    for monitors in ([], [RankDivergenceMonitor(parameters_every_n_steps=1)]):
+        strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES[name])
+        trainer = jobs.trainer(
+            strategy, 2, folder, callbacks=monitors, max_steps=9, accumulate_grad_batches=2,
+            val_check_interval=4, num_sanity_val_steps=1,
+        )  # fmt: skip
+        model = jobs.Model()
+        trainer.fit(model, jobs.loader(400), jobs.loader(8))
+        # The shards of ZeRO-3 end in padding, which differs from run to run.
+        found.append([*model.losses, *(held(trainer) if name != "zero3" else [])])
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_monitored_run_is_bit_for_bit_the_unmonitored_one(name: str, tmp_path: Path) -> None:
+    for alone, monitored in spawn(train_twice, 2, args=(name, str(tmp_path))).check().results.values():
+        assert alone == monitored
+
+
+def train_with_scaler(folder: str, value: float | None) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=10)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    monitor = RankDivergenceMonitor(on_divergence="skip", parameters_every_n_steps=3)
+    trainer = jobs.trainer(
+        jobs.strategy("ResilientDDP"), 2, folder, callbacks=[monitor], plugins=[plugin], max_steps=100
+    )
+    model = jobs.Model() if value is None else Poisoned(value)
+    trainer.fit(model, jobs.loader(1000))
+    return {"scale": scaler.get_scale(), "skipped": monitor.skips.total, "last": held(trainer)}
+
+
+def test_the_skips_of_a_loss_scaler_are_no_alarm(tmp_path: Path) -> None:
+    results = spawn(train_with_scaler, 2, args=(str(tmp_path), None)).check().results
+    assert results[0] == results[1]
+    assert results[0]["scale"] != 2.0**30, "gradients have overflowed"
+    assert results[0]["skipped"] == 0
+    assert not list((tmp_path / "distplus").glob("verdict-*"))
+
+
+def test_a_loss_that_is_not_finite_is_skipped_beside_a_loss_scaler(tmp_path: Path) -> None:
+    results = spawn(train_with_scaler, 2, args=(str(tmp_path), math.nan)).check().results
+    assert results[0] == results[1]
+    assert results[0]["skipped"] == 1
+
+
+# -- hybrid sharding: shards of which other ranks hold copies ----------------------------------------------------------
+
+
+def train_hybrid(folder: str) -> int:
+    strategy = jobs.strategy("ResilientFSDP", sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=1)
+    trainer = jobs.trainer(strategy, 4, folder, callbacks=[FaultCallback(), monitor], max_steps=6)
+    trainer.fit(jobs.Model(), jobs.loader(400))
+    return trainer.global_step
+
+
+def test_the_shards_of_hybrid_fsdp_are_compared_and_its_gradients_seen(tmp_path: Path) -> None:
+    """Ranks 0 and 2, and ranks 1 and 3, hold the same shards."""
+    assert set(spawn(train_hybrid, 4, args=(str(tmp_path),)).check().results.values()) == {6}
+    for field, faults in {
+        "gradient": FaultPlan().nan(rank=1, step=STEP),
+        "parameters": FaultPlan().flip_bit(rank=1, step=STEP),
+    }.items():
+        result = spawn(train_hybrid, 4, args=(str(tmp_path / field),), faults=faults)
+        assert result.faults_fired == 1
+        assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
+        verdict = verdict_in(tmp_path / field)
+        assert verdict["field"] == field
+        assert sorted(verdict["values"]) == (["1", "3"] if field == "parameters" else ["0", "1", "2", "3"])

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_distplus import RankDivergenceMonitor, _compat
+from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, _compat
 from lightning_distplus.divergence.mailbox import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
@@ -600,10 +600,140 @@ def test_a_sharded_strategy_refuses_to_leave_out_a_step_that_failed_locally(tmp_
 # -- no false alarm ---------------------------------------------------------------------------------------------------
 
 
-def quiet(rank: int, name: str, folder: str) -> int:
-    return fit(rank, name, folder).global_step
+class Lively(jobs.Model):
+    """Everything that may rightly differ between ranks, or change during a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        if torch.rand(()) < self.trainer.global_rank / 2:  # the ranks draw unlike each other
+            torch.rand(3)
+        out = self.norm(self.net(batch["tokens"].mean(dim=1)))
+        loss = self.frozen(out).pow(2).mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "extra": out.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch["tokens"].mean(dim=1)).pow(2).mean(), sync_dist=True)
+        if self.trainer.is_global_zero:
+            self.log("of rank 0", 1.0, rank_zero_only=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
 
-@pytest.mark.parametrize("name", [*jobs.STRATEGIES, "DDPStrategy"])
-def test_ranks_that_agree_train_to_the_end(name: str, tmp_path: Path) -> None:
-    assert spawn(quiet, 2, args=(name, str(tmp_path)), deadline="40s").check().results == {0: 6, 1: 6}
+class Sequences(torch.utils.data.Dataset):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(3 + index % 5, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(index))
+
+
+def pad(samples: list[torch.Tensor]) -> dict[str, Any]:
+    lengths = [len(sample) for sample in samples]
+    tokens = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"tokens": tokens, "lengths": torch.tensor(lengths), "names": [f"sample of {n}" for n in lengths]}
+
+
+class Thaw(Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        module.frozen.weight.requires_grad_(False)
+        for group in trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * trainer.current_epoch
+
+
+def live(rank: int, name: str, options: dict[str, Any], folder: str) -> tuple[int, float]:
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=10)
+    data = ResumableDataModule(
+        Sequences(63), Sequences(10), batch_size=3, uneven=options.pop("uneven", "drop"), collate_fn=pad
+    )
+    saver = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
+    stopper = pl.callbacks.EarlyStopping("val_loss", patience=100)
+    trainer = fit(
+        rank,
+        name,
+        folder,
+        saver,
+        stopper,
+        Thaw(),
+        data={"datamodule": data},
+        module=Lively(),
+        monitor=monitor,
+        **{"max_steps": 40, "max_epochs": 50, "enable_checkpointing": True, "val_check_interval": 0.5, **options},
+    )
+    return trainer.global_step, monitor.metrics()["distplus/divergences"]
+
+
+RUNS = {
+    "plain": ("ResilientDDP", {}),
+    "accumulation": ("ResilientDDP", {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0}),
+    "bf16": ("ResilientDDP", {"precision": "bf16-mixed"}),
+    "fsdp": ("ResilientFSDP", {}),
+    "fsdp2": ("ResilientModelParallel", {"val_check_interval": 1.0}),
+    "stock": ("DDPStrategy", {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_lively_run_gives_no_alarm(run: str, tmp_path: Path) -> None:
+    name, options = RUNS[run]
+    results = spawn(live, 2, args=(name, options, str(tmp_path)), deadline="50s").check().results
+    assert results == {0: (40, 0.0), 1: (40, 0.0)}
+
+
+def live_twice(rank: int, folder: str) -> tuple[int, int]:
+    live(rank, "ResilientDDP", {"max_steps": 13}, folder)
+    last = Path(folder) / "last.ckpt"
+    monitor = RankDivergenceMonitor()
+    data = ResumableDataModule(Sequences(63), Sequences(10), batch_size=3, collate_fn=pad)
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout="20s"), 2, folder, max_steps=30, callbacks=[monitor])
+    trainer.fit(Lively(), datamodule=data, ckpt_path=str(last))
+    return trainer.global_step, monitor.skips.total
+
+
+def test_a_resumed_run_gives_no_alarm(tmp_path: Path) -> None:
+    assert spawn(live_twice, 2, args=(str(tmp_path),), deadline="50s").check().results == {0: (30, 0), 1: (30, 0)}
+
+
+class Manual(jobs.Model):
+    """Two optimizers that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).pow(2).mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[:2], lr=0.01), torch.optim.AdamW(parameters[2:], lr=0.02)], []
+
+
+def drive_by_hand(rank: int, name: str, folder: str) -> int:
+    return fit(rank, name, folder, module=Manual(), max_steps=40).global_step
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "DDPStrategy"])
+def test_manual_optimization_with_two_optimizers_gives_no_alarm(name: str, tmp_path: Path) -> None:
+    assert spawn(drive_by_hand, 2, args=(name, str(tmp_path)), deadline="40s").check().results == {0: 40, 1: 40}
+
+
+def quiet_zero(rank: int, folder: str) -> int:
+    return fit(rank, "ResilientDeepSpeed", folder, max_steps=20).global_step
+
+
+def test_zero_gives_no_alarm(tmp_path: Path) -> None:
+    assert spawn(quiet_zero, 2, args=(str(tmp_path),), deadline="55s").check().results == {0: 20, 1: 20}

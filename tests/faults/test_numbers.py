@@ -79,7 +79,7 @@ def train(
 ) -> dict[str, Any]:
     strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES.get(name, {}))
     state = State()
-    options = {"max_steps": 6, **arguments.pop("trainer", {})}
+    options = {"max_steps": 6, "use_distributed_sampler": True, **arguments.pop("trainer", {})}
     monitor = RankDivergenceMonitor(on_divergence=policy, **arguments)
     trainer = jobs.trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state], **options)
     trainer.fit(jobs.Model() if value is None else Poisoned(value), jobs.loader(400))

@@ -523,6 +523,80 @@ def test_a_rank_that_leaves_out_a_sum_of_gradients_is_named_before_it_steps(name
         assert run.results[0]["field"] == "gradient_sum"
 
 
+# -- D9: a batch that fails on one rank -------------------------------------------------------------------------------
+
+
+class Failing(jobs.Model):
+    """Rank 1 has no loss in some steps: no memory, or a caught error and None."""
+
+    def __init__(self, how: str, batches: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.batches = batches
+        self.weights: list[str] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.weights.append(self.net[0].weight.detach().sum().item().hex())
+        if self.trainer.global_rank != 1 or batch_idx not in self.batches:
+            return loss
+        if self.how == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (planted)")
+        return None
+
+
+def train_with_failing_batches(
+    rank: int, name: str, how: str, batches: tuple[int, ...], accumulate: int, folder: str
+) -> dict[str, Any]:
+    module = Failing(how, batches)
+    monitor = RankDivergenceMonitor(on_local_failure="skip_all", max_skips_in_a_row=2)
+    found = caught(lambda: fit(rank, name, folder, module=module, monitor=monitor, accumulate_grad_batches=accumulate))
+    return {
+        **found,
+        "weights": module.weights,
+        "skipped": monitor.skips.total,
+        "global_step": module.trainer.global_step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "accumulate"),
+    [("ResilientDDP", "memory", 1), ("ResilientDDP", "none", 2), ("DDPStrategy", "memory", 1)],
+)
+def test_all_ranks_leave_out_a_step_whose_batch_fails_on_one(
+    name: str, how: str, accumulate: int, tmp_path: Path
+) -> None:
+    arguments = (name, how, (2, 5), accumulate, str(tmp_path))
+    results = spawn(train_with_failing_batches, 2, args=arguments, deadline="40s").check().results
+    assert results[0] == results[1]
+    found = results[0]
+    assert (found["field"], found["skipped"], found["global_step"]) == ("nothing was raised", 2, 6)
+    first = found["weights"]
+    steps = [first[index] for index in range(0, len(first), accumulate)]
+    skipped = {2 // accumulate, 5 // accumulate}
+    assert {index for index in range(5) if steps[index] == steps[index + 1]} == skipped - {5}
+
+
+def test_too_many_steps_left_out_in_a_row_end_the_run(tmp_path: Path) -> None:
+    arguments = ("ResilientDDP", "memory", (1, 2, 3), 1, str(tmp_path))
+    found = agreed(spawn(train_with_failing_batches, 2, args=arguments, deadline="40s").check().results)
+    assert (found["field"], found["ranks"]) == ("training_step", [1])
+    assert "max_skips_in_a_row is 2" in found["message"]
+
+
+def start_on_fsdp(rank: int, folder: str) -> str:
+    try:
+        fit(rank, "ResilientFSDP", folder, monitor=RankDivergenceMonitor(on_local_failure="skip_all"))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_sharded_strategy_refuses_to_leave_out_a_step_that_failed_locally(tmp_path: Path) -> None:
+    for message in spawn(start_on_fsdp, 2, args=(str(tmp_path),), deadline="40s").check().results.values():
+        assert "works with DDP, not with ResilientFSDP" in message
+
+
 # -- no false alarm ---------------------------------------------------------------------------------------------------
 
 

@@ -97,14 +97,15 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
+        pairing = PairingCheck()
         return [
             PlanCheck(self.rng_policy),
             SettingsCheck(),
             BatchCheck(self.every_n_steps),
             DecisionCheck(),
             MetricCheck(),
-            *([LocalFailureCheck()] if self.on_local_failure == "skip_all" else []),
-            PairingCheck(),
+            *([LocalFailureCheck(pairing.tie)] if self.on_local_failure == "skip_all" else []),
+            pairing,
             NonFiniteCheck(),
             ReplicaCheck(repairs=self.repair_replicas),
         ]

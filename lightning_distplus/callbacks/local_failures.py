@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 
 from lightning_distplus import _compat
-from lightning_distplus.callbacks.check import Check
+from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.divergence.agreement import disagreement
 from lightning_distplus.divergence.moments import Flag, Moment, flags_of
 from lightning_distplus.divergence.skips import drop_gradients
@@ -26,7 +26,13 @@ class LocalFailureCheck(Check):
 
     For DDP only: its forward holds no collective in which the others could already wait for the failing rank. Costs one
     more gate per micro-batch, so that it works only when asked for.
+
+    Args:
+        tie: Adds to a loss what must ride in DDP's buckets.
     """
+
+    def __init__(self, tie: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._tie = tie
 
     def before_engine(self) -> None:
         """Refuses what cannot work, and stands around ``training_step``.
@@ -45,6 +51,20 @@ class LocalFailureCheck(Check):
             raise ValueError('on_local_failure="skip_all" needs automatic optimization. Use on_local_failure="raise".')
         _compat.wrap_method(strategy, "training_step", self._training_step, "a batch that fails ends the run")
 
+    def attach(self, run: MonitoredRun) -> None:
+        """Refuses a DDP that looks at the graph of a loss.
+
+        Raises:
+            ValueError: The graph of a failed step is not there.
+        """
+        super().attach(run)
+        model: Any = run.trainer.strategy.model
+        if model.find_unused_parameters or model.static_graph:
+            raise ValueError(
+                'on_local_failure="skip_all" works without find_unused_parameters and static_graph: a rank whose step '
+                'failed has no graph to look at. Use on_local_failure="raise".'
+            )
+
     def _training_step(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not self.run.gate.is_open:
             return inner(*arguments, **named)
@@ -53,8 +73,11 @@ class LocalFailureCheck(Check):
         if not any(flags_of(record) & Flag.BATCH_FAILED for record in records):
             return output
         self._leave_out(what)
-        # A loss that depends on nothing: Lightning goes through its step, no gradient comes of it.
-        return torch.zeros((), device=self.run.trainer.strategy.root_device, requires_grad=True)
+        model: Any = self.run.trainer.strategy.model
+        loss = self._tie(_nothing(self.run.module))
+        if what not in (_FINE, _EMPTY) and model.require_backward_grad_sync:
+            model.reducer.prepare_for_backward([])  # its forward did not come to that
+        return loss
 
     def _attempt(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
         try:
@@ -89,3 +112,9 @@ class LocalFailureCheck(Check):
     def detach(self) -> None:
         """Steps aside."""
         _compat.restore_method(self.run.trainer.strategy, "training_step")
+
+
+def _nothing(module: torch.nn.Module) -> torch.Tensor:
+    """A loss of zero whose backward reaches every parameter with zeros: DDP sums on all ranks, and is ready again."""
+    trainable = [one for one in module.parameters() if one.requires_grad and one.numel()]
+    return torch.stack([one.flatten()[0].float() * 0.0 for one in trainable]).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -26,7 +26,7 @@ from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.starting import (
     address_of,
-    check_number_of_processes,
+    check_launch,
     refuse_unknown_arguments,
     world_of,
 )
@@ -49,7 +49,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     Args:
         timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured in the first
             run), or None (torch's own time-outs).
-        preflight: Whether the launch is checked before the first process group is formed.
+        preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
+            checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
         **kwargs: Everything that the Lightning strategy takes.
     """
@@ -61,7 +62,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self,
         *,
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
-        preflight: bool = True,
+        preflight: bool | dict[str, Literal["off", "warn"]] = True,
         on_hang: OnHang = "abort",
         **kwargs: Any,
     ) -> None:
@@ -113,8 +114,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _configure_launcher(self) -> None:
         """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
         install_exit_codes()
-        if self.preflight:
-            check_number_of_processes(self)
+        check_launch(self, tells_warnings=False)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -122,8 +122,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         install_exit_codes()
         self._has_failed = False
         self.phases.enter(Phase.SETUP)
-        if self.preflight:
-            check_number_of_processes(self)
+        check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))

@@ -30,6 +30,7 @@ __all__ = [
     "PMI_SIZE",
     "RANK",
     "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
     "SLURM_NNODES",
     "SLURM_NTASKS",
     "SLURM_PROCID",
@@ -101,6 +102,8 @@ TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the e
 # What launchers set, for the launch check. Slurm's job variables are in a batch script too; its step variables are only
 # where srun started the process.
 SLURM_NTASKS = Variable("SLURM_NTASKS", "number of Slurm tasks; Lightning takes it for the number of processes")
+SLURM_JOB_NAME = Variable("SLURM_JOB_NAME", "name of the Slurm job; to Lightning, bash is no batch job")
+
 SLURM_NNODES = Variable("SLURM_NNODES", "number of nodes of the Slurm job")
 SLURM_PROCID = Variable("SLURM_PROCID", "index of this Slurm task; Lightning takes it for the rank")
 SLURM_STEP_ID = Variable("SLURM_STEP_ID", "the srun step that started this process; unset in a batch script")

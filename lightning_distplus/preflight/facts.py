@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus.env import Variable
@@ -98,6 +99,17 @@ class Facts:
             return Launcher("plain python in a Slurm job", "SLURM_JOB_ID is set, and SLURM_STEP_ID of an srun is not")
         return Launcher("plain python", "no launcher's variable is set")
 
+    def as_lightning_sees_it(self) -> dict[str, Any]:
+        """Environment, processes and rank as Lightning would detect them here; for where there is no Trainer."""
+        if self.text(env.TORCHELASTIC_RUN_ID):
+            return _detected("TorchElasticEnvironment", self.number(env.WORLD_SIZE), self.number(env.RANK))
+        if self.text(env.SLURM_NTASKS) and self.text(env.SLURM_JOB_NAME) not in ("bash", "interactive"):
+            return _detected("SLURMEnvironment", self.number(env.SLURM_NTASKS), self.number(env.SLURM_PROCID))
+        is_external = self.text(env.LOCAL_RANK) is not None
+        node, local = self.number(env.NODE_RANK) or self.number(env.GROUP_RANK) or 0, self.number(env.LOCAL_RANK) or 0
+        started = self.number(env.WORLD_SIZE) if is_external else None
+        return _detected("LightningEnvironment", started, node * (self.devices or 1) + local)
+
     def describe(self) -> str:
         """One line for reports: who this process is and who started it, with the variables read."""
         place = "" if self.rank is None else f", rank {self.rank}"
@@ -124,3 +136,7 @@ class Facts:
     @property
     def _script(self) -> str:
         return shlex.join(self.command) if self.command else "train.py"
+
+
+def _detected(environment: str, started: int | None, rank: int | None) -> dict[str, Any]:
+    return {"environment": environment, "started": started, "rank": rank}

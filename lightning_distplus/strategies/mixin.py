@@ -19,6 +19,7 @@ from lightning_distplus.errors import DistplusError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
+from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.first_word import FirstWord
@@ -152,6 +153,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._open_ledger(trainer)
+        check_agreement(self, trainer)
         self._put_into_trainer(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
@@ -217,6 +219,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_train_start()
         assert self._gate is not None
         assert self.lightning_module is not None
+        check_data(self, self.lightning_module.trainer)
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
         self._committed_saves.restore_rng()

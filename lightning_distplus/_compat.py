@@ -32,9 +32,11 @@ __all__ = [
     "read_group_timeout",
     "register_ddp_comm_hook",
     "replace_batch_broadcast",
+    "replace_checkpoint_link",
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "restore_batch_broadcast",
+    "restore_checkpoint_link",
     "restore_sigterm_notifier",
     "set_group_timeout",
     "warn_once",
@@ -186,6 +188,25 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
 
     connector.prepare_data = prepare_once  # type: ignore[union-attr]
     return True
+
+
+def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
+
+    Returns:
+        Whether there was one to be replaced.
+    """
+    if not callable(getattr(callback, "_link_checkpoint", None)):
+        if hasattr(callback, "save_last"):
+            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
+        return False
+    callback._link_checkpoint = link
+    return True
+
+
+def restore_checkpoint_link(callback: Any) -> None:
+    """Puts a ModelCheckpoint's own method back."""
+    vars(callback).pop("_link_checkpoint", None)
 
 
 def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:

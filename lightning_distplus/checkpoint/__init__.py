@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
     from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone
+    from lightning_distplus.checkpoint.retention import is_last_valid, rotate
+    from lightning_distplus.checkpoint.torn import quarantine
 
 __all__ = [
     "CheckpointState",
@@ -35,9 +37,12 @@ __all__ = [
     "commit",
     "gather_alone",
     "is_committed",
+    "is_last_valid",
     "newest_valid",
+    "quarantine",
     "read_manifest",
     "remove",
+    "rotate",
     "state",
     "verify",
     "verify_or_raise",
@@ -46,6 +51,8 @@ __all__ = [
 _HOMES = {
     "protocol": ("Gather", "SaveInfo", "commit", "gather_alone"),
     "manifest": ("FileEntry", "Manifest"),
+    "torn": ("quarantine",),
+    "retention": ("is_last_valid", "rotate"),
 }  # the other names live in `catalog`
 
 

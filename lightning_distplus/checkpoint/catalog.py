@@ -33,6 +33,7 @@ __all__ = [
     "FileFinding",
     "Mode",
     "Report",
+    "committed_in",
     "is_committed",
     "newest_valid",
     "read_manifest",
@@ -124,6 +125,12 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     return None
 
 
+def committed_in(directory: Path) -> list[Report]:
+    """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
+    found = [_inspect(path) for path, moved_from in _children(directory) if moved_from is None]
+    return sorted((report for report in found if report.ok), key=_age, reverse=True)
+
+
 def verify(path: str | Path, mode: Mode = "full") -> Report:
     """Compares a checkpoint with its manifest.
 
@@ -186,7 +193,7 @@ def remove(path: str | Path) -> None:
         remove_tree(path.parent)
     else:
         _remove_payload(path)
-        for folder in leftovers_of(path):
+        for folder in leftovers_of(path, "aside", "draft"):
             remove_tree(folder)
         for trash in trash_in(path.parent):
             remove_tree(trash)

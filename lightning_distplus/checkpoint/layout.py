@@ -11,7 +11,8 @@ checkpoints/
     |-- step=30.ckpt.stage-1f0c22d9/     a save in progress: the payload under its own name, with its meta folder
     |-- step=10.ckpt.aside-77aa01be/     what a save replaces, complete and loadable until the new one is committed
     |-- step=20.ckpt.draft-77aa01be/     an aside that is being built
-    `-- step=5.ckpt.removed-0be1d3f2/    on its way out
+    |-- step=5.ckpt.removed-0be1d3f2/    on its way out
+    `-- step=30.ckpt.torn-93c5d001/      in quarantine: a save that was killed, or a damaged checkpoint; never loaded
 ```
 
 Nothing of ours lies outside ``.distplus``, so that no pattern that looks for checkpoints by name can find it.
@@ -37,6 +38,8 @@ __all__ = [
     "leftovers_of",
     "meta_folder",
     "new_nonce",
+    "quarantine_for",
+    "quarantined_in",
     "trash_for",
     "trash_in",
 ]
@@ -46,7 +49,7 @@ MANIFEST = "manifest.json"
 MARKER = "commit"
 PREPARED_MARKER = "commit.prepared"
 
-_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed)-[0-9a-f]{8}")
+_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed|torn)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,19 @@ def is_aside(path: Path) -> bool:
     return path.parent.parent.name == META and match is not None and match["role"] == "aside"
 
 
-def leftovers_of(target: Path) -> list[Path]:
-    """Stages, drafts and asides of every save of ``target``, finished or not."""
-    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role != "removed"]
+def leftovers_of(target: Path, *roles: str) -> list[Path]:
+    """What saves of ``target`` have left in these roles: "stage", "draft", "aside"."""
+    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
+
+
+def quarantine_for(target: Path) -> Path:
+    """A fresh folder in which a bad checkpoint called like ``target``, or a torn save of it, is kept."""
+    return target.parent / META / f"{target.name}.torn-{new_nonce()}"
+
+
+def quarantined_in(directory: Path) -> list[Path]:
+    """Everything in ``directory`` that is in quarantine."""
+    return [folder for folder, _, role in _work_folders(directory) if role == "torn"]
 
 
 def trash_for(directory: Path, name: str) -> Path:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import env
+from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
 from lightning_distplus.strategies.mixin import ResilientStrategy
 
 __all__ = ["ResilientDeepSpeed"]
@@ -40,6 +44,10 @@ class _DeepSpeedOnAnyDevice(DeepSpeedStrategy):
             self._init_deepspeed_distributed()
         else:
             super().setup_distributed()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        with raising_after_the_barriers(self.deepspeed_engine):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
 class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):

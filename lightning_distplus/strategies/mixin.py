@@ -20,6 +20,7 @@ from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
+from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.naming import NamesPeers
@@ -30,6 +31,7 @@ from lightning_distplus.strategies.starting import (
     refuse_unknown_arguments,
     world_of,
 )
+from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.watchdog import Marks, Watchdog
 
@@ -51,6 +53,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
             run), or None (torch's own time-outs).
         preflight: Whether the launch is checked before the first process group is formed.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
+            the next save is the retry; ``"raise"`` ends the run.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -63,6 +67,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
         preflight: bool = True,
         on_hang: OnHang = "abort",
+        on_save_failure: OnSaveFailure = "continue",
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -71,6 +76,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
         self.on_hang: OnHang = on_hang
+        self._failing_saves = FailingSaves(on_save_failure)
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
         self._marks = Marks(phase=lambda: self.phases.current.value)
@@ -114,6 +120,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         self._plane.listen()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
+        stream_single_files(self)
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
         install_exit_codes()  # torch has just chained a hook of its own
@@ -200,6 +207,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         assert self.lightning_module is not None
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
+        self._failing_saves.begin(self.lightning_module.trainer)
         self._committed_saves.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:
@@ -228,6 +236,15 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     def _note_duration(self, phase: Phase, began_at: float) -> None:
         if self._calibration is not None:
             self._calibration.note(phase, time.monotonic() - began_at)
+
+    def on_train_end(self) -> None:
+        """The parent's part.
+
+        Raises:
+            SaveFailed: The last save of the run failed, and none has succeeded since.
+        """
+        super().on_train_end()
+        self._failing_saves.end()
 
     def on_validation_end(self) -> None:
         """Notes how long the validation took."""
@@ -259,6 +276,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
         self._has_failed = True
+        self._failing_saves.abandon()
         if self._plane is not None:
             self._plane.report_failure(exception)
 
@@ -268,6 +286,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
             self._watchdog.stop()
             self._watchdog = None
         self._take_out_of_trainer()
+        self._failing_saves.abandon()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -279,6 +298,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     def _put_into_trainer(self, trainer: Any) -> None:
         trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)
         trainer.callbacks.insert(0, FirstWord(self.plane))
+        for callback in trainer.checkpoint_callbacks:
+            _compat.replace_checkpoint_link(callback, self._link_checkpoint)
 
     def _take_out_of_trainer(self) -> None:
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
@@ -288,6 +309,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
             trainer.profiler = trainer.profiler.inner
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
         vars(trainer).pop("save_checkpoint", None)
+        for callback in trainer.checkpoint_callbacks:
+            _compat.restore_checkpoint_link(callback)
 
     def _leave(self, plane: ControlPlane) -> None:
         if self._has_failed:

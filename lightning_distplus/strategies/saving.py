@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
+from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.protocol import SaveInfo, commit
+from lightning_distplus.checkpoint.retention import is_last_valid
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
 from lightning_distplus.phases import Phases
@@ -50,6 +53,9 @@ class CommittedSaves:
         self._phases = phases
         self._strategy = strategy
         self._rng: dict[str, bytes] | None = None
+        self._postponed: list[Path] = []
+        self.sync: Sync = os.fsync
+        """Forces what is saved to the disk."""
         self._loaded: str | Path = ""
         self.loaded_deadlines_s: dict[str, float] = {}
         """Calibrated deadlines of the checkpoint that was loaded."""
@@ -73,7 +79,7 @@ class CommittedSaves:
             deadlines_s: The calibrated deadlines, for the run that resumes.
 
         Raises:
-            PeerFailed: Another rank could not save; what was at the target is untouched.
+            SaveFailed: A rank could not save; what was at the target is untouched.
         """
         path = _local(target)
         if path is None:
@@ -89,7 +95,8 @@ class CommittedSaves:
             strategy=self._strategy,
             data=_plain(data),
         )
-        commit(path, write, rank=self._rank, gather=self._gather, info=info)
+        commit(path, write, rank=self._rank, gather=self._gather, info=info, sync=self.sync)
+        self._remove_postponed(path)
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
 
@@ -137,9 +144,27 @@ class CommittedSaves:
             set_rng_state(self._rng)
             self._rng = None
 
-    def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint together with its manifest."""
-        remove(Path(path))
+    def remove(self, path: str | Path, *, postpone: bool = False) -> None:
+        """Removes a checkpoint together with its manifest, on rank 0.
+
+        The last valid one of its folder stays until another one is committed.
+
+        Args:
+            path: The checkpoint.
+            postpone: Whether it stays until then in any case.
+        """
+        local = Path(path)
+        if postpone or is_last_valid(local):
+            log.warning("%s is kept until another checkpoint is committed", local)
+            self._postponed.append(local)
+        else:
+            remove(local)
+
+    def _remove_postponed(self, saved: Path) -> None:
+        postponed, self._postponed = self._postponed, []
+        for path in postponed:
+            if path.absolute() != saved.absolute():
+                self.remove(path)
 
     @property
     def _rank(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import newest_valid
-from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerError, PeerFailed
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -54,7 +54,7 @@ def save_twice(name: str, folder: str) -> tuple[str, list[int]]:
     return "saved", []
 
 
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_previous_one(name: str, tmp_path: Path) -> None:
     run = spawn(save_twice, 2, args=(name, str(tmp_path)), deadline="60s").check()
     for message, ranks in run.results.values():
@@ -63,31 +63,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_previous_one(
     assert newest_valid(tmp_path) == tmp_path / "last.ckpt"
     report = spawn(load, 2, args=(name, name, str(tmp_path / "last.ckpt"), str(tmp_path))).check()
     assert set(report.results.values()) == {("resumed", 2)}
-
-
-def save_with_a_short_deadline(folder: str) -> str:
-    trainer = jobs.trainer(
-        jobs.strategy("ResilientDeepSpeed", stage=2, timeout={"checkpoint": "3s"}),
-        2,
-        folder,
-        max_steps=4,
-        callbacks=[BadSave(rank=0)],
-    )
-    trainer.fit(jobs.Model(), jobs.loader())
-    try:
-        trainer.save_checkpoint(str(Path(folder) / "last.ckpt"))
-    except PeerError as error:
-        return f"{type(error).__name__} {error.ranks}"
-    return "saved"
-
-
-def test_a_deepspeed_save_that_fails_on_one_rank_ends_at_the_deadline_with_its_name(tmp_path: Path) -> None:
-    # DeepSpeed's save has barriers inside, and nothing frees the rank that waits in one before its peer ends.
-    run = spawn(save_with_a_short_deadline, 2, args=(str(tmp_path),), deadline="50s")
-    assert run.results[0] == "PeerMissing [1]"
-    assert run.results.get(1) != "saved"
-    assert run.alive == {}
-    assert newest_valid(tmp_path) is None
 
 
 def save(name: str, path: str, folder: str) -> None:

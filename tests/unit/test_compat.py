@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
@@ -233,3 +234,18 @@ def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monk
         assert not _compat.replace_preparation_barrier(trainer, object)
     assert len(_warnings(caplog)) == 1
     assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
+
+
+def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch, caplog) -> None:
+    saver = ModelCheckpoint(save_last="link")
+    links = []
+    assert _compat.replace_checkpoint_link(saver, lambda *arguments: links.append(arguments))
+    saver._link_checkpoint("trainer", "from", "to")
+    assert links == [("trainer", "from", "to")]
+    _compat.restore_checkpoint_link(saver)
+    assert saver._link_checkpoint is ModelCheckpoint._link_checkpoint
+    monkeypatch.delattr(ModelCheckpoint, "_link_checkpoint")
+    for _ in range(2):
+        assert not _compat.replace_checkpoint_link(saver, print)
+    assert len(_warnings(caplog)) == 1
+    assert not _compat.replace_checkpoint_link(object(), print)

@@ -25,6 +25,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "agree_on_resume",
     "default_group_timeout",
     "full_state_dict_without_offload",
     "init_default_group",
@@ -187,6 +188,29 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
             setattr(module, "_InfiniteBarrier", original)  # noqa: B010
 
     connector.prepare_data = prepare_once  # type: ignore[union-attr]
+    return True
+
+
+def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
+    """Has the next run of ``trainer`` resume from what ``agree`` makes of this rank's ``ckpt_path``.
+
+    Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
+    158-230), so that some may resume while others start anew.
+
+    Returns:
+        Whether the path could be taken over.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    resume = getattr(connector, "resume_start", None)
+    if connector is None or not callable(resume):
+        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
+        return False
+
+    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+
+    connector.resume_start = resume_once
     return True
 
 

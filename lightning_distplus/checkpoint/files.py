@@ -57,12 +57,15 @@ def bytes_digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def digest_file(path: Path, *, sync: Sync | None = None) -> tuple[int, str]:
+def digest_file(
+    path: Path, *, sync: Sync | None = None, on_bytes: Callable[[int], object] | None = None
+) -> tuple[int, str]:
     """Size in bytes and digest of what can be read at ``path``.
 
     Args:
         path: The file.
         sync: Forces its content to the disk as well; None: nobody does.
+        on_bytes: Told how many bytes were read, after each part.
     """
     import xxhash
 
@@ -74,6 +77,8 @@ def digest_file(path: Path, *, sync: Sync | None = None) -> tuple[int, str]:
         while num_bytes := file.readinto(buffer):
             digest.update(view[:num_bytes])
             size_bytes += num_bytes
+            if on_bytes is not None:
+                on_bytes(num_bytes)
         if sync is not None:
             sync(file.fileno())
     return size_bytes, digest.hexdigest()

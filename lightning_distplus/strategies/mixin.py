@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -24,7 +24,7 @@ from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFail
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.naming import NamesPeers
-from lightning_distplus.strategies.saving import CommittedSaves
+from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
     check_number_of_processes,
@@ -55,6 +55,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
+        verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
+            sizes, ``"off"`` looks at manifest and marker only.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -68,6 +70,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         preflight: bool = True,
         on_hang: OnHang = "abort",
         on_save_failure: OnSaveFailure = "continue",
+        verify: Verification = "full",
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -76,6 +79,9 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
         self.on_hang: OnHang = on_hang
+        if verify not in get_args(Verification):
+            raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
+        self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
@@ -119,7 +125,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
         self._start_watchdog(self._plane)
-        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
+        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
         stream_single_files(self)
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
@@ -133,6 +139,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         module = self.lightning_module
         if module is not None:
             _compat.replace_preparation_barrier(module.trainer, self._preparation_barrier)
+            _compat.agree_on_resume(module.trainer, self._committed_saves.agree_on_path)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self._marks.set("prepare_data")

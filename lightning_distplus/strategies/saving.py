@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
 from lightning_distplus.checkpoint.files import Sync
+from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.checkpoint.protocol import SaveInfo, commit
 from lightning_distplus.checkpoint.retention import is_last_valid
 from lightning_distplus.control import ControlPlane
@@ -22,9 +23,12 @@ from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state, set_rng_state
 from lightning_distplus.timeouts import Phase
 
-__all__ = ["CommittedSaves"]
+__all__ = ["CommittedSaves", "Verification"]
 
 log = logging.getLogger(__name__)
+
+Verification = Literal["full", "size", "off"]
+"""Before a load: every byte is read, sizes are compared, or only manifest and marker are looked at."""
 
 _KEY = "lightning_distplus"
 _VERSION = 1
@@ -46,12 +50,16 @@ class CommittedSaves:
         plane: The control plane over which the ranks agree.
         phases: The deadlines.
         strategy: The name of the strategy, for the manifest.
+        verification: What is checked before a load.
     """
 
-    def __init__(self, plane: ControlPlane, phases: Phases, *, strategy: str) -> None:
+    def __init__(
+        self, plane: ControlPlane, phases: Phases, *, strategy: str, verification: Verification = "full"
+    ) -> None:
         self._plane = plane
         self._phases = phases
         self._strategy = strategy
+        self._verification = verification
         self._rng: dict[str, bytes] | None = None
         self._postponed: list[Path] = []
         self.sync: Sync = os.fsync
@@ -138,6 +146,16 @@ class CommittedSaves:
                 "Build the model that was saved, or start without ckpt_path."
             ) from error
 
+    def agree_on_path(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another."""
+        mine = None if path is None else str(path)
+        chosen: str | None = self._plane.gather_json(
+            "checkpoint-choice", {"path": mine}, self._phases.patience_in(Phase.RESUME)
+        )[0]["path"]
+        if chosen != mine:
+            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
+        return chosen
+
     def restore_rng(self) -> None:
         """Puts this rank's generators back to where the checkpoint left them."""
         if self._rng is not None:
@@ -201,10 +219,12 @@ class CommittedSaves:
             raise CheckpointMismatch(
                 f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
             )
-        if state(path) is CheckpointState.UNMANIFESTED:
-            log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
+        found = state(path)
+        if found is CheckpointState.UNMANIFESTED:
+            self._check_unmanifested(path)
             return {}
-        verify_or_raise(path)
+        if found is not CheckpointState.COMMITTED or self._verification != "off":
+            verify_or_raise(path, "size" if self._verification == "size" else "full")
         saved_by = read_manifest(path).strategy
         if path.is_dir() and saved_by != self._strategy:
             raise CheckpointMismatch(
@@ -212,6 +232,15 @@ class CommittedSaves:
                 f"shards. Resume with {saved_by}, or save a full checkpoint there and load that."
             )
         return {}
+
+    def _check_unmanifested(self, path: Path) -> None:
+        findings = () if self._verification == "off" else check_unmanifested(path)
+        if findings:
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
+                "Give another checkpoint, or restore the file from a copy."
+            )
+        log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
 
     def _remember(self, checkpoint: dict[str, Any]) -> None:
         ours = checkpoint.get(_KEY)

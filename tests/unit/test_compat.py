@@ -236,6 +236,20 @@ def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monk
     assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
 
 
+def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, caplog) -> None:
+    connector = trainer._checkpoint_connector
+    resumed = []
+    monkeypatch.setattr(type(connector), "resume_start", lambda self, path, **named: resumed.append((path, named)))
+    assert _compat.agree_on_resume(trainer, lambda path: f"agreed {path}")
+    connector.resume_start("mine", weights_only=None)
+    connector.resume_start("mine")
+    assert resumed == [("agreed mine", {"weights_only": None}), ("mine", {})]
+    monkeypatch.delattr(type(connector), "resume_start")
+    for _ in range(2):
+        assert not _compat.agree_on_resume(trainer, str)
+    assert len(_warnings(caplog)) == 1
+
+
 def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch, caplog) -> None:
     saver = ModelCheckpoint(save_last="link")
     links = []

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import env
 from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
+from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
 from lightning_distplus.strategies.mixin import ResilientStrategy
 
 __all__ = ["ResilientDeepSpeed"]
@@ -54,3 +55,9 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
     """``DeepSpeedStrategy`` with deadlines, a step gate and committed checkpoints."""
 
     strategy_name = "resilient_deepspeed"
+
+    def setup_environment(self) -> None:
+        """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""
+        if self.local_rank == 0:
+            remove_abandoned_locks()
+        super().setup_environment()

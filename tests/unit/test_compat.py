@@ -333,3 +333,14 @@ def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -
     for _ in range(2):
         assert not _compat.discard_next_deepspeed_step(engine)
     assert len(_warnings(caplog)) == 1
+
+
+def test_an_engine_reads_universal_checkpoints_in_a_block_only() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engine = SimpleNamespace(_config=SimpleNamespace(load_universal_checkpoint=False))
+    with _compat.loading_universal(engine):
+        assert DeepSpeedEngine.load_universal_checkpoint(engine)
+    assert not DeepSpeedEngine.load_universal_checkpoint(engine)
+    with pytest.raises(RuntimeError, match="load_universal"), _compat.loading_universal(SimpleNamespace()):
+        pass

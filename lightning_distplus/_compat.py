@@ -25,6 +25,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "default_group_store",
     "default_group_timeout",
     "full_state_dict_without_offload",
     "init_default_group",
@@ -125,6 +126,21 @@ def init_default_group(
         # Lightning destroys an NCCL group at exit, where an interrupt would leave the communicators behind.
         fabric = importlib.import_module("lightning.fabric.utilities.distributed")
         atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
+
+
+def default_group_store() -> Store:
+    """The store over which the default process group was formed, on a connection of its own.
+
+    Raises:
+        RuntimeError: Torch no longer tells, or no group has been formed.
+    """
+    getter = getattr(c10d, "_get_default_store", None)
+    if getter is None:
+        raise RuntimeError(
+            "torch.distributed.distributed_c10d._get_default_store is not in this version of torch, so that the ranks "
+            "of a stock strategy cannot exchange their states. Use a Resilient strategy."
+        )
+    return getter().clone()
 
 
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
@@ -25,6 +24,7 @@ from lightning_distplus.data.position import (
     require_same_data,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.trainer_view import data_parallel, is_overfitting, of_first_epoch, refuse_changing_windows
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
@@ -66,7 +66,7 @@ class ExactDataModule(pl.LightningDataModule):
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
         self.receipt = ""
-        self._loaders: dict[str, SampleLoader] = {}
+        self._loaders: dict[str, Any] = {}
         self.timer: Timer | None = None
 
     # What a kind of data defines.
@@ -103,6 +103,10 @@ class ExactDataModule(pl.LightningDataModule):
         """Micro-batches of an optimizer step."""
         return int(trainer.accumulate_grad_batches)
 
+    def _end_of_data(self) -> Callable[[int], bool] | None:
+        """For ``Cursor``: whether iterable data ended before a micro-batch."""
+        return None
+
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         """Raises when the position lies past the data; data without an end need not override this."""
 
@@ -120,7 +124,13 @@ class ExactDataModule(pl.LightningDataModule):
         return self._cursor.position() if self._cursor is not None else Position()
 
     def sample_ids(self, batch_idx: int) -> list[Any]:
-        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index)."""
+        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index).
+
+        Raises:
+            RuntimeError: No epoch has begun, or the data is iterable and its samples have no ids.
+        """
+        if self.is_iterable:
+            raise RuntimeError("The training data is iterable: its samples have no ids that this package knows.")
         if self._plan is None:
             raise RuntimeError("No epoch has begun, so that no samples are assigned yet.")
         ids: list[Any] = self._plan.ids(batch_idx).tolist()
@@ -130,6 +140,11 @@ class ExactDataModule(pl.LightningDataModule):
     def identity(self) -> dict[str, Any]:
         """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
         return dict(self._known_identity)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the training data can only be read from front to back."""
+        return False
 
     @property
     def cursor(self) -> Cursor:
@@ -145,7 +160,7 @@ class ExactDataModule(pl.LightningDataModule):
     def delivered(self) -> Request | None:
         """What the training batch that was delivered last was asked for as."""
         loader = self._loaders.get("train")
-        return None if loader is None else loader.delivered
+        return getattr(loader, "delivered", None)
 
     # Lightning's hooks.
 
@@ -162,16 +177,23 @@ class ExactDataModule(pl.LightningDataModule):
         """Ends persistent workers."""
         self._close()
 
-    def train_dataloader(self) -> SampleLoader:
+    def train_dataloader(self) -> Any:
         """This rank's batches."""
-        geometry = self._joined().geometry
+        self._joined()
         if "train" not in self._loaders:
-            self._loaders["train"] = self._loader("train", self._begin_epoch, lambda: self._num_batches(geometry))
+            self._loaders["train"] = self._training_loader()
         return self._loaders["train"]
 
-    def val_dataloader(self) -> SampleLoader | list[Any]:
+    def val_dataloader(self) -> Any:
         """This rank's validation batches, in order, as many as on any other rank."""
-        plan = self._validation_plan(_data_parallel(self.trainer))
+        return self._validation_loader()
+
+    def _training_loader(self) -> Any:
+        geometry = self._joined().geometry
+        return self._loader("train", self._begin_epoch, lambda: int(self._num_batches(geometry)))
+
+    def _validation_loader(self) -> Any:
+        plan = self._validation_plan(data_parallel(self.trainer))
         if plan is None:
             return []
         if "val" not in self._loaders:
@@ -209,6 +231,12 @@ class ExactDataModule(pl.LightningDataModule):
             self._translate(self._loaded, self._joined().geometry)
         self.timer.pause()
 
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what each rank has for itself; called on all ranks of a save."""
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes what ``extend_checkpoint`` has added."""
+
     # Inside.
 
     def _hide_validation(self) -> None:
@@ -232,26 +260,33 @@ class ExactDataModule(pl.LightningDataModule):
             )
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
-        ranks = _data_parallel(trainer)
+        ranks = data_parallel(trainer)
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=self._accumulation(trainer, ranks), ranks=ranks)
-        _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
+        refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         self._known_identity = self._identity()
         if cursor is None or cursor.trainer is not trainer:
             self._changes = []
-            return Cursor(trainer, geometry)
-        return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
+            return Cursor(trainer, geometry, is_end=self._end_of_data())
+        if cursor.geometry == geometry:
+            return cursor
+        consumed = cursor.position().consumed_samples
+        return Cursor(trainer, geometry, is_end=self._end_of_data(), consumed_samples=consumed)
 
-    def _num_batches(self, geometry: Geometry) -> int:
+    def _num_batches(self, geometry: Geometry) -> int | float:
+        """Micro-batches of an epoch; infinite where only the data knows."""
         return self._num_global_batches(geometry) * geometry.accumulation
 
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
     ) -> SampleLoader:
+        options = self._worker_options()
+        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+
+    def _worker_options(self) -> WorkerOptions:
         pin = self._pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options = replace(self._options, pin_memory=pin)
-        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+        return replace(self._options, pin_memory=pin)
 
     def _begin_epoch(self) -> Iterator[Request]:
         """Called at the first ``next()`` of an epoch: the Trainer's counters stand where it begins or goes on."""
@@ -259,13 +294,13 @@ class ExactDataModule(pl.LightningDataModule):
             self.timer.go_on()
         cursor = self._joined()
         position = cursor.begin_epoch()
-        order, first = self._order(_of_first_epoch(position) if _is_overfitting(self.trainer) else position)
+        order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
             first_batch=position.batches,
             first_position=first,
-            num_batches=self._num_batches(cursor.geometry),
+            num_batches=int(self._num_batches(cursor.geometry)),
         )
         return self._requests(self._plan, position.epoch)
 
@@ -314,34 +349,3 @@ class _ValidationRequests:
 
     def __iter__(self) -> Iterator[Request]:
         return (self.request(self.plan, positions) for positions in self.plan)
-
-
-def _is_overfitting(trainer: Any) -> bool:
-    return bool(trainer.overfit_batches > 0)
-
-
-def _of_first_epoch(position: Position) -> Position:
-    """The same place in the first epoch: its batches are those of every epoch."""
-    return replace(position, epoch=0, consumed_samples=position.offset)
-
-
-def _data_parallel(trainer: Any) -> DataParallel:
-    """The data-parallel place of this process; tensor-parallel peers have the same."""
-    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
-    return DataParallel(rank=kwargs["rank"], size=kwargs["num_replicas"]) if kwargs else DataParallel()
-
-
-def _refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int) -> None:
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise ValueError(
-            "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
-            "Use Trainer(accumulate_grad_batches=...)."
-        )
-    limit = trainer.limit_train_batches
-    length = min(num_batches, limit if isinstance(limit, int) else int(num_batches * limit))
-    if trainer.strategy.handles_gradient_accumulation and length % accumulation:
-        raise ValueError(
-            f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
-            f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
-            "Choose a multiple."
-        )

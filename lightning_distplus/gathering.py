@@ -70,6 +70,6 @@ def _plane_of_stock_strategy() -> ControlPlane:
     global _stock
     group = dist.group.WORLD
     if _stock is None or _stock[0] is not group:
-        store = _compat.PrefixStore("lightning_distplus", _compat.default_group_store())
+        store = _compat.PrefixStore("lightning_distplus", _compat.default_store().clone())
         _stock = group, ControlPlane(store, World(rank=dist.get_rank(), size=dist.get_world_size()))
     return _stock[1]

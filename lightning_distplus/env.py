@@ -21,6 +21,7 @@ __all__ = [
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_EXTENSIONS_DIR",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -76,6 +77,7 @@ TORCHELASTIC_USE_AGENT_STORE = Variable(
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

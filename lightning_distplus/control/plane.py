@@ -65,6 +65,8 @@ class ControlPlane:
         self._store = store
         self._host_rank = host_rank
         self._calls: Counter[str] = Counter()
+        self.on_wait: Callable[[float], None] | None = None
+        """Called between two looks of every wait of this plane, with the seconds that it has lasted."""
         # A store serves one call at a time, so that the listener has a connection of its own.
         self._listener = Listener(store.clone(), world)
 
@@ -156,6 +158,14 @@ class ControlPlane:
         """Adds to the value of one key; never waits."""
         self._call(f"sending {key!r}", self._store.append, key, value)
 
+    def add(self, key: str, number: int) -> int:
+        """Adds to the counter of one key and returns the sum."""
+        return int(self._call(f"counting {key!r}", self._store.add, key, number))
+
+    def delete(self, key: str) -> None:
+        """Deletes a key, where it is."""
+        self._call(f"deleting {key!r}", self._store.delete_key, key)
+
     def receive(self, keys: Sequence[str]) -> list[bytes]:
         """Reads keys that are known to be there."""
         return [bytes(value) for value in self._call(f"reading {keys[0]!r}", self._store.multi_get, list(keys))]
@@ -190,7 +200,7 @@ class ControlPlane:
 
         Raises:
             PeerFailed: With the peer's traceback in the message.
-            PeerMissing, PeerLost, HangDetected: What the peer has found out about others.
+            PeerMissing, PeerLost, HangDetected, DivergenceError: What the peer has found out about others.
         """
         error = self.first_error
         if error is not None and error.rank != self.world.rank:
@@ -225,6 +235,8 @@ class ControlPlane:
         while not is_complete():
             self.raise_if_peer_failed()
             elapsed = time.monotonic() - start
+            if self.on_wait is not None:
+                self.on_wait(elapsed)
             if elapsed >= look_at_s:
                 look_at_s = elapsed + look_every_s
                 self.raise_if_gone(what, set(self.world.ranks) - arrived())
@@ -333,7 +345,7 @@ class ControlPlane:
         )
         chunks = range(int(self.read(f"{key}/chunks") or 0))
         for used in [*keys, *(f"{key}/chunk/{number}" for number in chunks), f"{key}/chunks", left]:
-            self._call(what, self._store.delete_key, used)
+            self.delete(used)
 
     def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
         """Calls the store; a broken connection is the loss of the rank that serves it.

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import Preempted
 
 __all__ = ["FirstWord"]
 
@@ -29,6 +30,13 @@ class FirstWord(Callback):
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
+        if isinstance(exception, Preempted):
+            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
+                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed",
+                self._plane.world.rank,
+                filepath,
+            )
+            return
         error = self._plane.report_failure(exception) or exception
         rank = getattr(error, "rank", self._plane.world.rank)
         trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
-from lightning_distplus.data.lr_scaling import LrScaling, scale_learning_rates
+from lightning_distplus.data.lr_scaling import LrScaling
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
 from lightning_distplus.data.position import (
@@ -365,7 +365,9 @@ class ExactDataModule(pl.LightningDataModule):
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
         cursor = self._joined()
-        self._scale_lr(float((self._loaded or {}).get("lr_factor", 1.0)))
+        self._scaled_by = float((self._loaded or {}).get("lr_factor", 1.0))  # in the checkpoint's learning rates
+        if self._lr_scaling is not None:
+            self._scaled_by = self._lr_scaling.apply(self.trainer, self.geometry.global_batch, before=self._scaled_by)
         if self._loaded is not None:
             cursor.place(self._translate(self._loaded, cursor.geometry))
             self.receipt = change_of_cut(self._loaded, cursor.geometry)
@@ -374,21 +376,6 @@ class ExactDataModule(pl.LightningDataModule):
         if self.is_scheduled:
             cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
             cursor.begin_window()
-
-    def _scale_lr(self, before: float) -> None:
-        """Scales the learning rates from what the checkpoint's were scaled by, to this run's factor."""
-        if self._lr_scaling is None:
-            self._scaled_by = before
-            return
-        self._scaled_by, trainer = self.lr_factor, self.trainer
-        assert trainer is not None, "training starts"
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        factor = self._scaled_by / before
-        done = scale_learning_rates(trainer.optimizers, schedulers, factor) if factor != 1.0 else "already in place"
-        if trainer.is_global_zero:
-            rule, base, batch = self._lr_scaling.rule, self._lr_scaling.base_global_batch, self.geometry.global_batch
-            text = "learning rate x %.4g (%s: global batch %d, base %d): %s"
-            _log.info(text, self._scaled_by, rule, batch, base, done)
 
     def _close(self) -> None:
         for loader in self._loaders.values():

@@ -332,12 +332,14 @@ class ExactDataModule(pl.LightningDataModule):
         cursor = self._joined()
         position = cursor.begin_epoch()
         order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
+        # A run that resumes at the end of a limited epoch asks for one batch more, and takes an end for its answer.
+        num_batches = min(self._num_batches(cursor.geometry), cursor.trainer.num_training_batches)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
             first_batch=position.batches,
             first_position=first,
-            num_batches=int(self._num_batches(cursor.geometry)),
+            num_batches=int(num_batches),
         )
         return self._requests(self._plan, position.epoch)
 

@@ -15,6 +15,7 @@ from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.samplers import Sampling, SamplingOptions
 from lightning_distplus.data.stateful import Stateful, is_iterable
 from lightning_distplus.data.stream_loader import StreamPasses
 from lightning_distplus.data.stream_worker import StreamReader
@@ -68,6 +69,15 @@ class ResumableDataModule(ExactDataModule):
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
+        weights: Draw the samples of an epoch in proportion to these, one finite number >= 0 per sample of the data set,
+            shape (len(train_dataset),), as ``WeightedRandomSampler`` does.
+        replacement: With ``weights``: whether a sample may be drawn twice in an epoch.
+        num_samples: With ``weights``: samples of an epoch; None: as many as the data set has (without replacement: as
+            many as have a weight above 0).
+        lengths: Group samples of similar length into global batches, one number per sample, shape
+            (len(train_dataset),). Another global batch gives another order.
+        sampler: A function (seed, epoch) -> dataset indices of the epoch, of shape (num_samples,), or of shape
+            (num_batches, batch_size), whose rows are micro-batches. It must depend on its arguments alone.
         batched: The iterable yields batches of ``batch_size`` samples, which are passed on as they are.
         allow_stateless: Take iterable training data that has no state; a resumed run then begins it anew.
     """
@@ -92,6 +102,11 @@ class ResumableDataModule(ExactDataModule):
         base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
+        weights: Any = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
+        lengths: Any = None,
+        sampler: Callable[[int, int], Any] | None = None,
         batched: bool = False,
         allow_stateless: bool = False,
     ) -> None:
@@ -114,6 +129,15 @@ class ResumableDataModule(ExactDataModule):
         self._uneven = uneven
         self._collate_fn = collate_fn
         self._seed_samples = seed_samples
+        self._sampling_options = SamplingOptions(
+            weights=weights,
+            replacement=replacement,
+            num_samples=num_samples,
+            lengths=lengths,
+            sampler=sampler,
+            shuffle=shuffle,
+        )
+        self._sampling: Sampling | None = None
         self._batched = batched
         self._allow_stateless = allow_stateless
         self._datasets: dict[str, Any] = {}
@@ -163,6 +187,8 @@ class ResumableDataModule(ExactDataModule):
             self._datasets[stage] = dataset
             if stage == "train":
                 self._iterable = self._read_iterable(dataset) if is_iterable(dataset) else None
+                size = None if self._iterable is not None else len(dataset)
+                self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
         return self._datasets[stage]
 
     def _training_loader(self) -> Any:
@@ -184,6 +210,11 @@ class ResumableDataModule(ExactDataModule):
         if isinstance(dataset, DataLoader):
             return dataset
         return StreamPasses(self._validation_reader, options=self._worker_options())
+
+    def _epoch_samples(self) -> int:
+        """Samples of an epoch before it is cut into global batches."""
+        size = len(self._dataset("train"))
+        return size if self._sampling is None else self._sampling.num_samples
 
     def _read_iterable(self, dataset: Any) -> IterableTraining:
         before, cursor = self._iterable, self._cursor
@@ -252,10 +283,11 @@ class ResumableDataModule(ExactDataModule):
             "num_samples": None if self._iterable is not None else len(dataset),
             "seed": self._seed,
             "shuffle": None if self._iterable is not None else self._shuffle,
+            "sampling": None if self._sampling is None else self._sampling.fingerprint(),
         }
 
     def _num_global_batches(self, geometry: Geometry) -> int:
-        return num_global_batches(len(self._dataset("train")), geometry, self._uneven)
+        return num_global_batches(self._epoch_samples(), geometry, self._uneven)
 
     def _num_batches(self, geometry: Geometry) -> int | float:
         self._dataset("train")
@@ -263,11 +295,15 @@ class ResumableDataModule(ExactDataModule):
 
     def _order(self, position: Position) -> tuple[Order, int]:
         size = len(self._dataset("train"))
+        if self._sampling is not None:
+            global_batch = self.geometry.global_batch
+            sampled = self._sampling.order(seed=self._seed, epoch=position.epoch, global_batch=global_batch)
+            return sampled, position.offset
         order = EpochOrder(num_samples=size, seed=self._seed, epoch=position.epoch, shuffle=self._shuffle)
         return order, position.offset
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        size = len(self._dataset("train"))
+        size = self._epoch_samples()
         for positions, ids in plan:
             yield Request(ids, positions, epoch, self._weights(positions, size))
 
@@ -293,7 +329,9 @@ class ResumableDataModule(ExactDataModule):
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         if self._iterable is not None:
             return
-        size = len(self._dataset("train"))
+        if self._sampling is not None and position.offset:
+            self._sampling.require_same_batch(global_batch, self.geometry.global_batch)
+        size = self._epoch_samples()
         if position.offset >= size + global_batch:
             raise DatasetMismatch(
                 f"The checkpoint stands at sample {position.offset} of epoch {position.epoch}, and an epoch of this "

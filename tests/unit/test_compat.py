@@ -23,6 +23,7 @@ NAMES = [
     "torch._C._distributed_c10d:PrefixStore.clone",
     "torch._C._distributed_c10d:TCPStore.clone",
     "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_get_default_timeout",
     "torch.distributed:ProcessGroup._get_backend",
     "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",

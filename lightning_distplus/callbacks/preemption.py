@@ -151,12 +151,17 @@ class PreemptionHandler(Callback):
             self._requests.reason or "nothing",
         )
         path = self._save()
-        self._note_end(path=str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
+        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
         self._end()
 
-    def _save(self) -> Path:
-        """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded."""
+    def _save(self) -> Path | None:
+        """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded.
+
+        Before the first step there is nothing to keep, and FSDP cannot load an optimizer that has no state yet.
+        """
         trainer = self._trainer
+        if trainer.global_step == 0:
+            return None
         folder = checkpoint_folder(trainer)
         loaded = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         if loaded is not None and trainer.global_step == self._first_step and loaded.parent == folder:

@@ -74,6 +74,9 @@ class Asks(Callback):
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
         self.ask(trainer, "sanity check", self.step)
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.ask(trainer, "train start", trainer.global_step)
+
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         trainer.datamodule.dataset.on_read = lambda: self.ask(trainer, "data", trainer.global_step)
         self.ask(trainer, "start", trainer.global_step)

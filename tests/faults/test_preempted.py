@@ -58,7 +58,6 @@ def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: An
 @pytest.mark.parametrize(
     ("moment", "asked", "ranks", "stops"),
     [
-        ("sanity check", 4, (1,), {0}),
         ("data", 3, (0,), {3, 4}),
         ("forward", 4, (1,), {5}),
         ("backward", 7, (0, 1), {8}),
@@ -73,6 +72,22 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continu
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
     assert_continues_exactly("ResilientDDP", tmp_path, step)
+
+
+def assert_nothing_saved(folder: Path) -> None:
+    assert not (folder / "checkpoints").exists()
+    assert [event["path"] for event in read_events(folder / "distplus") if event["kind"] == "preempted"] == [None] * 2
+
+
+def test_before_the_first_step_there_is_nothing_to_save_and_after_a_resume_nothing_new(tmp_path: Path) -> None:
+    stop("ResilientDDP", tmp_path, Asks("sanity check", (1,), 4))
+    assert_nothing_saved(tmp_path)
+    stop("ResilientDDP", tmp_path, Asks("forward", (1,), 6))
+    (saved,) = (tmp_path / "checkpoints").glob("preempt-step=7.ckpt")
+    before = saved.stat().st_mtime_ns
+    stop("ResilientDDP", tmp_path, Asks("train start", (0,), 7))
+    assert saved.stat().st_mtime_ns == before
+    assert_continues_exactly("ResilientDDP", tmp_path, 7)
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES[1:])
@@ -216,6 +231,9 @@ def test_signals_at_random_times(
 ) -> None:
     asked = 4 if moment in ("sanity check", "validation", "save") else 3 + number % 5
     asks = Asks(moment, (0,) if to_launcher else ranks, asked, to_launcher=to_launcher, spread_s=0.2)
-    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.02)
+    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.06)
     assert run.elapsed_s < 60
-    assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))
+    if moment == "sanity check":
+        assert_nothing_saved(tmp_path)
+    else:
+        assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.callbacks import PreemptionHandler
+    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
@@ -30,6 +30,7 @@ __all__ = [
     "DistplusError",
     "ExitCode",
     "PreemptionHandler",
+    "RankDivergenceMonitor",
     "ResilientDDP",
     "ResilientDeepSpeed",
     "ResilientFSDP",
@@ -46,6 +47,7 @@ _HOMES = {
     "DistplusError": "errors",
     "ExitCode": "errors",
     "PreemptionHandler": "callbacks",
+    "RankDivergenceMonitor": "callbacks",
     "ResilientDDP": "strategies",
     "ResilientDeepSpeed": "strategies",
     "ResilientFSDP": "strategies",

@@ -24,6 +24,7 @@ __all__ = [
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_EXTENSIONS_DIR",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -80,6 +81,7 @@ SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
 DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")

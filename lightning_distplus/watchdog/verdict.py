@@ -6,10 +6,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
+from typing import Any
 
 from lightning_distplus.liveness import ProcessState
+from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call
 
 __all__ = ["Evidence", "Verdict", "judge"]
 
@@ -75,10 +78,15 @@ class Verdict:
     elapsed_s: float
     cause: str
     remedy: str
-    hosts: dict[str, str] = field(default_factory=dict)
-    stacks: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    hosts: dict[str, str] = dataclass_field(default_factory=dict)
+    stacks: dict[str, str] = dataclass_field(default_factory=dict)
+    lines: list[str] = dataclass_field(default_factory=list)
     """One line per rank, culprits first."""
+    field: str | None = None
+    """What differs between ranks, in a divergence."""
+    values: dict[str, Any] = dataclass_field(default_factory=dict)
+    """Its value on each rank."""
+    parameter: str | None = None
     version: int = 1
 
     def to_json(self) -> str:
@@ -120,7 +128,8 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
     """Finds who is to blame.
 
     In this order: processes that are gone; stopped ones and those whose Python does not answer; ranks that do not wait
-    for peers while others do; where all of them wait, those that wait somewhere else than most.
+    for peers while others do; where all of them wait, those in a call that only some ranks make, then those that wait
+    somewhere else than most.
     """
     gone = [rank for rank, one in evidence.items() if one.is_gone]
     stuck = [rank for rank, one in evidence.items() if one.is_stopped or not one.answers]
@@ -135,6 +144,8 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
     elif busy:
         culprits, kind = busy, "hang"
         cause, remedy = _cause_of_busy(evidence[busy[0]])
+    elif (lonely := lonely_call(evidence)) is not None:
+        (culprits, cause), kind, remedy = lonely, "hang", REMEDY
     else:
         culprits, kind = _odd_ones(evidence), "hang"
         cause = (

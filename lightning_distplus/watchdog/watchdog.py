@@ -103,7 +103,7 @@ class Watchdog:
             if error is not None and error.rank != self._plane.world.rank:
                 heard_at = heard_at or time.monotonic()
                 if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
-                    self._end(f"{error.describe()}\n{error.traceback}", ExitCode.PEER_LOST)
+                    self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
             elif error is None:
                 self._look_at_silence()
 

@@ -22,11 +22,11 @@ PREEMPTED = {0: 143, 1: 143}
 
 
 @functools.cache
-def undisturbed(name: str) -> list[str]:
-    """Each rank's weights, or shard of them, after the run that nobody asks to stop."""
+def undisturbed(name: str, **arguments: Any) -> dict[int, Any]:
+    """Each rank's weights, or shard of them, and its counters, after the run that nobody asks to stop."""
     with tempfile.TemporaryDirectory() as folder:
-        run = spawn(train, 2, args=(name, folder, None, {}), deadline="120s").check()
-    return [run.results[rank]["weights"] for rank in (0, 1)]
+        run = spawn(train, 2, args=(name, folder, None, arguments), deadline="120s").check()
+    return {rank: {key: result[key] for key in ("weights", "counters")} for rank, result in run.results.items()}
 
 
 def stop(name: str, folder: Path, asks: Asks, **arguments: Any) -> SpawnResult:
@@ -50,8 +50,9 @@ def assert_one_checkpoint(folder: Path) -> int:
 
 
 def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: Any) -> None:
-    run = spawn(train, 2, args=(name, str(folder), None, arguments), deadline="120s").check()
-    assert [run.results[rank]["weights"] for rank in (0, 1)] == undisturbed(name)
+    run = spawn(train, 2, args=(name, str(folder), None, dict(arguments)), deadline="120s").check()
+    for rank, expected in undisturbed(name).items():
+        assert {key: run.results[rank][key] for key in expected} == expected
     assert {(result["step"], result["resumed_at"]) for result in run.results.values()} == {(STEPS, step)}
 
 
@@ -72,6 +73,16 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continu
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
     assert_continues_exactly("ResilientDDP", tmp_path, step)
+
+
+@pytest.mark.parametrize("asked", [5, 6, 7])
+def test_the_counters_go_on_with_loaders_that_keep_no_state(asked: int, tmp_path: Path) -> None:
+    """Stops after a validation, with the last batch of the epoch fetched, and between two epochs."""
+    stop("ResilientDDP", tmp_path, Asks("backward", (0,), asked), is_stock=True)
+    assert assert_one_checkpoint(tmp_path) == asked + 1
+    run = spawn(train, 2, args=("ResilientDDP", str(tmp_path), None, {"is_stock": True}), deadline="120s").check()
+    for rank, expected in undisturbed("ResilientDDP", is_stock=True).items():
+        assert run.results[rank]["counters"] == expected["counters"]
 
 
 def assert_nothing_saved(folder: Path) -> None:

@@ -15,12 +15,15 @@ __all__ = [
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_RESTART_COUNT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -73,9 +76,15 @@ TORCHELASTIC_RESTART_COUNT = Variable("TORCHELASTIC_RESTART_COUNT", "how often t
 TORCHELASTIC_USE_AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE", '"True" when torchrun\'s agent already serves a store at MASTER_ADDR:MASTER_PORT'
 )
+PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+
+TORCH_FR_BUFFER_SIZE = Variable(
+    "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"
+)
+TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
 
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

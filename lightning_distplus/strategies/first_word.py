@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import PeerError
+from lightning_distplus.strategies.naming import naming_peers
 
 __all__ = ["FirstWord"]
 
@@ -29,7 +31,8 @@ class FirstWord(Callback):
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
-        error = self._plane.report_failure(exception) or exception
+        cause = self._cause_of(exception)
+        error = self._plane.report_failure(cause or exception) or exception
         rank = getattr(error, "rank", self._plane.world.rank)
         trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
             "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks",
@@ -37,3 +40,24 @@ class FirstWord(Callback):
             filepath,
             rank,
         )
+
+    def _cause_of(self, exception: BaseException) -> PeerError | None:
+        """What a peer did, where the exception is only what a collective made of it; it becomes its ``__cause__``.
+
+        A collective that is called through the strategy raises the cause itself; one that a callback or a model calls
+        through ``torch.distributed`` gets here.
+        """
+        trace = exception.__traceback__
+        try:
+            with naming_peers(self._plane):
+                raise exception
+        except PeerError as cause:
+            if cause is exception:
+                return None
+            cause.__cause__ = None
+            exception.__cause__ = exception.__cause__ or cause
+            return cause
+        except BaseException:
+            return None
+        finally:
+            exception.__traceback__ = trace

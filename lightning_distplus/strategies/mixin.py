@@ -112,6 +112,8 @@ class ResilientStrategy(NamesPeers):
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
+        if self._plane.is_attended:
+            self.phases.expect_people()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
         self.accelerator.setup_device(self.root_device)

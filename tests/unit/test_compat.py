@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from lightning.pytorch import Trainer
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
+from lightning_distplus.testing import spawn
 
 NAMES = [
     # torch: process groups and stores
@@ -27,6 +30,7 @@ NAMES = [
     "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",
     "torch._C._distributed_c10d:ProcessGroupGloo.options",
     "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch._C._distributed_c10d:_dump_fr_trace_json",
     # Lightning: the broadcast of each batch, signals, checkpoints
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
@@ -233,3 +237,27 @@ def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monk
         assert not _compat.replace_preparation_barrier(trainer, object)
     assert len(_warnings(caplog)) == 1
     assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
+
+
+def throws_in_cpp(words: str) -> None:
+    import ctypes
+
+    assert _compat.on_terminate(lambda exception: Path(words).write_text(f"ended by {exception!r}")) is not None
+    _compat.on_terminate(lambda exception: None)()  # type: ignore[misc]  # chained and taken out again
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # std::terminate
+
+
+def test_the_end_that_cpp_decides_is_heard_and_stays_what_it_was(tmp_path: Path) -> None:
+    run = spawn(throws_in_cpp, 1, args=(str(tmp_path / "words"),))
+    assert run.exit_codes == {0: -signal.SIGABRT}
+    assert (tmp_path / "words").read_text() == "ended by ''"
+    assert "terminate called" in run.logs[0]
+
+
+def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compat.flight_recorder_dumps(with_collectives=False)[0]["version"].startswith("2.")
+    from torch._C import _distributed_c10d as module
+
+    monkeypatch.delattr(module, "_dump_fr_trace_json")
+    assert _compat.flight_recorder_dumps(with_collectives=True) == []
+    assert "does not know the ranks' collectives" in caplog.text

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_distplus.watchdog.verdict import Evidence, Verdict, judge
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.verdict import Verdict
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:

@@ -1,4 +1,4 @@
-"""What the control plane costs: the gate of each step, and a barrier of 1,000 ranks as threads.
+"""What the control plane costs: the gate of each step, and a barrier and counted gates of 1,000 ranks as threads.
 
 The ranks do nothing but pass gates, all at once, with equal records as in a healthy run; in a training step the gate
 comes beside milliseconds of work.
@@ -11,8 +11,9 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import HashStore
 
@@ -38,7 +39,8 @@ def run(quick: bool, processes: Sequence[int] = _PROCESSES) -> list[Figure]:
     barrier = Figure(
         name=f"barrier, {_NUM_THREADS:,} threads", value=median(barriers_s), unit="s", target=_TARGET_BARRIER_S
     )
-    return [*figures, barrier]
+    gate_ms = median(_gates_of_threads(3 if quick else 20))
+    return [*figures, barrier, Figure(name=f"gate, {_NUM_THREADS:,} threads", value=gate_ms, unit="ms")]
 
 
 def _gate_figures(size: int, num_gates: int) -> list[Figure]:
@@ -74,15 +76,39 @@ def pass_gates(rank: int, size: int, num_gates: int) -> list[float]:
 
 def _barrier_of_threads() -> float:
     """Seconds until all ranks have left the barrier."""
-    store = HashStore()
-    planes = [ControlPlane(store, World(rank=rank, size=_NUM_THREADS)) for rank in range(_NUM_THREADS)]
-    threads = [threading.Thread(target=plane.barrier, args=("benchmark", _DEADLINE)) for plane in planes]
+    planes = _planes_of_threads()
     begin = time.perf_counter()
+    _run_threads([(plane.barrier, ("benchmark", _DEADLINE)) for plane in planes])
+    return time.perf_counter() - begin
+
+
+def _gates_of_threads(num_gates: int) -> list[float]:
+    """Milliseconds from the first gate of each round to the last rank's leaving it; nodes of eight ranks."""
+    planes = _planes_of_threads()
+    gates = [StepGate(plane, name="benchmark") for plane in planes]
+    taken_ms = []
+    for step in range(num_gates):
+        record = GateRecord(global_step=step, micro_batch=step, epoch=0)
+        begin = time.perf_counter()
+        _run_threads([(gate.exchange, (record, _DEADLINE)) for gate in gates])
+        taken_ms.append((time.perf_counter() - begin) * 1e3)
+    return taken_ms
+
+
+def _planes_of_threads() -> list[ControlPlane]:
+    store = HashStore()
+    return [
+        ControlPlane(store, World(rank=rank, size=_NUM_THREADS, num_nodes=_NUM_THREADS // 8))
+        for rank in range(_NUM_THREADS)
+    ]
+
+
+def _run_threads(calls: Sequence[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
+    threads = [threading.Thread(target=function, args=arguments) for function, arguments in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - begin
 
 
 def main() -> None:

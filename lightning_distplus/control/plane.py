@@ -158,6 +158,14 @@ class ControlPlane:
         """Adds to the value of one key; never waits."""
         self._call(f"sending {key!r}", self._store.append, key, value)
 
+    def add(self, key: str, number: int) -> int:
+        """Adds to the counter of one key and returns the sum."""
+        return int(self._call(f"counting {key!r}", self._store.add, key, number))
+
+    def delete(self, key: str) -> None:
+        """Deletes a key, where it is."""
+        self._call(f"deleting {key!r}", self._store.delete_key, key)
+
     def receive(self, keys: Sequence[str]) -> list[bytes]:
         """Reads keys that are known to be there."""
         return [bytes(value) for value in self._call(f"reading {keys[0]!r}", self._store.multi_get, list(keys))]
@@ -335,7 +343,7 @@ class ControlPlane:
         )
         chunks = range(int(self.read(f"{key}/chunks") or 0))
         for used in [*keys, *(f"{key}/chunk/{number}" for number in chunks), f"{key}/chunks", left]:
-            self._call(what, self._store.delete_key, used)
+            self.delete(used)
 
     def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
         """Calls the store; a broken connection is the loss of the rank that serves it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +19,7 @@ from lightning_distplus.errors import PeerError
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
+from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.naming import NamesPeers
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUTS = Timeouts()
 
 
-class ResilientStrategy(NamesPeers):
+class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
 
     Args:
@@ -251,71 +251,6 @@ class ResilientStrategy(NamesPeers):
         """Enters the validation phase."""
         self.phases.enter(Phase.VALIDATION)
         super().on_predict_start()
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def _committed_saves(self) -> CommittedSaves:
-        assert self._saves is not None
-        return self._saves
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
-
-        Raises:
-            PeerFailed: A rank could not save; the previous checkpoint is untouched.
-        """
-        step, began_at = checkpoint.get("global_step"), time.monotonic()
-        self._marks.set(f"save {filepath}")
-        self._committed_saves.save(
-            checkpoint,
-            filepath,
-            lambda stage: super(ResilientStrategy, self).save_checkpoint(checkpoint, stage, storage_options),
-            data=self._place_in_data(checkpoint),
-            deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
-        )
-        self._note_duration(Phase.CHECKPOINT, began_at)
-        self._note("saved", path=str(filepath), global_step=step)
-
-    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        module = self.lightning_module
-        datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
-        return checkpoint.get(type(datamodule).__qualname__)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads what rank 0 has chosen, after verifying it.
-
-        Raises:
-            CheckpointCorrupt: A file is torn, missing or changed.
-            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
-        """
-        self._marks.set(f"load {checkpoint_path}")
-        checkpoint = self._committed_saves.load(
-            checkpoint_path,
-            lambda path: super(ResilientStrategy, self).load_checkpoint(path, weights_only),
-        )
-        found = self._committed_saves.loaded_deadlines_s
-        if self._calibration is not None and found:
-            self.timeouts = self._calibration.adopt(found)
-            self.phases.replace(self.timeouts)
-        self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-        """
-        with self._committed_saves.refusing_another_model():
-            super().load_model_state_dict(checkpoint, strict)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint together with its manifest."""
-        if self.is_global_zero:
-            self._committed_saves.remove(filepath)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

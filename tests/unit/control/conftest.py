@@ -18,9 +18,14 @@ JOIN_S = 20.0
 class Ranks:
     """The ranks of one job as threads over a store in memory."""
 
-    def __init__(self, size: int, prefix: str = "distplus/job/0", store: HashStore | None = None) -> None:
+    def __init__(
+        self, size: int, prefix: str = "distplus/job/0", store: HashStore | None = None, num_nodes: int = 1
+    ) -> None:
         self.store = store or HashStore()
-        worlds = [World(rank=rank, size=size, host=f"host{rank}", pid=1000 + rank) for rank in range(size)]
+        worlds = [
+            World(rank=rank, size=size, num_nodes=num_nodes, host=f"host{rank}", pid=1000 + rank)
+            for rank in range(size)
+        ]
         self.planes = [ControlPlane(PrefixStore(prefix, self.store), world) for world in worlds]
 
     def start(self, function: Callable[[ControlPlane], Any], ranks: Iterable[int] | None = None) -> list[Future[Any]]:

@@ -11,8 +11,12 @@ import time
 import pytest
 
 from lightning_distplus.control import GateRecord, StepGate, Wish
-from lightning_distplus.control.gate import _HEAD
+from lightning_distplus.control.record import RECORD_BYTES
+from lightning_distplus.control.slots import _HEAD, HEAD_BYTES
 from lightning_distplus.errors import DivergenceError, PeerMissing
+
+DIRECT, COUNTED = {"direct_ranks": 64}, {"direct_ranks": 1}
+both_forms = pytest.mark.parametrize("form", [DIRECT, COUNTED], ids=["direct", "counted"])
 
 
 def _record(step: int = 0, **changes) -> GateRecord:
@@ -37,19 +41,21 @@ def test_every_rank_gets_all_records_in_the_order_of_ranks(make_ranks, later) ->
         assert _exchange(ranks, gates, records, later) == [records] * 3
 
 
-def test_one_rank_s_wish_is_seen_by_all(make_ranks, later) -> None:
+@both_forms
+def test_one_rank_s_wish_is_seen_by_all(form, make_ranks, later) -> None:
     ranks = make_ranks(3)
     records = [_record(), _record(wishes=Wish.STOP | Wish.PREEMPT), _record()]
-    for seen in _exchange(ranks, _opened(ranks, later), records, later):
+    for seen in _exchange(ranks, _opened(ranks, later, **form), records, later):
         assert [record.wishes for record in seen] == [Wish.NONE, Wish.STOP | Wish.PREEMPT, Wish.NONE]
 
 
+@both_forms
 @pytest.mark.parametrize("field", ["global_step", "micro_batch", "epoch"])
-def test_the_majority_names_the_rank_that_differs(field: str, make_ranks, later) -> None:
+def test_the_majority_names_the_rank_that_differs(field: str, form, make_ranks, later) -> None:
     ranks = make_ranks(3)
     records = [_record(), _record(**{field: 7}), _record()]
 
-    errors = _exchange(ranks, _opened(ranks, later), records, later)
+    errors = _exchange(ranks, _opened(ranks, later, **form), records, later)
 
     assert [type(error) for error in errors] == [DivergenceError] * 3
     assert {(tuple(error.ranks), error.field, tuple(error.values.items())) for error in errors} == {
@@ -58,9 +64,10 @@ def test_the_majority_names_the_rank_that_differs(field: str, make_ranks, later)
     assert f"different values of {field} (rank 0: 0; rank 1: 7; rank 2: 0; wrong: [1])" in str(errors[0])
 
 
-def test_without_a_majority_all_ranks_are_named(make_ranks, later) -> None:
+@both_forms
+def test_without_a_majority_all_ranks_are_named(form, make_ranks, later) -> None:
     ranks = make_ranks(2)
-    error, _ = _exchange(ranks, _opened(ranks, later), [_record(3), _record(4)], later)
+    error, _ = _exchange(ranks, _opened(ranks, later, **form), [_record(3), _record(4)], later)
     assert error.ranks == [0, 1]
     assert "no majority decides" in str(error)
 
@@ -87,9 +94,10 @@ def test_a_rank_with_another_version_is_named(make_ranks, later) -> None:
     )
 
 
-def test_missing_ranks_are_named_and_the_gate_goes_on_after_the_time_out(make_ranks, soon, later) -> None:
+@both_forms
+def test_missing_ranks_are_named_and_the_gate_goes_on_after_the_time_out(form, make_ranks, soon, later) -> None:
     ranks = make_ranks(4)
-    gates = _opened(ranks, later)
+    gates = _opened(ranks, later, **form)
     records = [_record()] * 4
     begin = time.monotonic()
 
@@ -106,9 +114,10 @@ def test_missing_ranks_are_named_and_the_gate_goes_on_after_the_time_out(make_ra
         assert _exchange(ranks, gates, [_record(step)] * 4, later) == [[_record(step)] * 4] * 4
 
 
-def test_a_record_posted_early_does_not_pair_with_another_step(make_ranks, later) -> None:
+@both_forms
+def test_a_record_posted_early_does_not_pair_with_another_step(form, make_ranks, later) -> None:
     ranks = make_ranks(2)
-    gates = _opened(ranks, later)
+    gates = _opened(ranks, later, **form)
     for step in range(200):  # rank 1 posts as early as it may, rank 0 dawdles now and then
 
         def work(plane, step: int = step) -> list[GateRecord]:
@@ -134,17 +143,62 @@ def test_free_running_ranks_pass_a_thousand_gates_with_a_bounded_number_of_keys(
     assert ranks.num_keys() == 3
 
 
-def test_the_next_run_may_use_the_same_name(make_ranks, later) -> None:
+@pytest.mark.parametrize(("size", "num_nodes"), [(3, 3), (10, 2), (7, 2), (130, 1)])
+def test_many_ranks_count_records_and_keep_a_bounded_number_of_keys(
+    size: int, num_nodes: int, make_ranks, later
+) -> None:
+    ranks = make_ranks(size, num_nodes=num_nodes)
+    gates = _opened(ranks, later, **COUNTED)
+
+    def run(plane) -> set[bool]:
+        rank = plane.world.rank
+        found = set()
+        for step in range(40):
+            mine = _record(step, consumed_samples=rank, wishes=Wish.STOP if step == 30 and rank == 2 else Wish.NONE)
+            seen = gates[rank].exchange(mine, later)
+            if step == 30:  # the records differ in a wish: everybody reads those of all
+                assert [record.consumed_samples for record in seen] == list(range(size))
+                assert [record.wishes for record in seen].index(Wish.STOP) == 2
+            else:
+                assert seen == [mine] * size
+            found.add(len(seen) == size)
+        return found
+
+    assert ranks.run(run) == [{True}] * size
+    num_groups = len(gates[0]._gate._slots)
+    assert ranks.num_keys() <= 3 * num_groups + 2 + 1  # the slots, the two counters, and one digest
+
+
+def test_one_of_many_ranks_that_differs_is_named_by_all(make_ranks, later) -> None:
+    ranks = make_ranks(70, num_nodes=10)
+    gates = _opened(ranks, later)
+    records = [_record(5 if rank == 33 else 4) for rank in range(70)]
+    errors = _exchange(ranks, gates, records, later)
+    assert {(type(error), tuple(error.ranks), error.field) for error in errors} == {
+        (DivergenceError, (33,), "global_step")
+    }
+
+
+def test_a_missing_rank_of_many_is_named(make_ranks, soon, later) -> None:
+    ranks = make_ranks(70, num_nodes=10)
+    gates = _opened(ranks, later)
+    errors = _exchange(ranks, gates, [_record()] * 70, soon, only=[rank for rank in range(70) if rank != 33])
+    assert {(type(error), tuple(error.ranks)) for error in errors} == {(PeerMissing, (33,))}
+
+
+@both_forms
+def test_the_next_run_may_use_the_same_name(form, make_ranks, later) -> None:
     ranks = make_ranks(2)
     for _ in range(3):
-        gates = _opened(ranks, later)
+        gates = _opened(ranks, later, **form)
         for step in range(4):
             assert _exchange(ranks, gates, [_record(step)] * 2, later) == [[_record(step)] * 2] * 2
 
 
-def test_a_gate_goes_on_after_ctrl_c(make_ranks, later) -> None:
+@both_forms
+def test_a_gate_goes_on_after_ctrl_c(form, make_ranks, later) -> None:
     ranks = make_ranks(2)
-    gates = _opened(ranks, later)
+    gates = _opened(ranks, later, **form)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     begin = time.monotonic()
@@ -165,7 +219,7 @@ def test_a_record_with_every_field_at_its_largest_survives_the_wire_in_128_bytes
         state_fingerprint=2**64 - 1, learning_rate=4e-4, loss_scale=65536.0,
     )  # fmt: skip
     packed = record.pack()
-    assert _HEAD.size + len(packed) <= 128
+    assert HEAD_BYTES + RECORD_BYTES <= 128
     assert GateRecord.unpack(packed, rank=0) == record
     assert isinstance(GateRecord.unpack(packed, rank=0).wishes, Wish)
     assert len(packed) == len(_record().pack())

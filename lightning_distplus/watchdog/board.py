@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 _ALERT_BEAT_S = 0.25
+_ALERT_BEAT_PER_RANK_S = 2e-3
+_FEW_RANKS = 64  # so many ranks all read what all others say; of more, only the first ones do
+_NUM_READERS = 4
+_ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _MISSED_BEATS_S = 1.6  # so long after a beat the peer's Python, its process or the way to it has stopped
 
@@ -79,8 +83,14 @@ class Board:
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = time.monotonic()
         """When the store last answered."""
+        self.reads = plane.world.size <= _FEW_RANKS or plane.world.rank < _NUM_READERS
+        """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
+        self._asked = b""
+        self.is_asked = False
+        """Whether a rank that reads wants this rank's evidence for the present silence."""
         self._to_post: list[bytes] = []
         self._has_post = threading.Event()
+        self._question: bytes | None = None
         self._stopping = threading.Event()
         self._beat = 0
         self._thread = threading.Thread(target=self._run, name="distplus-board", daemon=True)
@@ -117,9 +127,10 @@ class Board:
             while not self._stopping.is_set():
                 self._publish()
                 if self.alert.is_set():
+                    self._listen()
                     self._look()
                 self.last_answer_at = time.monotonic()
-                pause_s = _ALERT_BEAT_S if self.alert.is_set() else BEAT_S
+                pause_s = self._alert_beat_s if self.alert.is_set() else BEAT_S
                 (self._has_post if self.alert.is_set() else self.alert).wait(pause_s)
                 self._has_post.clear()
 
@@ -141,7 +152,30 @@ class Board:
             self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", self._to_post[0])
             self._to_post.pop(0)
 
+    @property
+    def _alert_beat_s(self) -> float:
+        size = self._plane.world.size
+        return max(_ALERT_BEAT_S, BEAT_S if size > _FEW_RANKS else 0.0, _ALERT_BEAT_PER_RANK_S * size * self.reads)
+
+    def ask(self, number: int) -> None:
+        """Asks every rank that does not move for its evidence."""
+        if self._plane.world.size > _FEW_RANKS:
+            self._question = f"{self._plane.world.rank}/{number}".encode()
+
+    def _listen(self) -> None:
+        if self._plane.world.size <= _FEW_RANKS:
+            self.is_asked = bool(set(self.evidence) - {self._plane.world.rank})
+            return
+        if self._question is not None:
+            self._plane.send(_ASKED, self._question)
+            self._question = None
+        asked = self._plane.read(_ASKED) or b""
+        self.is_asked = self.is_asked or asked != self._asked
+        self._asked = asked
+
     def _look(self) -> None:
+        if not self.reads:
+            return
         for rank in self._plane.world.ranks:
             data = self._plane.read(f"watchdog/beat/{rank}")
             if data is not None:

@@ -41,6 +41,7 @@ _ALERT_AFTER_S = 1.0
 _COLLECT_S = 0.7  # how long the ranks have to send their evidence
 _MOVED_S = 1.0  # a rank whose silence is shorter than the deadline by more than this has moved
 _UNSEEN_S = _ALERT_AFTER_S + BEAT_S + 0.3  # so much of a peer's silence goes by before this rank first looks
+_STEP_IN_S = 5.0
 _SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
 _JOIN_S = 3.0  # a verdict may be under way
@@ -64,6 +65,7 @@ class Watchdog:
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
+        has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Watchdog:
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
+        has_process: bool = True,
     ) -> None:
         self._plane = plane
         self._world = plane.world
@@ -83,7 +86,8 @@ class Watchdog:
         self._report_after = None if report_after is None else parse_duration(report_after)
         self._ends_run = ends_run
         self._folder = folder
-        armed = StackPrinter.arm()
+        self._has_process = has_process
+        armed = StackPrinter.arm() if has_process else None
         self._printer: StackPrinter | None = armed[0] if armed else None
         self._printed: IO[bytes] | None = armed[1] if armed else None
         thread = threading.get_ident()
@@ -103,8 +107,9 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts to watch the thread that made this object; call it before the first collective."""
-        flight_recorder.arm()
-        self._abort.arm()
+        if self._has_process:
+            flight_recorder.arm()
+            self._abort.arm()
         self._board.start()
         self._thread.start()
 
@@ -169,9 +174,10 @@ class Watchdog:
         silence_s = min(mark.silence_s, time.monotonic() - self._awake_since)
         if silence_s < _ALERT_AFTER_S:
             self._board.alert.clear()
+            self._board.is_asked = False
             return
         self._board.alert.set()
-        if set(self._board.evidence) - {self._world.rank}:  # a peer considers a verdict
+        if self._board.is_asked:  # a peer considers a verdict
             self._post(mark.number)
         report_s = None if self._report_after is None else self._report_after.total_seconds()
         if report_s is not None and silence_s > report_s and self._reported_at != mark.number:
@@ -188,14 +194,14 @@ class Watchdog:
             self._board.post_evidence(number, asdict(self._posted))
 
     def _report_stall(self, silence_s: float) -> None:
+        if not self._board.reads:
+            return
         lowest = min((rank for rank, seen in self._board.sightings.items()), default=self._world.rank)
         if self._world.rank == lowest:
-            found = {**self._witness.of_peers(), self._world.rank: self._witness.own()}
-            lines = [one.describe() for _, one in sorted(found.items())]
             log.warning(
                 "no progress for %.0f s (nothing is ended by this report):\n  %s\n  load of host %s: %s",
                 silence_s,
-                "\n  ".join(lines),
+                "\n  ".join(self._witness.brief()),
                 self._world.host,
                 HostLoad.now().describe(),
             )
@@ -205,6 +211,9 @@ class Watchdog:
     def _consider(self, number: int, deadline_s: float) -> None:
         """Gives the verdict, unless somebody moves."""
         self._post(number)
+        if not self._board.reads and not self._must_read(deadline_s):
+            return
+        self._board.ask(number)
         self._collect(_COLLECT_S)
         self._witness.probe_hosts()
         if self._somebody_moves(deadline_s) or self._marks.read().number != number or self._stopping.is_set():
@@ -220,6 +229,12 @@ class Watchdog:
         """What the peers know of this rank holds for this rank as well: all judge by the same."""
         own = {} if self._posted is None else {self._world.rank: self._posted}
         return {**self._witness.of_peers(), **own}
+
+    def _must_read(self, deadline_s: float) -> bool:
+        """Of many ranks the first ones judge; where they do not, one rank of each host does."""
+        if self._marks.read().silence_s > deadline_s + _STEP_IN_S and self._world.local_rank == 0:
+            self._board.reads = True
+        return self._board.reads
 
     def _collect(self, seconds: float) -> None:
         end = time.monotonic() + seconds

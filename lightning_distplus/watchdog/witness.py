@@ -21,10 +21,14 @@ from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.p2p import p2p_call, waits_for_work
+from lightning_distplus.watchdog.verdict import name_ranks
 
 __all__ = ["Witness"]
 
 _KEPT_CALLS = 256  # of each rank, for the comparison: some steps of a large model
+_FEW_RANKS = 64
+_KEPT_CALLS_OF_MANY = 32
+_BRIEF_LINES = 8
 _PROBE_S = 0.5
 _WAIT = ".wait("
 
@@ -58,7 +62,7 @@ class Witness:
         mark = self._marks.read()
         frame = stacks.frame_of(self._thread)
         stack = stacks.stack_of(self._thread)
-        recording = flight_recorder.dump().last(_KEPT_CALLS)
+        recording = flight_recorder.dump().last(_KEPT_CALLS if self._world.size <= _FEW_RANKS else _KEPT_CALLS_OF_MANY)
         waits = stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
         standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
         text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
@@ -92,6 +96,25 @@ class Witness:
             for rank in self._world.ranks
             if rank != self._world.rank
         }
+
+    def brief(self) -> list[str]:
+        """Where the ranks are, those in the same place in one line, the smallest groups first; asks nobody."""
+        groups: dict[str, list[int]] = {}
+        for rank in self._world.ranks:
+            groups.setdefault(self._place_of(rank), []).append(rank)
+        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: len(one[1]))]
+        more = [f"and {len(lines) - _BRIEF_LINES} more places"] if len(lines) > _BRIEF_LINES else []
+        return [*lines[:_BRIEF_LINES], *more]
+
+    def _place_of(self, rank: int) -> str:
+        seen = self._board.sightings.get(rank)
+        if rank == self._world.rank:
+            mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
+        elif seen is not None and seen.beats and not self._board.is_silent:
+            mark, place = seen.mark, seen.place
+        else:
+            return self._seen_from_here(rank).describe().partition(": ")[2]
+        return f"in {mark.operation!r}" + (f" at {place}" if place else "")
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""

@@ -19,6 +19,7 @@ NAMES = (
     "import_cost",
     "order_cost",
     "resume_cost",
+    "data_audit",
     "control_gate",
     "watchdog_scale",
     "flight_recorder_cost",

@@ -93,21 +93,26 @@ class _Toggle(Callback):
     def __init__(self, schedule: Sequence[str]) -> None:
         self.schedule = schedule
         self.marks: list[tuple[float, float, float]] = []  # wall and thread CPU time at entry, duration; in seconds
-        self._gates: dict[str, Callable[[], None]] = {}
+        self._gates: dict[str, Callable[[Any, int], None]] = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._gates:
             return
         loop: Any = trainer.fit_loop.epoch_loop
-        stock = type(loop)._broadcast_sigterm_tensor.__get__(loop)
-        self._gates = {"ours": vars(loop)["_broadcast_sigterm_tensor"], "stock": stock, "control": stock}
-        loop._broadcast_sigterm_tensor = self._pass
+        broadcast = type(loop)._broadcast_sigterm_tensor.__get__(loop)
 
-    def _pass(self) -> None:
+        def stock(batch: Any, batch_idx: int) -> None:
+            broadcast()
+
+        ours = trainer.strategy.on_train_batch_start
+        self._gates = {"ours": ours, "stock": stock, "control": stock}
+        trainer.strategy.on_train_batch_start = self._pass  # type: ignore[method-assign]
+
+    def _pass(self, batch: Any, batch_idx: int) -> None:
         # The loop calls it once more than there are steps in the schedule: that mark ends the last step.
         gate = self._gates[self.schedule[min(len(self.marks), len(self.schedule) - 1)]]
         cpu, start = time.thread_time(), time.perf_counter()
-        gate()
+        gate(batch, batch_idx)
         self.marks.append((start, cpu, time.perf_counter() - start))
 
 

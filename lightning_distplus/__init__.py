@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
@@ -28,6 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DistplusError",
     "ExitCode",
+    "PreemptionHandler",
+    "RankDivergenceMonitor",
     "ResilientDDP",
     "ResilientDeepSpeed",
     "ResilientFSDP",
@@ -43,6 +46,8 @@ __all__ = [
 _HOMES = {
     "DistplusError": "errors",
     "ExitCode": "errors",
+    "PreemptionHandler": "callbacks",
+    "RankDivergenceMonitor": "callbacks",
     "ResilientDDP": "strategies",
     "ResilientDeepSpeed": "strategies",
     "ResilientFSDP": "strategies",

@@ -8,29 +8,41 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.optim import lr_scheduler
 
 # The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
 __all__ = [
+    "FlatUnit",
     "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
     "default_group_timeout",
+    "default_store",
+    "discard_next_deepspeed_step",
+    "flat_units",
     "flight_recorder_dumps",
     "full_state_dict_without_offload",
     "init_default_group",
+    "inner_schedulers",
+    "logged_metric",
+    "non_persistent_buffers",
+    "num_collectives",
     "on_terminate",
     "process_groups",
     "read_group_timeout",
@@ -38,10 +50,14 @@ __all__ = [
     "replace_batch_broadcast",
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
+    "replace_stock_signals",
     "restore_batch_broadcast",
+    "restore_method",
     "restore_sigterm_notifier",
     "set_group_timeout",
+    "synced_metrics",
     "warn_once",
+    "wrap_method",
 ]
 
 log = logging.getLogger(__name__)
@@ -50,6 +66,8 @@ log = logging.getLogger(__name__)
 Store: TypeAlias = Any
 
 _warned: set[str] = set()
+
+_FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
 def warn_once(name: str, consequence: str) -> None:
@@ -131,6 +149,45 @@ def init_default_group(
         atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
 
 
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """The schedulers of a ``SequentialLR`` or ``ChainedScheduler``; of any other none."""
+    if not isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
+        return []
+    inner = getattr(scheduler, "_schedulers", None)
+    if inner is None:
+        warn_once(f"{type(scheduler).__name__}._schedulers", "scale_lr does not scale the schedulers inside it")
+        return []
+    return list(inner)
+
+
+def default_store() -> Store:
+    """The store over which the default process group was formed.
+
+    Raises:
+        RuntimeError: Torch keeps it elsewhere now; a control plane on a stock strategy cannot do without it.
+    """
+    find = getattr(c10d, "_get_default_store", None)
+    if find is None:
+        raise RuntimeError(
+            "torch.distributed.distributed_c10d._get_default_store is not in this version of torch. Use a Resilient "
+            "strategy, which forms the process group on a store of its own."
+        )
+    return find()
+
+
+def num_collectives() -> int:
+    """How many collectives this process has started on the default group; 0 where the group does not tell."""
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    if count is None:
+        warn_once("ProcessGroup._get_sequence_number_for_group", "the numbers of collectives are not compared")
+        return 0
+    try:
+        return int(count())
+    except RuntimeError:  # a backend without sequence numbers
+        return 0
+
+
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
     """Registers a DDP communication hook as Lightning does on CUDA."""
     module = importlib.import_module("lightning.pytorch.overrides.distributed")
@@ -139,6 +196,31 @@ def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> N
         warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
         return
     register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
+    """What Lightning is about to reduce for ``self.log(..., sync_dist=True)``, read off the frames of its callers.
+
+    Args:
+        frame: The caller of ``strategy.reduce``.
+
+    Returns:
+        The hook and the key, as in ``"training_step.loss"``, and ``"step"`` or ``"epoch"``; None for any other call.
+    """
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    metric = getattr(module, "_ResultMetric", None)
+    if not hasattr(metric, "update") or not hasattr(metric, "compute"):
+        warn_once(f"{module.__name__}._ResultMetric", "a reduction of a logged value is not named after its key")
+        return None
+    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}  # type: ignore[union-attr]
+    for _ in range(_FRAMES_TO_METRIC):
+        if frame is None:
+            return None
+        if moment := moments.get(frame.f_code):
+            meta = getattr(frame.f_locals["self"], "meta", None)
+            return f"{getattr(meta, 'fx', '')}.{getattr(meta, 'name', '')}", moment
+        frame = frame.f_back
+    return None
 
 
 def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
@@ -161,6 +243,47 @@ def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
 def restore_batch_broadcast(trainer: Any) -> None:
     """Puts the stock broadcast back."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:
+    """Calls ``wrapper(method, *arguments)`` in the place of a method of this one object.
+
+    Args:
+        owner: A Trainer, a loop, a connector or a strategy.
+        name: The method, private or not.
+        wrapper: Gets the method as it was, and its arguments.
+        consequence: What follows where the method is gone.
+
+    Returns:
+        Whether the method was there.
+    """
+    inner = getattr(owner, name, None)
+    if not callable(inner):
+        warn_once(f"{type(owner).__name__}.{name}", consequence)
+        return False
+    vars(owner)[name] = functools.partial(wrapper, inner)
+    return True
+
+
+def restore_method(owner: Any, name: str) -> None:
+    """Undoes ``wrap_method``."""
+    vars(owner).pop(name, None)
+
+
+def synced_metrics(trainer: Any) -> list[str]:
+    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        return []
+    found = []
+    for key, metric in results.items():
+        meta = getattr(metric, "meta", None)
+        if meta is None or not hasattr(meta, "sync"):
+            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            return []
+        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
+            found.append(str(key))
+    return found
 
 
 def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:
@@ -213,6 +336,35 @@ def restore_sigterm_notifier(trainer: Any) -> None:
     connector = getattr(trainer, "_signal_connector", None)
     if connector is not None:
         vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
+    """Keeps Lightning from registering signal handlers in the next run of this Trainer.
+
+    Its SIGTERM handler broadcasts, and its Slurm handler saves, inside the signal (lightning 2.6.6,
+    ``signal_connector.py`` 58-118).
+
+    Args:
+        trainer: The Trainer, before it registers its handlers, which it does after the strategy's set-up.
+        restore: Called once, when the Trainer would put back the handlers that it found; Lightning's are back then.
+
+    Returns:
+        Whether the registration was there to be kept off.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not callable(getattr(connector, "register_signal_handlers", None)):
+        warn_once("_SignalConnector.register_signal_handlers", "Lightning's own signal handlers stand before ours")
+        return False
+
+    def teardown() -> None:
+        for name in ("register_signal_handlers", "teardown"):
+            vars(connector).pop(name, None)
+        restore()
+
+    connector.received_sigterm = False  # type: ignore[union-attr]
+    connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
+    connector.teardown = teardown  # type: ignore[union-attr]
+    return True
 
 
 @contextmanager
@@ -333,3 +485,81 @@ def _name_of_type(address: int | None) -> str:
         return ""
     name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value or b""
     return name.decode(errors="replace").lstrip("*")
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """The flat parameter of one FSDP1 unit."""
+
+    parameter: torch.Tensor
+    """The leaf whose gradient is the whole, flat gradient of this rank."""
+    local: torch.Tensor
+    """What this rank holds of it between steps."""
+    sections: list[tuple[str, int]]
+    """Name and number of elements of each parameter in it, in order."""
+    shard: str | None
+    """Ranks with the same value hold the same content; None where this rank is the only holder."""
+
+
+def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
+    """The units of an FSDP1 model; none of another one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    hybrid = (ShardingStrategy.HYBRID_SHARD, getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None))
+    found: list[FlatUnit] = []
+    for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+        handle = getattr(unit, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            if not hasattr(unit, "_handle"):
+                warn_once("FullyShardedDataParallel._handle", "gradients and shards of FSDP are not compared")
+            continue
+        names = iter(getattr(flat, "_fqns", ()))
+        numels = getattr(flat, "_numels_with_padding", ())
+        padding = getattr(flat, "_is_padding_mask", [False] * len(numels))
+        sections = [
+            ("padding" if is_padding else next(names, "?"), numel)
+            for numel, is_padding in zip(numels, padding, strict=False)
+        ]
+        shard = "" if unit.sharding_strategy is ShardingStrategy.NO_SHARD else None
+        if unit.sharding_strategy in hybrid:
+            shard = f"shard {dist.get_rank(unit.process_group)}"
+        found.append(FlatUnit(flat, getattr(flat, "_local_shard", flat.data), sections, shard))
+    return found
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """The buffers of a module, without its children, that are not saved."""
+    return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+def discard_next_deepspeed_step(engine: Any) -> bool:
+    """Lets the next step of a ZeRO optimizer drop its gradients, as it does after an overflow; weights stay.
+
+    DeepSpeed keeps reduced gradients in buffers of its own, where clearing ``.grad`` does not reach them (0.19.8).
+
+    Returns:
+        Whether it will.
+    """
+    optimizer = engine.optimizer
+    inner = optimizer.step
+    own = vars(optimizer).get("step")
+    if not callable(getattr(optimizer, "_update_scale", None)):
+        warn_once(f"{type(optimizer).__name__}._update_scale", "a step cannot be left out, so that it raises instead")
+        return False
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
+        # Called once in a step, before ``overflow`` is read; the scale itself stays.
+        optimizer._update_scale = lambda has_overflow=False: setattr(optimizer, "overflow", True)
+        try:
+            return inner(*arguments, **named)
+        finally:
+            del optimizer._update_scale
+            optimizer.overflow = False
+
+    optimizer.step = step
+    return True

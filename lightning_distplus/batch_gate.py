@@ -1,11 +1,11 @@
-"""The step gate in a Trainer: it takes the place of the broadcast that Lightning issues before every batch."""
+"""The gate in a Trainer: once for each optimizer step, in place of the broadcast that Lightning issues per batch."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,39 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, StepGate, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, WatchedGate, Wish
+from lightning_distplus.divergence.agreement import disagreement
+from lightning_distplus.divergence.moments import Flag, Moment, decisions, flags_of, moment_of
+from lightning_distplus.errors import DivergenceError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BatchGate"]
+__all__ = ["MUST_AGREE", "BatchGate"]
 
 log = logging.getLogger(__name__)
+
+MUST_AGREE = (
+    "decisions",
+    "epoch",
+    "global_step",
+    "micro_batch",
+    "learning_rate",
+    "loss_scale",
+    "settings",
+    "collectives",
+    "consumed_samples",
+    "data_fingerprint",
+    "batch_structure",
+    "state_fingerprint",
+)
 
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
 
 
 class BatchGate:
-    """Compares the ranks before each optimizer step and agrees on stopping.
+    """Compares the ranks when they have fetched the first batch of an optimizer step, and agrees on stopping.
 
     Stock Lightning broadcasts one bit from rank 0 before each batch, on the default group, and broadcasts inside its
     SIGTERM handler. Both go: a SIGTERM on any rank becomes this rank's wish at the next gate, and all ranks stop there.
@@ -36,8 +54,9 @@ class BatchGate:
         trainer: The Trainer, before its signal handlers are registered.
         plane: The control plane.
         deadline: How long to wait at a gate, asked for at each one.
-        on_passed: Called with the records once all ranks have met at a gate.
+        on_passed: Called with the records once all ranks have met at the start of a step.
         mark: Told that this rank waits at a gate.
+        points: The named points of the run, where the strategy checks them.
     """
 
     def __init__(
@@ -46,15 +65,38 @@ class BatchGate:
         plane: ControlPlane,
         *,
         deadline: Callable[[], timedelta],
-        on_passed: Callable[[list[GateRecord]], None],
+        on_passed: Callable[[list[GateRecord]], None] = lambda records: None,
         mark: Callable[[str], None] = lambda operation: None,
+        points: Points | None = None,
     ) -> None:
         self._trainer = trainer
-        self._gate = StepGate(plane, name=f"run-{next(_runs)}")
+        arguments: dict[str, Any] = {
+            "name": f"run-{next(_runs)}",
+            "must_agree": MUST_AGREE,
+            "judge": lambda records, fields: None,  # what differs decides about more than an error: see ``meet``
+        }
+        if points is None:
+            self._gate = StepGate(plane, **arguments)
+        else:
+            self._gate = WatchedGate(plane, points=points, **arguments)
         self._deadline = deadline
         self._on_passed = on_passed
         self._mark = mark
         self._sigterm_seen = False
+        self._last: GateRecord | None = None
+        self.is_open = False
+        self.say: Callable[[Any, int], dict[str, Any]] = lambda batch, batch_idx: {}
+        """What else stands in the record of a step; fields of ``GateRecord``."""
+        self.hear: Callable[[list[GateRecord]], None] = lambda records: None
+        """Told the records of a step before the Trainer goes on."""
+        self.tell: Callable[[DivergenceError], None] = _raise
+        """Called where the ranks stand at different places; it raises."""
+        self.wishes = Flag.NONE
+        """What some rank has asked for at a gate, and not all have done yet."""
+        self.wants_preemption: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has to stop with a checkpoint."""
+        self.preempt: Callable[[list[int]], None] = lambda ranks: None
+        """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
@@ -64,12 +106,51 @@ class BatchGate:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         self._gate.open(self._deadline())
-        _compat.replace_batch_broadcast(self._trainer, self._pass)
+        _compat.replace_batch_broadcast(self._trainer, lambda: None)
+        self._inner = self._trainer.strategy.on_train_batch_start
+        vars(self._trainer.strategy)["on_train_batch_start"] = self._on_train_batch_start
+        self.is_open = True
 
     def close(self) -> None:
         """Puts everything back."""
+        self.is_open = False
+        vars(self._trainer.strategy).pop("on_train_batch_start", None)
         _compat.restore_batch_broadcast(self._trainer)
         _compat.restore_sigterm_notifier(self._trainer)
+
+    @property
+    def reads_all_records(self) -> bool:
+        """Whether the records are those of the ranks; above 64 ranks that agree they are copies of this rank's own."""
+        return self._gate.reads_all
+
+    def meet(self, moment: Moment, flags: Flag = Flag.NONE, **fields: Any) -> list[GateRecord]:
+        """Meets all ranks at a named moment.
+
+        A rank with a decision to make (``Moment.DECISION``) may meet others that have gone on to their next moment:
+        they take note of its wish and meet again there, where it joins them.
+
+        Args:
+            moment: Where this rank stands.
+            flags: What it says beside that.
+            **fields: Further fields of the record.
+
+        Returns:
+            The records of all ranks. For a decision they may be of another moment.
+
+        Raises:
+            DivergenceError: The ranks stand at different moments, steps or batches.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        while True:
+            self._mark(f"the gate at {moment}")
+            records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
+            for record in records:
+                self.wishes |= flags_of(record) & (Flag.WANTS_STOP | Flag.WANTS_VALIDATION)
+            if moment is Moment.DECISION or all(moment_of(record) is not Moment.DECISION for record in records):
+                break
+        if moment is not Moment.DECISION:
+            self._require_one_place(records)
+        return records
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler: no collective, no lock; it notes the wish and passes the signal on."""
@@ -78,24 +159,96 @@ class BatchGate:
             launcher.kill(signal.Signals(signum))
         self._sigterm_seen = True
 
-    def _pass(self) -> None:
-        """Runs at the head of every micro-batch; one gate for each optimizer step."""
-        micro_batch = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if micro_batch % self._trainer.accumulate_grad_batches != 0:
-            return
-        self._mark("the step gate")
-        records = self._gate.exchange(self._record(), self._deadline())
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The strategy's hook: the last one before the first collective of a batch."""
+        self._inner(batch, batch_idx)
+        if self._micro_batch % self._trainer.accumulate_grad_batches == 0:
+            self._begin_step(batch, batch_idx)
+
+    def _begin_step(self, batch: Any, batch_idx: int) -> None:
+        is_last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **self.say(batch, batch_idx))
+        self._last = records[0]
         self._on_passed(records)
+        if preempted := [rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT]:
+            self.preempt(preempted)
+        self.hear(records)
         stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]
         if stopping:
             log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
             raise SIGTERMException
 
-    def _record(self) -> GateRecord:
-        loop = self._trainer.fit_loop.epoch_loop
+    @property
+    def _micro_batch(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+
+    def _record(self, moment: Moment, flags: Flag, fields: dict[str, Any]) -> GateRecord:
         return GateRecord(
             global_step=self._trainer.global_step,
-            micro_batch=loop.batch_progress.current.ready,
+            micro_batch=max(0, self._micro_batch),
             epoch=self._trainer.current_epoch,
-            wishes=Wish.STOP if self._sigterm_seen else Wish.NONE,
+            wishes=self._wishes(),
+            decisions=decisions(moment, flags),
+            **fields,
         )
+
+    def _wishes(self) -> Wish:
+        wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
+        return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
+
+    # -- where all must stand ----------------------------------------------------------------------------------------
+
+    def _require_one_place(self, records: Sequence[GateRecord]) -> None:
+        """Raises unless all ranks stand at the same moment of the same step."""
+        if all(record is records[0] for record in records):
+            return
+        moments = {rank: str(moment_of(record)) for rank, record in enumerate(records)}
+        if len(set(moments.values())) > 1:
+            places = {
+                rank: f"{moments[rank]} (epoch {record.epoch}, micro-batch {record.micro_batch}, "
+                f"{record.global_step} steps done)"
+                for rank, record in enumerate(records)
+            }
+            self._tell("moment", places, remedy="look for code that runs, returns or raises on some ranks only")
+        for field in ("epoch", "global_step", "micro_batch"):
+            values = {rank: getattr(record, field) for rank, record in enumerate(records)}
+            if len(set(values.values())) > 1:
+                self._tell(
+                    field,
+                    values,
+                    expected=self._expected(field),
+                    remedy="a rank skipped or repeated a step: look for code that returns or raises on one rank only",
+                )
+        self._require_one_end(records)
+
+    def _require_one_end(self, records: Sequence[GateRecord]) -> None:
+        if moment_of(records[0]) is not Moment.STEP:
+            return
+        is_last = {rank: bool(flags_of(record) & Flag.LAST_BATCH) for rank, record in enumerate(records)}
+        if len(set(is_last.values())) == 1:
+            return
+        self._tell(
+            "last_batch",
+            is_last,
+            remedy="the ranks have different numbers of batches; ResumableDataModule(uneven=...) cuts them alike, "
+            "a DistributedSampler drops or pads",
+        )
+
+    def _expected(self, field: str) -> int | None:
+        """What all ranks must say after what they said at the gate before; None where more than one value is sound."""
+        last = self._last
+        if last is None:
+            return None
+        if field == "global_step":
+            return last.global_step + 1
+        if field == "micro_batch":
+            return last.micro_batch + self._trainer.accumulate_grad_batches
+        return None
+
+    def _tell(self, field: str, values: dict[int, Any], *, remedy: str, expected: Any = None) -> None:
+        where = f"before step {self._trainer.global_step}; nothing was averaged"
+        self.tell(disagreement(field, values, where=where, remedy=remedy, expected=expected))
+
+
+def _raise(error: DivergenceError) -> None:
+    raise error

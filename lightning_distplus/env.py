@@ -22,6 +22,7 @@ __all__ = [
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_EXTENSIONS_DIR",
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
@@ -80,6 +81,7 @@ PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() 
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
 TORCH_FR_BUFFER_SIZE = Variable(
     "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"

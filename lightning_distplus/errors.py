@@ -144,7 +144,7 @@ class DatasetMismatch(DistplusError, ValueError):
 
 
 class Preempted(SystemExit):
-    """The run stopped when asked to, after a committed save."""
+    """The run stopped when asked to, after a committed save; an evaluation has nothing to save."""
 
     exit_code = ExitCode.PREEMPTED
 

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from lightning_distplus.testing import preload
+
 DEFAULT_DEADLINE_S = 60.0
 TEARDOWN_S = 10.0  # what a teardown gets at least, after a call that used up the deadline
 BACKSTOP_S = 10.0  # how long after the deadline a test that no signal handler can interrupt ends the whole run
@@ -164,6 +166,18 @@ def pytest_configure(config: pytest.Config) -> None:
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         stderr_fd = os.dup(2)
+    preload_engines()
+
+
+def preload_engines() -> None:
+    """Lets the forkserver import once what every rank of these tests imports.
+
+    DeepSpeed imports torch's compiler at its first step: six seconds for each rank, or once. It also chooses its device
+    when it is imported; where there is a GPU that must wait until a rank has said that it wants the CPU.
+    """
+    preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.data.distributed", "xxhash")
+    if not Path("/dev/nvidiactl").exists():
+        preload("deepspeed.runtime.engine", "torch._inductor.compile_fx")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""``distplus prepare``: turns text or JSONL into token files, with a progress bar."""
+"""``distplus prepare``: turns text, JSONL or Parquet into token files, with a progress bar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from lightning_distplus.data.documents import SHARD_BYTES
 from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
 
 __all__ = ["main"]
@@ -27,9 +28,10 @@ def main(argv: Sequence[str]) -> int:
         with _bars() if is_interactive else _plain_lines() as on_progress:
             result = prepare(**vars(arguments), on_progress=on_progress)
     except ImportError as error:
-        if error.name != "tokenizers":
+        if error.name not in ("tokenizers", "pyarrow"):
             raise
-        print("distplus prepare: needs tokenizers. Run: pip install 'lightning-distplus[examples]'", file=sys.stderr)
+        needs = "needs tokenizers. Run: pip install 'lightning-distplus[examples]'"
+        print(f"distplus prepare: {error if error.name == 'pyarrow' else needs}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"distplus prepare: {error}", file=sys.stderr)
@@ -41,15 +43,22 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="distplus prepare", description="Turns text into a Megatron .bin/.idx pair.")
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, or folders of them (read in sorted order)")
+    add(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, JSONL or Parquet files, or folders of them (read in sorted order)",
+    )
     add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with one; default: train one")
     add("--vocab_size", type=int, metavar="N", help="size of the vocabulary to train; default: 32000")
-    add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by suffix")
-    add("--text_key", default="text", metavar="NAME", help="field of a JSON line; default: text")
+    add("--format", choices=("auto", "text", "jsonl", "parquet"), default="auto", help="auto: by suffix")
+    add("--text_key", default="text", metavar="NAME", help="field of a JSON line, or Parquet column; default: text")
     add("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="auto: uint16 where the ids fit")
     add("--append_eod", action="store_true", help="end every document with the tokenizer's end token")
     add("--max_bytes", type=int, metavar="N", help="stop before the document that would exceed N bytes of text")
+    add("--num_workers", type=int, default=0, metavar="N", help="processes that write tokens; default: this one alone")
+    add("--shard_bytes", type=int, default=SHARD_BYTES, metavar="N", help="text between two points of resumption")
     add("--overwrite", action="store_true", help="replace an existing pair")
     return parser
 
@@ -66,7 +75,8 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
         def show(progress: Progress) -> None:
             if progress.stage not in started:
                 started.add(progress.stage)
-                bars.reset(tasks[progress.stage], total=progress.total_bytes, visible=True)
+                total, done = progress.total_bytes, progress.done_bytes  # done: by an interrupted preparation
+                bars.reset(tasks[progress.stage], total=total, completed=done, visible=True)
             bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes)
 
         yield show
@@ -75,19 +85,19 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
 @contextmanager
 def _plain_lines() -> Iterator[Callable[[Progress], None]]:
     """One line per stage and every few seconds, for logs."""
-    began: dict[str, float] = {}
+    began: dict[str, tuple[float, int]] = {}
     due: dict[str, float] = {}
 
     def show(progress: Progress) -> None:
         now = time.monotonic()
-        start = began.setdefault(progress.stage, now)
+        start, first_bytes = began.setdefault(progress.stage, (now, progress.done_bytes))
         if now < due.get(progress.stage, start):
             return
         due[progress.stage] = now + _PLAIN_LINE_EVERY_S
-        rate = progress.done_bytes / max(now - start, 1e-9)
+        rate = (progress.done_bytes - first_bytes) / max(now - start, 1e-9)
         share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
         estimate = ""
-        if now > start:
+        if rate > 0:
             left_s = (progress.total_bytes - progress.done_bytes) / rate
             estimate = f", {rate / 1e6:.1f} MB/s, {left_s:.0f} s left"
         print(f"{_LABELS[progress.stage]}: {share:.0f} %{estimate}", file=sys.stderr, flush=True)
@@ -96,7 +106,10 @@ def _plain_lines() -> Iterator[Callable[[Progress], None]]:
 
 
 def _summary(result: PreparedTokens) -> str:
+    reused = ""
+    if result.num_reused:
+        reused = f"; {result.num_reused} of {result.num_shards} parts were there from an interrupted preparation"
     return (
         f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
-        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
+        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}{reused}"
     )

@@ -1,12 +1,28 @@
 """The control plane: messages between ranks without a collective, which would hang exactly when it is needed.
 
 Read in this order: ``rendezvous`` (how the ranks find one store), ``plane`` (barrier, gather, first error), ``record``
-and ``gate`` (the one check of each step).
+and ``gate`` (the one check of each step), ``points`` (the calls in which all ranks take part).
 """
 
 from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.points import Points, WatchedGate, active_points
 from lightning_distplus.control.record import GateRecord, Wish
-from lightning_distplus.control.rendezvous import Address, connect, connected, disconnect
+from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect
+from lightning_distplus.control.whereabouts import Point
 
-__all__ = ["Address", "ControlPlane", "GateRecord", "StepGate", "Wish", "connect", "connected", "disconnect"]
+__all__ = [
+    "Address",
+    "ControlPlane",
+    "GateRecord",
+    "Point",
+    "Points",
+    "StepGate",
+    "WatchedGate",
+    "Wish",
+    "active_points",
+    "connect",
+    "connect_over",
+    "connected",
+    "disconnect",
+]

@@ -8,11 +8,20 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from lightning_distplus._compat import Store
-from lightning_distplus.errors import HangDetected, PeerError, PeerFailed, PeerLost, PeerMissing
+from lightning_distplus.errors import (
+    DistplusError,
+    DivergenceError,
+    HangDetected,
+    PeerError,
+    PeerFailed,
+    PeerLost,
+    PeerMissing,
+)
 from lightning_distplus.world import World
 
 __all__ = ["FirstError", "Listener"]
@@ -43,6 +52,8 @@ class FirstError:
     traceback: str
     ranks: list[int]
     """The culprits: this rank, or those whom its error names."""
+    differs: dict[str, Any] = field(default_factory=dict)
+    """Of a ``DivergenceError``: ``field``, and ``values`` by rank as text."""
     at: float
     """Unix time in seconds, by the clock of that rank."""
 
@@ -56,7 +67,8 @@ class FirstError:
             type=type(error).__name__,
             message=str(error)[:_TEXT_BYTES],
             traceback="".join(traceback.format_exception(error))[-_TEXT_BYTES:],
-            ranks=error.ranks if isinstance(error, _VERDICT_TYPES) else [world.rank],
+            ranks=error.ranks if isinstance(error, (*_VERDICT_TYPES, DivergenceError)) else [world.rank],
+            differs=_differs(error) if isinstance(error, DivergenceError) else {},
             at=time.time(),
         )
 
@@ -64,11 +76,21 @@ class FirstError:
         """The error in one line, as its peers show it."""
         return f"Rank {self.rank} (host {self.host}, pid {self.pid}) failed first: {self.type}: {self.message}"
 
-    def as_heard(self) -> PeerError:
+    def as_heard(self) -> DistplusError:
         """The error that a peer raises: what this rank has found out about others, or that this rank has failed."""
+        told = f"{self.message} (Told by rank {self.rank}, host {self.host}, pid {self.pid}.)"
         if verdict := _VERDICTS.get(self.type):
-            return verdict(f"{self.message} (Told by rank {self.rank}, host {self.host}, pid {self.pid}.)", self.ranks)
+            return verdict(told, self.ranks)
+        if self.type == DivergenceError.__name__:
+            values = {int(rank): value for rank, value in self.differs["values"].items()}
+            return DivergenceError(told, ranks=self.ranks, field=self.differs["field"], values=values)
         return PeerFailed(f"{self.describe()}\n{self.traceback}", [self.rank])
+
+
+def _differs(error: DivergenceError) -> dict[str, Any]:
+    """Numbers and texts stay what they are; everything else travels as text."""
+    values = {rank: one if isinstance(one, (int, float, str)) else repr(one) for rank, one in error.values.items()}
+    return {"field": error.field, "values": values}
 
 
 class Listener:
@@ -122,7 +144,8 @@ class Listener:
                     self._speaker.set(self._bell(rank, number), b"error")
             self._speaker.check([_KEY])  # a round trip: what was set before it has arrived
         if is_host:
-            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *self.heard.ranks})
+            culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
+            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
 
     def _bell(self, rank: int, number: int) -> str:

@@ -67,6 +67,8 @@ class ControlPlane:
         self.is_attended = False
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self._calls: Counter[str] = Counter()
+        self.on_wait: Callable[[float], None] | None = None
+        """Called between two looks of every wait of this plane, with the seconds that it has lasted."""
         # A store serves one call at a time, so that the listener has a connection of its own.
         self._listener = Listener(store.clone(), world)
 
@@ -200,7 +202,7 @@ class ControlPlane:
 
         Raises:
             PeerFailed: With the peer's traceback in the message.
-            PeerMissing, PeerLost, HangDetected: What the peer has found out about others.
+            PeerMissing, PeerLost, HangDetected, DivergenceError: What the peer has found out about others.
         """
         error = self.first_error
         if error is not None and error.rank != self.world.rank:
@@ -235,6 +237,8 @@ class ControlPlane:
         while not is_complete():
             self.raise_if_peer_failed()
             elapsed = time.monotonic() - start
+            if self.on_wait is not None:
+                self.on_wait(elapsed)
             if elapsed >= look_at_s:
                 look_at_s = elapsed + look_every_s
                 self.raise_if_gone(what, set(self.world.ranks) - arrived())

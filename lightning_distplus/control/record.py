@@ -50,6 +50,10 @@ class GateRecord:
     """Sequence numbers of all process groups, unsigned 64 bits."""
     state_fingerprint: int = 0
     """The step's window of the model state, unsigned 64 bits."""
+    settings: int = 0
+    """What the optimizers do: rates and counts of all groups, trainable parameters; unsigned 64 bits."""
+    batch_content: int = 0
+    """A sum of this rank's own samples, unsigned 64 bits; it never has to agree."""
     learning_rate: float = 0.0
     loss_scale: float = 0.0
 
@@ -84,7 +88,7 @@ class GateRecord:
 
 _NAMES = tuple(field.name for field in fields(GateRecord))
 _values = attrgetter(*_NAMES)  # dataclasses.astuple copies deeply, which costs more than the exchange
-_LAYOUT = struct.Struct("<B QQI H H QQQQQ dd".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 

@@ -22,7 +22,7 @@ from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.world import World
 
-__all__ = ["Address", "connect", "connected", "disconnect"]
+__all__ = ["Address", "connect", "connect_over", "connected", "disconnect"]
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,31 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         store = _open_store(world, address, deadline)
         plane = _introduce(store, world, address)
         _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())))
+        _plane = plane
+        return plane
+
+
+def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlane:
+    """Meets all ranks at a store that they have in common already; a second call returns the plane of the first.
+
+    Args:
+        world: This process.
+        store: Rank 0 serves it; its keys are ours alone below the prefix ``distplus``.
+        deadline: How long to wait for the last rank.
+
+    Raises:
+        PeerMissing: Some ranks never came; ``.ranks`` names them.
+        RendezvousError: Another process has taken this rank.
+    """
+    global _plane
+    with _lock:
+        if _plane is not None and _plane.world == world:
+            return _plane
+        prefixed = PrefixStore("distplus", store.clone())
+        prefixed.set_timeout(_CALL_TIMEOUT)
+        _claim_rank(prefixed, world)
+        plane = ControlPlane(prefixed, world)
+        _meet(plane, deadline)
         _plane = plane
         return plane
 
@@ -241,7 +266,7 @@ def _agree_on_job(store: Store, world: World, address: Address) -> None:
             )
 
 
-def _claim_rank(store: Store, world: World, store_host: str) -> None:
+def _claim_rank(store: Store, world: World, store_host: str = "") -> None:
     mine = Peer.of(world, store_host)
     found = Peer.from_json(store.compare_set(f"hello/{world.rank}", "", mine.to_json()))
     if found != mine:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import connected
-from lightning_distplus.data.audit_records import AuditWriter, sum_of_samples
+from lightning_distplus.data.audit_records import AuditWriter, SampleSum
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request
 from lightning_distplus.errors import DatasetMismatch
@@ -45,8 +45,8 @@ class SampleAudit(Callback):
         self._step = 0
         self._is_counted = True  # tensor-parallel peers get the same samples: the first of them counts
         # Of the steps that are done, and of the one that is not, on this rank; the loaded part counts on rank 0 alone.
-        self._done = self._window = 0
-        self._num_done = self._num_window = 0
+        self._done = SampleSum()
+        self._window: list[tuple[int, Request]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Opens this run's file."""
@@ -63,9 +63,8 @@ class SampleAudit(Callback):
         self._data, self._step = data, trainer.global_step
         loaded, self._loaded = self._loaded, None
         is_first = trainer.is_global_zero
-        self._done = int(loaded["sum"], 16) if loaded and is_first else 0
-        self._num_done = loaded["num_samples"] if loaded and is_first else 0
-        self._window = self._num_window = 0
+        self._done = SampleSum(int(loaded["sum"], 16), loaded["num_samples"]) if loaded and is_first else SampleSum()
+        self._window = []
         position, geometry = data.position(), data.geometry
         self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
         is_stream = "sources" in data.identity
@@ -86,15 +85,15 @@ class SampleAudit(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the samples to the sum."""
+        """Notes the samples for the sum."""
         assert self._data is not None
-        if trainer.global_step != self._step:
-            self._close_window(trainer.global_step)
+        if (step := trainer.global_step) != self._step:
+            self._done.add(self._window)
+            self._window, self._step = [], step
         request = self._request = self._data.delivered
         assert request is not None, "a batch was delivered"
         if self._is_counted:
-            self._window += sum_of_samples(self._epoch(request), request.positions, request.ids)
-            self._num_window += len(request.positions)
+            self._window.append((self._epoch(request), request))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -120,9 +119,10 @@ class SampleAudit(Callback):
         """The sum over all ranks of all completed steps."""
         if self._data is None:
             return dict(self._loaded or {})
-        is_done = self._data.position().steps > self._step
-        mine = [self._done + self._window * is_done, self._num_done + self._num_window * is_done]
-        sums, counts = zip(*_from_all_ranks(mine), strict=True)
+        if self._data.position().steps > self._step:
+            self._done.add(self._window)
+            self._window = []
+        sums, counts = zip(*_from_all_ranks(list(self._done.value())), strict=True)
         return {"version": _VERSION, "sum": f"{sum(sums) % _MODULUS:016x}", "num_samples": sum(counts)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,12 +137,6 @@ class SampleAudit(Callback):
                 f"reads {_VERSION}. Resume with the version that wrote it, or without SampleAudit."
             )
         self._loaded = dict(state_dict) or None
-
-    def _close_window(self, step: int) -> None:
-        self._done += self._window
-        self._num_done += self._num_window
-        self._window = self._num_window = 0
-        self._step = step
 
     def _epoch(self, request: Request) -> int:
         """Positions of a stream count over all epochs."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distplus.data.audit_records import AuditBatch, AuditFile, read_audit, sum_of_samples
-from lightning_distplus.data.mixture import MixedOrder, Mixture
 from lightning_distplus.data.order import EpochOrder
+from lightning_distplus.data.phases import order_of
 
 __all__ = ["AuditReport", "Sighting", "audit"]
 
@@ -159,11 +159,12 @@ def _check(runs: list[_Run], kept: list[tuple[int, int, AuditBatch]], report: Au
             facts = runs[batches[-1][0] if batches else -1].facts
             end = max(end, facts["epoch_samples"])
         lost = np.setdiff1d(np.arange(start, end, dtype=np.int64), values)
-        ids = _expected_ids(runs[-1].facts["identity"], epoch, lost)
-        report.missed += [(epoch, int(place), tuple(row)) for place, row in zip(lost, ids.tolist(), strict=True)]
+        for identity, places in _by_phase(runs, lost):
+            ids = _expected_ids(identity, epoch, places)
+            report.missed += [(epoch, int(place), tuple(row)) for place, row in zip(places, ids.tolist(), strict=True)]
         doubled = set(values[counts > 1].tolist())
         _collect_repeated(batches, doubled, report)
-        _compare_ids(runs[-1].facts["identity"], epoch, batches, report)
+        _compare_ids(runs, epoch, batches, report)
 
 
 def _collect_repeated(batches: list[tuple[int, int, AuditBatch]], doubled: set[int], report: AuditReport) -> None:
@@ -179,12 +180,22 @@ def _collect_repeated(batches: list[tuple[int, int, AuditBatch]], doubled: set[i
     report.repeated += [found[position] for position in sorted(found)]
 
 
-def _compare_ids(
-    identity: dict[str, Any], epoch: int, batches: list[tuple[int, int, AuditBatch]], report: AuditReport
-) -> None:
+def _by_phase(runs: list[_Run], positions: NDArray[np.int64]) -> Iterator[tuple[dict[str, Any], NDArray[np.int64]]]:
+    """The positions that each identity governs: a run that resumes ends the phases that began later."""
+    phases: list[tuple[int, dict[str, Any]]] = []
+    for run in runs:
+        identity = run.facts["identity"]
+        begins = identity.get("phase", [0])[0]
+        phases = [one for one in phases if one[0] < begins] + [(begins, identity)]
+    ends: list[float] = [begins for begins, _ in phases[1:]]
+    for (begins, identity), end in zip(phases, [*ends, float("inf")], strict=True):
+        yield identity, positions[(positions >= begins) & (positions < end)]
+
+
+def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, AuditBatch]], report: AuditReport) -> None:
     """Each position once is each sample once only if the ids are those of the order."""
     for run, rank, batch in batches:
-        expected = _expected_ids(identity, epoch, batch.positions)
+        expected = _expected_ids(runs[run].facts["identity"], epoch, batch.positions)
         for row in np.flatnonzero((expected != batch.ids).any(axis=1)).tolist():
             report.problems.append(
                 f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
@@ -194,9 +205,8 @@ def _compare_ids(
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids that the order assigns to positions: int64 of shape (num_positions, numbers per id)."""
+    if "sources" in identity:
+        return order_of(identity)(positions)
     seed, shuffle = identity["seed"], identity["shuffle"]
-    if "sources" not in identity:
-        order = EpochOrder(num_samples=identity["num_samples"], seed=seed, epoch=epoch, shuffle=shuffle)
-        return order(positions)[:, None]
-    _, numerators, sizes = zip(*identity["sources"], strict=True)
-    return MixedOrder(Mixture(numerators, seed), sizes, seed=seed, shuffle=shuffle)(positions)
+    order = EpochOrder(num_samples=identity["num_samples"], seed=seed, epoch=epoch, shuffle=shuffle)
+    return order(positions)[:, None]

@@ -7,7 +7,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AuditBatch", "AuditFile", "AuditWriter", "read_audit", "sum_of_samples"]
+from lightning_distplus.data.loader import Request
+
+__all__ = ["AuditBatch", "AuditFile", "AuditWriter", "SampleSum", "read_audit", "sum_of_samples"]
 
 # kind, numbers per id, samples (in a header: bytes), epoch, step, unix time; then the payload and its CRC-32.
 _HEAD = struct.Struct("<cBIqqd")
@@ -25,6 +27,7 @@ _MULTIPLIERS = tuple(
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 )
 _SHIFT = np.uint64(32)
+_MAX_WAITING = 256  # micro-batches
 
 
 def sum_of_samples(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> int:
@@ -45,6 +48,41 @@ def sum_of_samples(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int
     mixed *= _MULTIPLIERS[2]
     mixed ^= mixed >> _SHIFT
     return int(np.add.reduce(mixed))
+
+
+class SampleSum:
+    """A growing ``sum_of_samples``. It hashes many micro-batches at once: one alone costs 30 microseconds.
+
+    Args:
+        total: The sum so far.
+        num_samples: How many samples are in it.
+    """
+
+    def __init__(self, total: int = 0, num_samples: int = 0) -> None:
+        self._total = total
+        self._num_samples = num_samples
+        self._waiting: list[tuple[int, Request]] = []
+
+    def add(self, batches: Iterable[tuple[int, Request]]) -> None:
+        """Takes micro-batches, each with the epoch of its positions."""
+        self._waiting += batches
+        if len(self._waiting) >= _MAX_WAITING:
+            self._fold()
+
+    def value(self) -> tuple[int, int]:
+        """The sum, not reduced, and the number of samples."""
+        self._fold()
+        return self._total, self._num_samples
+
+    def _fold(self) -> None:
+        of_epoch: dict[int, list[Request]] = {}
+        for epoch, request in self._waiting:
+            of_epoch.setdefault(epoch, []).append(request)
+        for epoch, requests in of_epoch.items():
+            positions = np.concatenate([request.positions for request in requests])
+            self._total += sum_of_samples(epoch, positions, np.concatenate([request.ids for request in requests]))
+            self._num_samples += len(positions)
+        self._waiting = []
 
 
 class AuditWriter:

@@ -10,10 +10,11 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+from lightning_distplus.data.lr_scaling import LrScaling, scale_learning_rates
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
 from lightning_distplus.data.position import (
@@ -23,8 +24,10 @@ from lightning_distplus.data.position import (
     read_state,
     require_same_batch,
     require_same_data,
+    rest_of_schedule,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.trainer_view import data_parallel, is_overfitting, of_first_epoch, refuse_changing_windows
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
@@ -50,6 +53,7 @@ class ExactDataModule(pl.LightningDataModule):
         pin_memory: bool | None,
         allow_global_batch_change: bool,
         ignore_fingerprint: bool,
+        lr_scaling: LrScaling | None = None,
     ) -> None:
         super().__init__()
         if micro_batch < 1:
@@ -60,11 +64,14 @@ class ExactDataModule(pl.LightningDataModule):
         self._pin_memory = pin_memory
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
+        self._lr_scaling = lr_scaling
+        self._scaled_by = 1.0
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self._schedule: BatchSchedule | None = None
         self.receipt = ""
         self._loaders: dict[str, SampleLoader] = {}
         self.timer: Timer | None = None
@@ -103,6 +110,13 @@ class ExactDataModule(pl.LightningDataModule):
         """Micro-batches of an optimizer step."""
         return int(trainer.accumulate_grad_batches)
 
+    def _begin_anew(self) -> None:
+        """Forgets what an earlier Trainer's position depended on."""
+
+    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes over what in a saved state the identity depends on; returns the state as it is compared."""
+        return state
+
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         """Raises when the position lies past the data; data without an end need not override this."""
 
@@ -135,6 +149,11 @@ class ExactDataModule(pl.LightningDataModule):
     def cursor(self) -> Cursor:
         """Where the present Trainer stands."""
         return self._joined()
+
+    @property
+    def lr_factor(self) -> float:
+        """What ``scale_lr`` multiplies the learning rates by; 1 without it. Under a schedule: of its last stage."""
+        return 1.0 if self._lr_scaling is None else self._lr_scaling.factor(self.geometry.global_batch)
 
     @property
     def geometry(self) -> Geometry:
@@ -171,7 +190,7 @@ class ExactDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> SampleLoader | list[Any]:
         """This rank's validation batches, in order, as many as on any other rank."""
-        plan = self._validation_plan(_data_parallel(self.trainer))
+        plan = self._validation_plan(data_parallel(self.trainer))
         if plan is None:
             return []
         if "val" not in self._loaders:
@@ -183,16 +202,22 @@ class ExactDataModule(pl.LightningDataModule):
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
         if self._loaded is not None or self._cursor is None:
             return dict(self._loaded or {})
-        return {
+        geometry, position = self._cursor.geometry, self.position()
+        state = {
             "version": STATE_VERSION,
             "order_version": ORDER_VERSION,
             **self._known_identity,
-            "global_batch": self._cursor.geometry.global_batch,
-            "micro_step": self._cursor.geometry.micro_step,
-            "ranks": self._cursor.geometry.ranks.size,
+            "global_batch": geometry.at(position.consumed_samples).global_batch,
+            "micro_step": geometry.micro_step,
+            "ranks": geometry.ranks.size,
             "global_batch_changes": self._changes,
-            **asdict(self.position()),
+            **asdict(position),
         }
+        if self._scaled_by != 1.0:
+            state["lr_factor"] = self._scaled_by
+        if rest := rest_of_schedule(geometry, position.consumed_samples):
+            state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a saved position over.
@@ -232,17 +257,30 @@ class ExactDataModule(pl.LightningDataModule):
             )
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
-        ranks = _data_parallel(trainer)
-        geometry = Geometry(micro_batch=self._micro_batch, accumulation=self._accumulation(trainer, ranks), ranks=ranks)
-        _refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
-        self._known_identity = self._identity()
+        ranks = data_parallel(trainer)
+        accumulation, schedule = self._accumulation(trainer, ranks), self._schedule
+        geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
+        refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
             self._changes = []
+            self._begin_anew()
+            self._known_identity = self._identity()
             return Cursor(trainer, geometry)
         return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
 
     def _num_batches(self, geometry: Geometry) -> int:
+        """Micro-batches of an epoch."""
         return self._num_global_batches(geometry) * geometry.accumulation
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the global batch changes during the run."""
+        return self._schedule is not None
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """Follows the schedule, called before each training step."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:  # type: ignore[union-attr]
+            self.cursor.begin_window()
 
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
@@ -259,7 +297,7 @@ class ExactDataModule(pl.LightningDataModule):
             self.timer.go_on()
         cursor = self._joined()
         position = cursor.begin_epoch()
-        order, first = self._order(_of_first_epoch(position) if _is_overfitting(self.trainer) else position)
+        order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
@@ -271,6 +309,7 @@ class ExactDataModule(pl.LightningDataModule):
 
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
+        state = self._adopt(state)
         ours = self._known_identity
         saved = {name: state.get(name) for name in ours}
         require_same_data(saved, ours, ignore_fingerprint=self._ignore_fingerprint)
@@ -278,26 +317,44 @@ class ExactDataModule(pl.LightningDataModule):
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)
         self._changes = [list(change) for change in state["global_batch_changes"]]
-        if global_batch != geometry.global_batch:
-            change = [position.consumed_samples, global_batch, geometry.global_batch]
+        here = geometry.at(position.consumed_samples)
+        if global_batch != here.global_batch:
+            change = [position.consumed_samples, global_batch, here.global_batch]
             self._changes = [*self._changes, change][-_MAX_CHANGES:]
-        if (global_batch, state["micro_step"]) == (geometry.global_batch, geometry.micro_step):
+        if (global_batch, state["micro_step"]) == (here.global_batch, here.micro_step):
             return position
-        return replace(
-            position,
-            batches=-(-position.offset // geometry.global_batch) * geometry.accumulation,
-            total_batches=position.consumed_samples // geometry.micro_step,
-        )
+        batches = -(-position.offset // here.global_batch) * here.accumulation
+        if geometry.schedule is not None:  # its windows are counted from where a stage begins, not from the epoch's
+            batches = -(-position.offset // here.micro_step)
+        return replace(position, batches=batches, total_batches=position.consumed_samples // here.micro_step)
 
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
-        if self._loaded is None:
-            return
         cursor = self._joined()
-        cursor.place(self._translate(self._loaded, cursor.geometry))
-        self.receipt = change_of_cut(self._loaded, cursor.geometry)
-        self._loaded = None
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
+        self._scale_lr(float((self._loaded or {}).get("lr_factor", 1.0)))
+        if self._loaded is not None:
+            cursor.place(self._translate(self._loaded, cursor.geometry))
+            self.receipt = change_of_cut(self._loaded, cursor.geometry)
+            self._loaded = None
+            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
+        if self.is_scheduled:
+            cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
+            cursor.begin_window()
+
+    def _scale_lr(self, before: float) -> None:
+        """Scales the learning rates from what the checkpoint's were scaled by, to this run's factor."""
+        if self._lr_scaling is None:
+            self._scaled_by = before
+            return
+        self._scaled_by, trainer = self.lr_factor, self.trainer
+        assert trainer is not None, "training starts"
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        factor = self._scaled_by / before
+        done = scale_learning_rates(trainer.optimizers, schedulers, factor) if factor != 1.0 else "already in place"
+        if trainer.is_global_zero:
+            rule, base, batch = self._lr_scaling.rule, self._lr_scaling.base_global_batch, self.geometry.global_batch
+            text = "learning rate x %.4g (%s: global batch %d, base %d): %s"
+            _log.info(text, self._scaled_by, rule, batch, base, done)
 
     def _close(self) -> None:
         for loader in self._loaders.values():
@@ -314,34 +371,3 @@ class _ValidationRequests:
 
     def __iter__(self) -> Iterator[Request]:
         return (self.request(self.plan, positions) for positions in self.plan)
-
-
-def _is_overfitting(trainer: Any) -> bool:
-    return bool(trainer.overfit_batches > 0)
-
-
-def _of_first_epoch(position: Position) -> Position:
-    """The same place in the first epoch: its batches are those of every epoch."""
-    return replace(position, epoch=0, consumed_samples=position.offset)
-
-
-def _data_parallel(trainer: Any) -> DataParallel:
-    """The data-parallel place of this process; tensor-parallel peers have the same."""
-    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
-    return DataParallel(rank=kwargs["rank"], size=kwargs["num_replicas"]) if kwargs else DataParallel()
-
-
-def _refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int) -> None:
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise ValueError(
-            "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
-            "Use Trainer(accumulate_grad_batches=...)."
-        )
-    limit = trainer.limit_train_batches
-    length = min(num_batches, limit if isinstance(limit, int) else int(num_batches * limit))
-    if trainer.strategy.handles_gradient_accumulation and length % accumulation:
-        raise ValueError(
-            f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
-            f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
-            "Choose a multiple."
-        )

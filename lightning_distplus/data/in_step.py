@@ -41,14 +41,19 @@ class InStep(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the loops at a loaded position."""
+        """Puts the loops at a loaded position, and says how large the batches are."""
         if self._is_fitted_by(trainer):
             self.data.place()
+            here = self.data.position()
+            if trainer.is_global_zero:
+                _log.info("global batch %s", self.data.geometry.at(here.consumed_samples))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Says once, on rank 0, where the run has resumed."""
+        """Follows a schedule of batch sizes; says once, on rank 0, where the run has resumed."""
+        if self.data.is_scheduled and self._is_fitted_by(trainer):
+            self.data.begin_batch(batch_idx)
         timer = self.data.timer
         if timer is None or not self._is_fitted_by(trainer):
             return

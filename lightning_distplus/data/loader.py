@@ -117,7 +117,8 @@ class SampleLoader:
     then the Trainer has restored all states.
 
     Args:
-        fetcher: An object with ``__getitems__(request)`` that returns the finished batch.
+        fetcher: An object with ``__getitems__(request)`` that returns the batch; where it also has
+            ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch.
         plan: Called at the start of each pass: the requests that remain in this epoch.
         num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
         options: Workers and pinning.
@@ -137,6 +138,7 @@ class SampleLoader:
         self._plan = plan
         self._num_batches = num_batches
         self._options = options
+        self._finish = getattr(fetcher, "finish", None)
         self._seed = derive_key(seed, _PRIVATE)
         # Only a fetcher that seeds disturbs the generators, and only where it runs in this process.
         self._isolate = options.num_workers == 0 and getattr(fetcher, "seed", None) is not None
@@ -163,6 +165,8 @@ class SampleLoader:
                     batch = next(iterator)
             except StopIteration:
                 return
+            if self._finish is not None:
+                batch = self._finish(batch, pin_memory=self._options.pin_memory)
             self.delivered = self._requests.drawn.popleft()
             yield batch
 

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request, SampleFetcher, WorkerOptions
+from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
@@ -46,6 +47,9 @@ class ResumableDataModule(ExactDataModule):
         prefetch_factor: As in ``DataLoader``.
         seed_samples: Seed python's, numpy's and torch's generators for each sample from (seed, epoch, position), so
             that augmentation is exact too; costs 7 microseconds per sample, and 100 per batch with ``num_workers=0``.
+        scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
+            ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
+        base_global_batch_size: The global batch for which those learning rates were chosen.
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
@@ -67,6 +71,8 @@ class ResumableDataModule(ExactDataModule):
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
         seed_samples: bool = True,
+        scale_lr: LrRule | None = None,
+        base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
     ) -> None:
@@ -79,6 +85,7 @@ class ResumableDataModule(ExactDataModule):
             pin_memory=pin_memory,
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
+            lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
         )
         if uneven not in ("drop", "pad", "error"):
             raise ValueError(f'uneven is {uneven!r}; it is one of "drop", "pad", "error".')

@@ -20,9 +20,11 @@ __all__ = [
     "read_state",
     "require_same_batch",
     "require_same_data",
+    "rest_of_schedule",
 ]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +60,11 @@ def read_state(state: Mapping[str, Any]) -> Position:
     Raises:
         DatasetMismatch: The state or its order is of a version that this package does not know.
     """
-    for name, ours in (("version", STATE_VERSION), ("order_version", ORDER_VERSION)):
-        if state.get(name) != ours:
+    for name, ours in (("version", _READABLE), ("order_version", (ORDER_VERSION,))):
+        if state.get(name) not in ours:
             raise DatasetMismatch(
-                f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads {ours}. "
+                f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads "
+                f"{' and '.join(map(str, ours))}. "
                 "Resume with the version of lightning_distplus that wrote the checkpoint."
             )
     return Position(**{name: state[name] for name in Position.__dataclass_fields__})
@@ -88,21 +91,35 @@ def require_same_data(saved: Mapping[str, Any], ours: Mapping[str, Any], *, igno
 
 
 def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
-    """Compares the global batch.
+    """Compares the global batch, and what is left of its schedule.
 
     Raises:
-        DatasetMismatch: It differs and ``allow_change`` is False.
+        DatasetMismatch: They differ and ``allow_change`` is False.
     """
-    if saved["global_batch"] != geometry.global_batch and not allow_change:
+    here = geometry.at(saved["consumed_samples"])
+    if saved["global_batch"] != here.global_batch and not allow_change:
         raise DatasetMismatch(
             f"The checkpoint was written with a global batch of {saved['global_batch']} samples; this run has "
-            f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
+            f"{here}. Choose batch size, ranks and accumulation with the same product, or pass "
             "allow_global_batch_change=True."
         )
+    before = saved.get("schedule", {"rest": "", "text": "no schedule"})
+    if before["rest"] != rest_of_schedule(geometry, saved["consumed_samples"]) and not allow_change:
+        raise DatasetMismatch(
+            f"From sample {saved['consumed_samples']} on the sizes of the global batches differ: {before['text']} in "
+            f"the checkpoint, {geometry.schedule or 'no schedule'} in this run. Give this run the schedule of the "
+            "checkpoint, or pass allow_global_batch_change=True."
+        )
+
+
+def rest_of_schedule(geometry: Geometry, sample: int) -> str:
+    """A digest of what follows after ``sample``; empty where the global batch does not change any more."""
+    return geometry.schedule.rest(sample) if geometry.schedule is not None else ""
 
 
 def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
     """How the global batches are cut now and were cut before; empty where nothing has changed."""
+    geometry = geometry.at(state["consumed_samples"])
     saved = (state["global_batch"], state["micro_step"], state.get("ranks", geometry.ranks.size))
     if saved == (geometry.global_batch, geometry.micro_step, geometry.ranks.size):
         return ""

@@ -9,13 +9,17 @@ their public attributes, as 2.6 defines them.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_distplus.data.batch_schedule import Window
 from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import Position
 
 __all__ = ["Cursor"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,8 +59,11 @@ class Cursor:
         counters = fit.epoch_loop.batch_progress
         num_done = counters.total.processed - anchor.total_batches
         is_epoch_done = anchor.batches + num_done >= self.trainer.num_training_batches
-        if not is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
-            num_done -= num_done % self.geometry.accumulation
+        num_whole, num_steps = self.geometry.whole_windows(anchor.consumed_samples, num_done)
+        if is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
+            num_steps += num_whole < num_done
+        else:
+            num_done = num_whole
         num_samples = num_done * self.geometry.micro_step
         here = Position(
             epoch=anchor.epoch,
@@ -64,7 +71,7 @@ class Cursor:
             offset=anchor.offset + num_samples,
             consumed_samples=anchor.consumed_samples + num_samples,
             total_batches=anchor.total_batches + num_done,
-            steps=anchor.steps + -(-num_done // self.geometry.accumulation),
+            steps=anchor.steps + num_steps,
         )
         is_epoch_closed = is_epoch_done and fit.epoch_progress.current.processed > anchor.epoch
         is_epoch_left = counters.current.processed > counters.current.started  # on_train_batch_start returned -1
@@ -117,6 +124,17 @@ class Cursor:
         if position.is_validated:
             done = _Validation(position.total_batches, position.validation_batches, is_finished=True)
             self._validations.append(done)
+
+    def begin_window(self) -> None:
+        """Follows a schedule of global batches, at the first micro-batch of a step."""
+        here = self.position()
+        now = self.geometry.at(here.consumed_samples)
+        before = self.trainer.accumulate_grad_batches
+        if isinstance(before, Window) and before == now.accumulation:
+            return
+        self.trainer.accumulate_grad_batches = Window(now.accumulation, first_batch=here.batches)
+        if isinstance(before, Window) and self.trainer.is_global_zero:
+            _log.info("global batch %s from sample %d, step %d on", now, here.consumed_samples, here.steps)
 
     def begin_validation(self) -> None:
         """A validation begins, not the sanity check."""

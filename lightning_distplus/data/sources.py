@@ -48,6 +48,11 @@ class Source:
         if self.dtype is not None and self.dtype not in INTEGERS:
             raise ValueError(f"dtype of source {self.path} is {self.dtype!r}; it is one of {', '.join(INTEGERS)}.")
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or self.path
+
 
 def open_source(source: Source, seq_len: int) -> TokenStream:
     """Opens and checks a source.

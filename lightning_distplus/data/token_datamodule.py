@@ -1,14 +1,18 @@
 """The data module for pretraining: weighted mixtures of token files."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import Request, WorkerOptions
-from lightning_distplus.data.mixture import MixedOrder, Mixture
+from lightning_distplus.data.lr_scaling import LrRule, LrScaling
+from lightning_distplus.data.mixture import Mixture
+from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.sources import Source, open_source
@@ -17,6 +21,9 @@ from lightning_distplus.data.token_fetcher import TokenFetcher
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
+
+_log = logging.getLogger(__name__)
+_MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
 class TokenDataModule(ExactDataModule):
@@ -39,7 +46,11 @@ class TokenDataModule(ExactDataModule):
         seq_len: Tokens per sample.
         micro_batch_size: Samples per data-parallel rank and micro-batch.
         global_batch_size: Samples per optimizer step. The Trainer's accumulation then follows from it. None means
-            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``.
+            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``. A list of pairs (first sample, size)
+            is a schedule: a step that begins at the first sample of a stage, or after it, has that size. The run then
+            has one epoch, and needs ``max_steps``.
+        rampup_batch_size: Megatron-LM's three numbers, (start, increment, samples): the global batch begins with
+            ``start`` and grows by ``increment``, in equal stages over so many samples, to ``global_batch_size``.
         val_sources: Validation data, read in order, each source once; weights do not count.
         seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
@@ -52,7 +63,13 @@ class TokenDataModule(ExactDataModule):
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
         prefetch_factor: As in ``DataLoader``.
-        allow_global_batch_change: Resume with another global batch.
+        scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
+            ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
+        base_global_batch_size: The global batch for which those learning rates were chosen.
+        allow_global_batch_change: Resume with another global batch, or another schedule.
+        allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
+            from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
+            state, so that later resumes need not allow it again.
         ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
     """
 
@@ -62,7 +79,8 @@ class TokenDataModule(ExactDataModule):
         *,
         seq_len: int,
         micro_batch_size: int,
-        global_batch_size: int | None = None,
+        global_batch_size: int | list[tuple[int, int]] | None = None,
+        rampup_batch_size: tuple[int, int, int] | None = None,
         val_sources: str | list[Source] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -73,7 +91,10 @@ class TokenDataModule(ExactDataModule):
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
+        scale_lr: LrRule | None = None,
+        base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
+        allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
     ) -> None:
         super().__init__(
@@ -85,14 +106,20 @@ class TokenDataModule(ExactDataModule):
             pin_memory=pin_memory,
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
+            lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
         )
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
         if not self._sources["train"]:
             raise ValueError("sources is empty; name at least one source.")
         self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
         self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
+        self._schedule = _schedule(global_batch_size, rampup_batch_size)
+        last = self._schedule.stages[-1][1] if self._schedule is not None else None
+        self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
         self._shuffle = shuffle
+        self._allow_mixture_change = allow_mixture_change
+        self._phase: Phase | None = None  # None is the first one
+        self._past_mixtures: list[list[Any]] = []
         self._vocab_size = vocab_size
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
         self._files: dict[str, list[TokenStream]] = {}
@@ -125,7 +152,36 @@ class TokenDataModule(ExactDataModule):
             "seq_len": self._seq_len,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **(self._phase.as_state() if self._phase is not None else {}),
         }
+
+    def _begin_anew(self) -> None:
+        self._phase, self._past_mixtures = None, []
+
+    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The phase of the state, or a new one where the mixture has changed and may."""
+        before, was = self._phase, [tuple(row) for row in state["sources"]]
+        self._phase, self._past_mixtures = Phase.in_state(state), list(state.get("past_mixtures", []))
+        now = [tuple(row) for row in self._identity()["sources"]]
+        if now != was and self._allow_mixture_change:
+            sample = state["consumed_samples"]
+            self._past_mixtures = [*self._past_mixtures, past_mixture(self._phase, was)][-_MAX_PAST:]
+            self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
+            state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
+            if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
+                names = [source.label for source in self._sources["train"]]
+                _log.warning("%s", change_of_mixture(self._phase, was, now, names))
+        elif len(now) != len(was):
+            self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
+        self._known_identity = self._identity()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what it refers to, and the mixtures of the past."""
+        state = super().state_dict()
+        if self._past_mixtures and self._loaded is None:
+            state["past_mixtures"] = self._past_mixtures
+        return state
 
     def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
@@ -134,6 +190,11 @@ class TokenDataModule(ExactDataModule):
         accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
         if rest or not accumulation:
             raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
+        if self._schedule is not None:
+            require_fit_for_schedule(trainer, self._schedule)
+            if not isinstance(trainer.accumulate_grad_batches, Window):
+                trainer.accumulate_grad_batches = Window(1)  # the stage is known once a state is loaded, or none is
+            return accumulation
         if present not in (1, accumulation):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
@@ -150,16 +211,27 @@ class TokenDataModule(ExactDataModule):
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
 
+    def _num_batches(self, geometry: Geometry) -> int:
+        """Under a schedule the epoch is the whole run: so many micro-batches as ``max_steps`` take."""
+        if geometry.schedule is None:
+            return super()._num_batches(geometry)
+        here: Position = Position()
+        if self._loaded is not None:
+            here = self._translate(self._loaded, geometry)
+        elif self._cursor is not None and self._cursor.trainer is self.trainer:
+            here = self._cursor.position()
+        num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
+        return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
+
     def _order(self, position: Position) -> tuple[Order, int]:
-        order = MixedOrder(self._mixture, self._num_samples("train"), seed=self._seed, shuffle=self._shuffle)
-        return order, position.consumed_samples
+        return order_of(self._known_identity), position.consumed_samples
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
         for positions, ids in plan:
             yield Request(ids, positions, epoch)
 
     def _fetcher(self, stage: str) -> TokenFetcher:
-        names = [source.name or source.path for source in self._sources[stage]]
+        names = [source.label for source in self._sources[stage]]
         sources, size = self._open(stage), self._vocab_size
         return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
@@ -180,6 +252,19 @@ def _as_sources(sources: str | Sequence[Source | dict[str, Any]]) -> list[Source
     if isinstance(sources, str):
         return [Source(path=sources)]
     return [source if isinstance(source, Source) else Source(**source) for source in sources]
+
+
+def _schedule(sizes: int | Sequence[Sequence[int]] | None, ramp: Sequence[int] | None) -> BatchSchedule | None:
+    if ramp is not None:
+        if not isinstance(sizes, int) or len(ramp) != 3:
+            raise ValueError(
+                f"rampup_batch_size={list(ramp)} is (start, increment, samples), and leads to a single "
+                f"global_batch_size; that is {sizes}. Give both so, or a schedule as global_batch_size alone."
+            )
+        return BatchSchedule.ramp(ramp[0], ramp[1], ramp[2], sizes)
+    if sizes is None or isinstance(sizes, int):
+        return None
+    return BatchSchedule(tuple((int(first), int(size)) for first, size in sizes))
 
 
 def _no_fit(wanted: int, micro_batch: int, ranks: DataParallel) -> str:

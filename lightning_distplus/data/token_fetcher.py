@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,22 @@ from lightning_distplus.data.loader import Request
 from lightning_distplus.data.order import derive_key, permute
 from lightning_distplus.data.stream import TokenStream
 
-__all__ = ["TokenFetcher"]
+__all__ = ["TokenBlocks", "TokenFetcher"]
 
 _CHECK = -4  # separates the key of the check from those of order and augmentation
 _NUM_CHECKED = 64  # blocks of each source whose token ids are checked at setup
+
+
+class TokenBlocks(NamedTuple):
+    """The samples of one batch as they are stored.
+
+    Attributes:
+        tokens: Integers of shape (num_samples, seq_len + 1).
+        documents: int32 of shape (num_samples, seq_len): the document of each token, counted from 0 in each sample.
+    """
+
+    tokens: NDArray[np.integer[Any]]
+    documents: NDArray[np.int32] | None
 
 
 class TokenFetcher:
@@ -46,22 +59,33 @@ class TokenFetcher:
         self._vocab_size = vocab_size
         self._position_ids = position_ids
         self._document_ids = document_ids
+        types = {np.dtype(source.dtype) for source in sources}
+        self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)
 
-    def __getitems__(self, request: Request) -> dict[str, torch.Tensor]:
-        """Tensors, all int64 of shape (num_samples, seq_len); request.ids: (num_samples, 2), source and index."""
-        blocks = np.empty((len(request.ids), self._seq_len + 1), dtype=np.int64)
-        for source in np.unique(request.ids[:, 0]).tolist():
-            rows = request.ids[:, 0] == source
-            blocks[rows] = self._gather(source, request.ids[rows, 1])
-        tokens = torch.from_numpy(blocks)
-        batch = {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
-        if self._position_ids or self._document_ids:
-            documents = self._documents(request.ids)
-            if self._document_ids:
-                batch["document_ids"] = torch.from_numpy(documents)
-            if self._position_ids:
-                batch["position_ids"] = torch.from_numpy(_positions(documents))
-        return batch
+    def __getitems__(self, request: Request) -> TokenBlocks:
+        """What a worker process hands over: the stored type is a quarter of int64, and no shared memory is needed.
+
+        request.ids: (num_samples, 2), source and index.
+        """
+        ids = request.ids
+        sources = np.unique(ids[:, 0]).tolist()
+        if len(sources) == 1:
+            return TokenBlocks(self._gather(sources[0], ids[:, 1]), self._documents(ids))
+        blocks = np.empty((len(ids), self._seq_len + 1), dtype=self._dtype)
+        for source in sources:
+            rows = np.flatnonzero(ids[:, 0] == source)
+            blocks[rows] = self._gather(source, ids[rows, 1])
+        return TokenBlocks(blocks, self._documents(ids))
+
+    def finish(self, taken: TokenBlocks, *, pin_memory: bool) -> dict[str, torch.Tensor]:
+        """The batch, in the training process: tensors, all int64 of shape (num_samples, seq_len)."""
+        tokens, documents = torch.from_numpy(taken.tokens), taken.documents
+        batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
+        if self._document_ids and documents is not None:
+            batch["document_ids"] = torch.from_numpy(documents)
+        if self._position_ids and documents is not None:
+            batch["position_ids"] = torch.from_numpy(_positions(documents))
+        return {name: _as_int64(one, pin_memory) for name, one in batch.items()}
 
     def check_documents(self) -> None:
         """Reads where documents begin, if the batches need it.
@@ -87,8 +111,10 @@ class TokenFetcher:
             self._gather(place, np.linspace(0, size - 1, count).astype(np.int64))
             self._gather(place, np.sort(permute(np.arange(count), size, derive_key(_CHECK, place))))
 
-    def _documents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        documents = np.empty((len(ids), self._seq_len), dtype=np.int64)
+    def _documents(self, ids: NDArray[np.int64]) -> NDArray[np.int32] | None:
+        if not (self._position_ids or self._document_ids):
+            return None
+        documents = np.empty((len(ids), self._seq_len), dtype=np.int32)
         for source in np.unique(ids[:, 0]).tolist():
             rows = ids[:, 0] == source
             documents[rows] = self._sources[source].documents(ids[rows, 1])
@@ -105,10 +131,15 @@ class TokenFetcher:
         return blocks
 
 
-def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+def _as_int64(values: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+    result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
+    return result.copy_(values)
+
+
+def _positions(documents: NDArray[np.int32]) -> NDArray[np.int32]:
     """Places counted from the beginning of the document, or of the sample where that comes later."""
-    places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int32), documents.shape)
     begins = np.zeros_like(documents)
     np.copyto(begins[:, 1:], places[:, 1:], where=documents[:, 1:] != documents[:, :-1])
-    result: NDArray[np.int64] = places - np.maximum.accumulate(begins, axis=1)
+    result: NDArray[np.int32] = places - np.maximum.accumulate(begins, axis=1)
     return result

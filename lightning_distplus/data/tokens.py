@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Iterable
@@ -157,6 +158,11 @@ class MegatronWriter:
             )
         self._stream.write(np.ascontiguousarray(ids, dtype=self._dtype).tobytes())
         self._lengths.append(ids.size)
+
+    def add_written(self, tokens: IO[bytes], lengths: NDArray[np.int32]) -> None:
+        """Appends documents that are there as bytes of the stored type: all of ``tokens``, cut by ``lengths``."""
+        shutil.copyfileobj(tokens, self._stream, 2**22)
+        self._lengths.frombytes(np.ascontiguousarray(lengths, dtype=np.int32).tobytes())
 
     def close(self) -> None:
         """Makes both files visible. Without any document this is an error and nothing is left."""

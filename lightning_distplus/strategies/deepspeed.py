@@ -7,6 +7,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import env
+from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
 from lightning_distplus.strategies.mixin import ResilientStrategy
 
 __all__ = ["ResilientDeepSpeed"]
@@ -46,3 +47,9 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
     """``DeepSpeedStrategy`` with deadlines, a step gate and committed checkpoints."""
 
     strategy_name = "resilient_deepspeed"
+
+    def setup_environment(self) -> None:
+        """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""
+        if self.local_rank == 0:
+            remove_abandoned_locks()
+        super().setup_environment()

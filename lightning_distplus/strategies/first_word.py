@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import DistplusError, Preempted
 from lightning_distplus.strategies.naming import naming_peers
 
 __all__ = ["FirstWord"]
@@ -31,6 +31,13 @@ class FirstWord(Callback):
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
+        if isinstance(exception, Preempted):
+            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
+                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed",
+                self._plane.world.rank,
+                filepath,
+            )
+            return
         cause = self._cause_of(exception)
         error = self._plane.report_failure(cause or exception) or exception
         rank = getattr(error, "rank", self._plane.world.rank)
@@ -41,7 +48,7 @@ class FirstWord(Callback):
             rank,
         )
 
-    def _cause_of(self, exception: BaseException) -> PeerError | None:
+    def _cause_of(self, exception: BaseException) -> DistplusError | None:
         """What a peer did, where the exception is only what a collective made of it; it becomes its ``__cause__``.
 
         A collective that is called through the strategy raises the cause itself; one that a callback or a model calls
@@ -51,7 +58,7 @@ class FirstWord(Callback):
         try:
             with naming_peers(self._plane):
                 raise exception
-        except PeerError as cause:
+        except DistplusError as cause:
             if cause is exception:
                 return None
             cause.__cause__ = None

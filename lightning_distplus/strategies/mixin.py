@@ -13,16 +13,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat, env
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, connect
+from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import DistplusError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
+from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUTS = Timeouts()
 
 
-class ResilientStrategy(NamesPeers, CommitsCheckpoints):
+class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
 
     Args:
@@ -73,6 +73,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         self.on_hang: OnHang = on_hang
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
+        self._points: Points | None = None
         self._marks = Marks(phase=lambda: self.phases.current.value)
         self._watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
@@ -91,6 +92,21 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         """The control plane; it is there from ``setup_environment`` on."""
         assert self._plane is not None, "the control plane is connected in setup_environment"
         return self._plane
+
+    @property
+    def gate(self) -> BatchGate:
+        """The gate of each step; it is there from ``setup`` on, in a fit."""
+        assert self._gate is not None, "the gate is made in setup, for a fit"
+        return self._gate
+
+    @property
+    def home(self) -> Path:
+        """Where the artefacts of this run go."""
+        return self._home()
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger, once it is open."""
+        self._note(kind, **fields)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +131,9 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         if self._plane.is_attended:
             self.phases.expect_people()
         self._start_watchdog(self._plane)
+        if self.world_size > 1:
+            self._points = Points(self._plane, locate=line_of_the_caller)
+            self._points.begin(self.phases.patience)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
@@ -144,6 +163,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
                 deadline=lambda: self.phases.patience,
                 mark=self._marks.set,
                 on_passed=self._after_gate,
+                points=self._points,
             )
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup(trainer)
@@ -257,6 +277,8 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
+        if isinstance(exception, Preempted):
+            return  # agreed by all ranks, and noted by who stopped them
         self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
@@ -273,6 +295,9 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
         if self._gate is not None:
             self._gate.close()
             self._gate = None
+        if self._points is not None:
+            self._points.end()
+            self._points = None
         if self._plane is not None:
             self._leave(self._plane)
         self._note("end", failed=self._has_failed)
@@ -281,6 +306,7 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
     def _put_into_trainer(self, trainer: Any) -> None:
         trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)
         trainer.callbacks.insert(0, FirstWord(self.plane))
+        trainer.save_checkpoint = self._announcing(trainer.save_checkpoint)
 
     def _take_out_of_trainer(self) -> None:
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
@@ -297,5 +323,5 @@ class ResilientStrategy(NamesPeers, CommitsCheckpoints):
             return
         try:
             plane.farewell(self.phases.patience_in(Phase.TEARDOWN))
-        except PeerError as error:
+        except DistplusError as error:
             log.warning("rank %d ends alone: %s", self.global_rank, error)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import PeerError
+from lightning_distplus.errors import DistplusError
+from lightning_distplus.watchdog import Marks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -31,11 +32,12 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
     Raises:
         PeerFailed: A peer raised; its traceback is in the message.
         PeerLost: A peer's process is gone.
+        DivergenceError: A peer has found that the ranks differ.
     """
     try:
         yield
     except RuntimeError as error:
-        if plane is None or isinstance(error, PeerError) or not _is_of_a_collective(error):
+        if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
             raise
         cause = _cause(plane)
         if cause is None:
@@ -47,23 +49,28 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in _SIGNS)
 
 
-def _cause(plane: ControlPlane) -> PeerError | None:
+def _cause(plane: ControlPlane) -> DistplusError | None:
     """What the control plane hears, or this host sees, of the other ranks within two seconds."""
     end = time.monotonic() + _EVIDENCE_S
     while time.monotonic() < end:
         try:
             plane.raise_if_peer_failed()
             plane.raise_if_gone("a collective")
-        except PeerError as cause:
+        except DistplusError as cause:
             return cause
         time.sleep(_POLL_S)
     return None
 
 
 class NamesPeers(_Base):
-    """Overrides every method of a strategy in which its training thread may stand in a collective."""
+    """Overrides the methods of a strategy inside which the engine issues collectives of its own.
+
+    Each marks itself with its batch: where the engine waits for a peer, a verdict shows that.
+    """
 
     _plane: ControlPlane | None = None
+    _marks: Marks
+    _batch = ""
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part: forward, backward and the step itself."""
@@ -71,39 +78,31 @@ class NamesPeers(_Base):
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
-        return self._named(super().training_step, *arguments, **named)
+        return self._in_batch("training_step", super().training_step, *arguments, **named)
 
     def backward(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
+        self._marks.set(f"backward{self._batch}")
         return self._named(super().backward, *arguments, **named)
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
-        return self._named(super().validation_step, *arguments, **named)
+        return self._in_batch("validation_step", super().validation_step, *arguments, **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
-        return self._named(super().test_step, *arguments, **named)
+        return self._in_batch("test_step", super().test_step, *arguments, **named)
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
-        return self._named(super().predict_step, *arguments, **named)
+        return self._in_batch("predict_step", super().predict_step, *arguments, **named)
 
-    def barrier(self, *arguments: Any, **named: Any) -> None:
-        """The parent's part."""
-        self._named(super().barrier, *arguments, **named)
-
-    def broadcast(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._named(super().broadcast, *arguments, **named)
-
-    def reduce(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._named(super().reduce, *arguments, **named)
-
-    def all_gather(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._named(super().all_gather, *arguments, **named)
+    def _in_batch(self, name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The parent's step, whose second argument is the batch's index where the user's step takes one."""
+        number = arguments[1] if len(arguments) > 1 else None
+        self._batch = f" batch {number}" if isinstance(number, int) else ""
+        self._marks.set(f"{name}{self._batch}")
+        return self._named(method, *arguments, **named)
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with naming_peers(self._plane):

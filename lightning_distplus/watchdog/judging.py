@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from lightning_distplus.flight_recorder import Mismatch, match
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call
 from lightning_distplus.watchdog.p2p import cycles
 from lightning_distplus.watchdog.verdict import Verdict
 
@@ -33,11 +34,11 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
     """Finds who is to blame.
 
     In this order: processes that are gone; hosts that do not answer; stopped processes and those whose Python does not
-    answer; ranks that do not wait for peers while others do. Where all of them wait: cycles of sends and receives, the
-    first collective that differs, and at last those that wait somewhere else than most.
+    answer; ranks that do not wait for peers while others do. Where all of them wait: cycles of sends and receives, a
+    call that only some ranks make, the first collective that differs, and at last those that wait elsewhere than most.
     """
     evidence = dict(sorted(evidence.items()))
-    rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_another_collective)
+    rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_a_lonely_call, _in_another_collective)
     opinion = next((found for rule in rules if (found := rule(evidence)) is not None), None) or _elsewhere(evidence)
     culprits = sorted(opinion.culprits)
     first = evidence[culprits[0]]
@@ -164,6 +165,14 @@ def _draw(cycle: list[int], evidence: Mapping[int, Evidence]) -> str:
         assert call is not None
         stages.append(f"rank {rank} ({call.op} at {evidence[rank].location}) -> ")
     return f"{''.join(stages)}rank {cycle[0]}"
+
+
+def _in_a_lonely_call(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    found = lonely_call(evidence)
+    if found is None:
+        return None
+    culprits, cause = found
+    return _Opinion(culprits=culprits, cause=cause, remedy=REMEDY)
 
 
 def _in_another_collective(evidence: Mapping[int, Evidence]) -> _Opinion | None:

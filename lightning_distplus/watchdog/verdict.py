@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,31 @@ class Verdict:
     elapsed_s: float
     cause: str
     remedy: str
-    hosts: dict[str, str] = field(default_factory=dict)
-    stacks: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    hosts: dict[str, str] = dataclass_field(default_factory=dict)
+    stacks: dict[str, str] = dataclass_field(default_factory=dict)
+    lines: list[str] = dataclass_field(default_factory=list)
     """One line per rank, culprits first."""
     is_decided: bool = True
     """False: the culprits are all ranks that may be to blame, and nothing tells them apart."""
-    findings: list[str] = field(default_factory=list)
+    findings: list[str] = dataclass_field(default_factory=list)
     """What the comparison of the ranks has shown: the collective that differs, or each cycle of sends and receives."""
-    locations: dict[str, str | None] = field(default_factory=dict)
+    locations: dict[str, str | None] = dataclass_field(default_factory=dict)
     """``file.py:line`` per rank."""
-    collectives: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    collectives: dict[str, dict[str, Any] | None] = dataclass_field(default_factory=dict)
     """The collective in which each rank waits: group, sequence number, op, shapes, dtypes."""
     mismatch: dict[str, Any] | None = None
     """The first collective that differs between ranks: kind, group, seq, and the call of each rank."""
-    cycles: list[list[int]] = field(default_factory=list)
+    cycles: list[list[int]] = dataclass_field(default_factory=list)
     """Ranks that wait for each other in sends and receives."""
-    load: dict[str, dict[str, Any]] = field(default_factory=dict)
+    load: dict[str, dict[str, Any]] = dataclass_field(default_factory=dict)
     """The load of each host at that moment."""
     load_of_culprit: str = ""
     """The same of the first culprit's host, in one line."""
+    field: str | None = None
+    """What differs between ranks, in a divergence."""
+    values: dict[str, Any] = dataclass_field(default_factory=dict)
+    """Its value on each rank."""
+    parameter: str | None = None
     version: int = 1
 
     def to_json(self) -> str:

@@ -161,7 +161,7 @@ class Watchdog:
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
         """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
         if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
-            self._end(f"{error.describe()}\n{error.traceback}", ExitCode.PEER_LOST)
+            self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
 
     def _notice_suspension(self) -> None:
         now = time.monotonic()

@@ -57,7 +57,7 @@ def train(name: str, num_workers: int, folder: str, attempt_folder: str) -> dict
         enable_checkpointing=True,
         callbacks=[
             Ids(attempt_folder),
-            ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"),
+            ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=3, save_top_k=2, monitor="step", mode="max"),
             FaultCallback(),
         ],
     )

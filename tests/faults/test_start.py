@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.cpp_extension import get_default_build_root
 
+from lightning_distplus import env
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
@@ -81,3 +83,19 @@ def fit_alone(name: str, folder: str) -> None:
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     variables = {"WORLD_SIZE": None, "MASTER_ADDR": None, "MASTER_PORT": None, "NODE_RANK": None}
     spawn(fit_alone, 1, args=("ResilientDDP", str(tmp_path)), env=variables, deadline="40s").check()
+
+
+def fit_with_a_lock_left_behind(folder: str) -> list[str]:
+    """A process that was killed while DeepSpeed looked for its compiled collective has left torch's lock there."""
+    built = Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
+    for library in built.glob("**/*.so"):
+        library.with_name("lock").touch()
+    trainer = jobs.trainer(jobs.strategy("ResilientDeepSpeed", stage=2), 2, folder, max_steps=1)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return [str(lock) for lock in built.glob("**/lock")]
+
+
+def test_a_start_that_was_killed_does_not_block_the_next_one(tmp_path: Path) -> None:
+    """Stock waits for the lock without end."""
+    run = spawn(fit_with_a_lock_left_behind, 2, args=(str(tmp_path),), deadline="40s").check()
+    assert run.results == {0: [], 1: []}

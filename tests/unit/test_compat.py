@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.distributed import distributed_c10d as c10d
@@ -31,11 +32,19 @@ NAMES = [
     "torch._C._distributed_c10d:ProcessGroupGloo.options",
     "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
     "torch._C._distributed_c10d:_dump_fr_trace_json",
+    # torch and DeepSpeed: gradients and state inside the engines
+    "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale",
     # Lightning: the broadcast of each batch, signals, checkpoints
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.teardown",
     "lightning.pytorch.trainer.connectors.data_connector:_InfiniteBarrier",
     "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.prepare_data",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.update",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.compute",
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
     "lightning.fabric.utilities.distributed:_destroy_dist_connection",
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
@@ -261,3 +270,64 @@ def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.delattr(module, "_dump_fr_trace_json")
     assert _compat.flight_recorder_dumps(with_collectives=True) == []
     assert "does not know the ranks' collectives" in caplog.text
+
+
+def test_schedulers_inside_a_sequence_are_found() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    warm, cool = (torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[3])
+    assert _compat.inner_schedulers(sequence) == [warm, cool]
+    assert _compat.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler([warm, cool])) == [warm, cool]
+    assert _compat.inner_schedulers(warm) == []
+
+
+def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    found = []
+
+    def reduce(value: torch.Tensor, **_: object) -> torch.Tensor:
+        found.append(_compat.logged_metric(inspect.currentframe().f_back))
+        return value
+
+    logged = result._ResultCollection(training=True)
+    named = {"on_step": True, "on_epoch": True, "sync_dist": True, "sync_dist_fn": reduce}
+    logged.log("training_step", "loss", torch.tensor(1.0), batch_size=1, **named)
+    logged.metrics(on_step=False)
+    reduce(torch.tensor(1.0))
+    key = "training_step.loss"
+    assert found == [(key, "step"), (key, "epoch"), (key, "epoch"), None]  # a mean reduces the sum and the count
+
+    monkeypatch.delattr(result, "_ResultMetric")
+    assert _compat.logged_metric(inspect.currentframe()) is None
+    assert "_ResultMetric" in _warnings(caplog)[0]
+
+
+def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) -> None:
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"), use_orig_params=True)
+    (unit,) = _compat.flat_units(model)
+    named = [section for section in unit.sections if section[0] != "padding"]
+    assert named == [("0.weight", 12), ("0.bias", 4), ("1.weight", 8)]
+    assert unit.local.numel() == unit.parameter.numel() == sum(numel for _, numel in unit.sections)
+    assert unit.shard == "", "one rank shards nothing"
+    assert _compat.flat_units(inner) == []
+
+
+def test_buffers_that_are_not_saved_are_known() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("cache", torch.ones(1), persistent=False)
+    assert _compat.non_persistent_buffers(module) == {"cache"}
+
+
+def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: None))
+    for _ in range(2):
+        assert not _compat.discard_next_deepspeed_step(engine)
+    assert len(_warnings(caplog)) == 1

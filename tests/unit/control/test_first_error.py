@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_distplus.errors import PeerFailed, PeerMissing
+from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
 
 
 def _becomes_true(condition, seconds: float = 5.0) -> bool:
@@ -146,3 +146,13 @@ def test_rank_0_takes_leave_last(make_ranks, later) -> None:
     assert not host.done()
     ranks.planes[1].farewell(timedelta(0))  # it does not wait
     assert host.exception(5) is None
+
+
+def test_ranks_that_differ_are_told_to_all_with_field_and_values(listening) -> None:
+    values = {0: 1.5, 1: (2,)}
+    listening.planes[0].report_failure(DivergenceError("they differ", ranks=[1], field="shape", values=values))
+    assert _becomes_true(lambda: listening.planes[3].first_error is not None)
+    heard = listening.planes[3].first_error.as_heard()
+    assert isinstance(heard, DivergenceError)
+    assert (heard.ranks, heard.field, heard.values) == ([1], "shape", {0: 1.5, 1: "(2,)"})
+    assert "they differ (Told by rank 0, host host0" in str(heard)

@@ -97,15 +97,18 @@ def test_state_is_plain_and_smaller_than_1_kb(map_checkpoint: Path, token_checkp
         torch.save(state, stream)
         assert len(repr(state)) < 1000
         assert state["consumed_samples"] == 6
-        assert (state["version"], state["order_version"], state["seed"]) == (1, 1, 3)
+        assert (state["version"], state["order_version"], state["seed"]) == (2, 1, 3)
 
 
-def test_resume_says_where_and_how_long(map_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_says_the_global_batch_where_and_how_long(
+    map_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "lightning_distplus"):
         resume(map_data(), map_checkpoint)
     lines = [record.message for record in caplog.records if record.name.startswith("lightning_distplus")]
-    assert len(lines) == 1
-    assert lines[0].startswith("resumed at sample 6, step 3, epoch 0, in ")
+    assert len(lines) == 2
+    assert lines[0] == "global batch 2 (batch size 2 x 1 data-parallel ranks x accumulation 1)"
+    assert lines[1].startswith("resumed at sample 6, step 3, epoch 0, in ")
 
 
 # What is refused on resume.
@@ -168,8 +171,8 @@ def test_override_goes_on_and_says_what_differs(map_checkpoint: Path, caplog: py
 
 @pytest.mark.parametrize("name", ["version", "order_version"])
 def test_state_of_another_version_is_refused(name: str, map_checkpoint: Path, tmp_path: Path) -> None:
-    path = moved_to(map_checkpoint, tmp_path, **{name: 2})
-    with pytest.raises(DatasetMismatch, match=f"data state has {name} 2; this lightning_distplus reads 1"):
+    path = moved_to(map_checkpoint, tmp_path, **{name: 3})
+    with pytest.raises(DatasetMismatch, match=f"data state has {name} 3; this lightning_distplus reads 1"):
         resume(map_data(ignore_fingerprint=True), path)
 
 

@@ -529,7 +529,7 @@ def test_document_and_position_ids_are_those_of_a_plain_count(
         )
         indices = np.arange(source.num_samples)
         ids = np.stack([np.zeros_like(indices), indices], axis=1)
-        batch = fetcher.__getitems__(Request(ids, indices, 0))
+        batch = fetcher.finish(fetcher.__getitems__(Request(ids, indices, 0)), pin_memory=False)
         for tokens, documents, positions in zip(
             batch["input_ids"].tolist(), batch["document_ids"].tolist(), batch["position_ids"].tolist(), strict=True
         ):

@@ -33,6 +33,7 @@ class AugmentedBatches(Augmented):
 
 class Ramp:
     num_samples = 50
+    dtype = np.uint16
 
     def gather(self, indices: np.ndarray) -> np.ndarray:
         return (indices[:, None] + np.arange(5)).astype(np.uint16)
@@ -157,7 +158,9 @@ def test_weights_come_with_the_batch() -> None:
 
 def test_token_batch_is_shifted_by_one_token() -> None:
     fetcher = TokenFetcher([Ramp(), Ramp()], names=["a", "b"], seq_len=4, vocab_size=54)
-    batch = fetcher.__getitems__(Request(np.array([[1, 10], [0, 3]]), np.arange(2), 0))
+    taken = fetcher.__getitems__(Request(np.array([[1, 10], [0, 3]]), np.arange(2), 0))
+    assert taken.tokens.dtype == np.uint16, "a worker process hands over the stored type"
+    batch = fetcher.finish(taken, pin_memory=False)
     assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [3, 4, 5, 6]]
     assert batch["shift_labels"].tolist() == [[11, 12, 13, 14], [4, 5, 6, 7]]
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())

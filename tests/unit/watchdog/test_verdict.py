@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_distplus.flight_recorder import Collective
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.judging import judge
@@ -145,3 +147,27 @@ def test_the_load_of_the_culprits_host_is_printed() -> None:
     assert verdict.load_of_culprit == ""
     verdict = judged(evidence(0, load={"load_1m": 9.0, "num_cores": 2}), evidence(1, waits=False))
     assert "load:  load 9.0 on 2 cores" in verdict.render()
+
+
+AT_A_CALL = {"operation": "barrier 'x'", "stack": 'File "/lightning_distplus/control/points.py", line 9, in meet'}
+
+
+@pytest.mark.parametrize(
+    ("inside", "culprits"),
+    [([0], [0]), ([0, 1], [0, 1]), ([0, 1, 2], [3])],
+)
+def test_a_call_that_only_some_ranks_make_is_named_and_the_fewer_are_to_blame(
+    inside: list[int], culprits: list[int]
+) -> None:
+    ranks = [evidence(rank, operation="backward batch 4") for rank in range(4)]
+    for rank in inside:
+        ranks[rank] = evidence(rank, location="x.py:14", **AT_A_CALL)
+    verdict = judged(*ranks)
+    assert verdict.culprits == culprits
+    assert "in barrier 'x' at x.py:14; rank" in verdict.cause
+    assert "in backward batch 4" in verdict.cause
+
+
+def test_a_rank_that_computes_is_to_blame_before_those_that_wait_for_it_in_a_call() -> None:
+    verdict = judged(evidence(0, **AT_A_CALL), evidence(1, waits=False))
+    assert verdict.culprits == [1]

@@ -1,0 +1,6 @@
+"""Lightning callbacks, each one idea; they work with any strategy."""
+
+from lightning_distplus.callbacks.divergence import RankDivergenceMonitor
+from lightning_distplus.callbacks.preemption import PreemptionHandler
+
+__all__ = ["PreemptionHandler", "RankDivergenceMonitor"]

@@ -1,0 +1,247 @@
+"""Named points: the calls in which all ranks take part, compared before any of them enters the collective."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from lightning_distplus.control.gate import StepGate
+from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.record import GateRecord
+from lightning_distplus.control.slots import Slots
+from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
+from lightning_distplus.errors import DistplusError
+
+__all__ = ["Points", "WatchedGate", "active_points"]
+
+_ALONE_S = 0.02  # a wait that lasts longer is published, and the others' places are looked at
+_LOOK_EVERY_S = 0.1
+_LOOK_SHARE = 0.2  # a longer wait looks less often
+_LOOK_AT_LEAST_EVERY_S = 1.0
+_LOOK_PER_RANK_S = 0.002
+# How long a contradiction must stand. A signal that reaches the ranks one after the other may put one of them into a
+# call (a save) that the next one enters a moment later.
+_SETTLE_S = 0.75
+_ALL_OTHERS = 16  # among more ranks, some others are looked at
+
+# Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
+_runs = itertools.count(1)
+_active: Points | None = None
+
+
+def active_points() -> Points | None:
+    """The points of the run in progress in this process, where its strategy is one of ours."""
+    return _active
+
+
+class Points:
+    """The points of one run, numbered: what stands at the same number must be the same on all ranks.
+
+    At each point a rank shows the digest of what it is about to do. One that waits, at a point or at a gate, publishes
+    where it stands, and looks where the others stand: two ranks that wait for each other in different places are found,
+    whether they differ at one number or not.
+
+    Args:
+        plane: The control plane. All ranks make their points at the same moment of the run.
+        locate: Tells the line of the user's code in which this rank stands.
+        name: Keeps the runs of one process apart; by default a number that grows.
+    """
+
+    def __init__(
+        self, plane: ControlPlane, *, locate: Callable[[], str | None] = lambda: None, name: str | None = None
+    ) -> None:
+        self._plane = plane
+        self._locate = locate
+        self._name = name or f"run-{next(_runs)}"
+        self._thread = threading.get_ident()
+        self._slots = Slots(plane, f"points/{self._name}", is_owner=plane.world.rank == 0)
+        self._points = 0
+        self._gates = 0
+        self._place: Place | None = None  # None: this rank does not wait
+        self._point = Point(operation="")
+        self._look_at_s = _ALONE_S
+        self._own: Whereabouts | None = None
+        self._excluded_since: float | None = None
+
+    def begin(self, deadline: timedelta) -> None:
+        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        global _active
+        self._plane.barrier(f"points-{self._name}", deadline)
+        self._plane.on_wait = self._while_waiting
+        _active = self
+
+    def end(self) -> None:
+        """Says that this rank takes part in nothing any more; never raises."""
+        global _active
+        _active = None
+        self._plane.on_wait = None
+        self._enter(Place.END, Point(operation="the end"))
+        try:
+            self._publish()
+        except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
+            return
+
+    @property
+    def are_due(self) -> bool:
+        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
+        error = self._plane.first_error
+        has_failed = error is not None and error.rank == self._plane.world.rank
+        return threading.get_ident() == self._thread and not has_failed
+
+    # -- the two places where a rank waits -----------------------------------------------------------------------------
+
+    def meet(self, point: Point, deadline: timedelta) -> None:
+        """Returns on every rank once all of them are about to do the same.
+
+        Args:
+            point: What this rank is about to do.
+            deadline: How long to wait for the slowest rank.
+
+        Raises:
+            DivergenceError: The ranks are in different calls; the error holds both sides.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        self._points += 1
+        number, digest = self._points, point.digest()
+        self._slots.post(number, digest)
+        self._enter(Place.POINT, point)
+        come: dict[int, bytes] = {}
+
+        def all_agree() -> bool:
+            come.update(self._slots.read(number))
+            if any(theirs != digest for theirs in come.values()):
+                self._settle_difference()
+                return False
+            return len(come) == self._plane.world.size
+
+        try:
+            self._plane.poll(all_agree, deadline, what=str(point), arrived=lambda: set(come))
+        finally:
+            self._place = None
+        self._slots.passed(number)
+
+    def enter_gate(self, record: GateRecord) -> None:
+        """This rank is about to wait at a step gate."""
+        self._gates += 1
+        self._enter(Place.GATE, Point(operation=f"the step gate of batch {record.micro_batch}"))
+
+    def leave_gate(self) -> None:
+        """This rank has passed the gate, or has given up."""
+        self._place = None
+
+    # -- where the others are ------------------------------------------------------------------------------------------
+
+    def _enter(self, place: Place, point: Point) -> None:
+        self._place, self._point = place, point
+        self._look_at_s = _ALONE_S
+        self._own = self._excluded_since = None
+
+    def _while_waiting(self, elapsed_s: float) -> None:
+        """Runs between two looks of every wait on the control plane."""
+        if self._place is None or elapsed_s < self._look_at_s:
+            return
+        pause_s = min(_LOOK_EVERY_S + _LOOK_SHARE * elapsed_s, _LOOK_AT_LEAST_EVERY_S)
+        self._look_at_s = elapsed_s + max(pause_s, _LOOK_PER_RANK_S * self._plane.world.size)
+        own = self._publish()
+        others = (self._read(rank) for rank in self._some_others())
+        if not any(other is not None and own.excludes(other) for other in others):
+            self._excluded_since = None
+            return
+        self._look_at_s = elapsed_s + _LOOK_EVERY_S
+        if self._has_stood(_SETTLE_S):
+            raise self._decided(self._places())
+
+    def _settle_difference(self) -> None:
+        """Two ranks do different things at this point: waits a moment for the others, whose number decides."""
+        self._publish()
+        places = self._places()
+        if len(places) == self._plane.world.size or self._has_stood(_SETTLE_S):
+            raise self._decided(places)
+
+    def _has_stood(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if self._excluded_since is None:
+            self._excluded_since = now
+        return now - self._excluded_since >= seconds
+
+    def _decided(self, places: dict[int, Whereabouts]) -> DistplusError:
+        """One rank's decision holds for all of them: whoever hears of it raises the same."""
+        error = disagreement(places, self._plane.world.size)
+        first = self._plane.report_failure(error)
+        return error if first is None or first.rank == self._plane.world.rank else first.as_heard()
+
+    def _places(self) -> dict[int, Whereabouts]:
+        """Where the ranks stand, of those who stand somewhere."""
+        places = {rank: self._read(rank) for rank in self._plane.world.ranks}
+        return {rank: one for rank, one in places.items() if one is not None and self._is_present(one)}
+
+    def _is_present(self, one: Whereabouts) -> bool:
+        """Whether a word is of a place that this rank has not passed; every other one may be old."""
+        passed_points = self._points - (self._place is Place.POINT)
+        passed_gates = self._gates - (self._place is Place.GATE)
+        if one.place is Place.POINT:
+            return one.points > passed_points
+        return one.place is Place.END or one.gates > passed_gates
+
+    def _some_others(self) -> list[int]:
+        """All other ranks, or, among many, those at distances 1, 2, 4, ...: one pair that differs is enough."""
+        rank, size = self._plane.world.rank, self._plane.world.size
+        if size <= _ALL_OTHERS + 1:
+            return [other for other in self._plane.world.ranks if other != rank]
+        return sorted({(rank + (1 << power)) % size for power in range((size - 1).bit_length())} - {rank})
+
+    def _publish(self) -> Whereabouts:
+        if self._own is None:
+            assert self._place is not None
+            rank = self._plane.world.rank
+            self._own = Whereabouts(
+                rank=rank,
+                place=self._place,
+                points=self._points,
+                gates=self._gates,
+                point=self._point,
+                location=self._locate() if self._place is Place.POINT else None,
+            )
+            self._plane.send(self._at(rank), self._own.to_json())
+        return self._own
+
+    def _read(self, rank: int) -> Whereabouts | None:
+        data = self._plane.read(self._at(rank))
+        return None if data is None else Whereabouts.from_json(data)
+
+    def _at(self, rank: int) -> str:
+        return f"points/{self._name}/at/{rank}"
+
+
+class WatchedGate(StepGate):
+    """A step gate at which a rank that waits is seen by those that wait at a point, and sees them.
+
+    Args:
+        plane: The control plane.
+        points: The points of the run.
+        **arguments: Those of ``StepGate``.
+    """
+
+    def __init__(self, plane: ControlPlane, *, points: Points, **arguments: object) -> None:
+        super().__init__(plane, **arguments)  # type: ignore[arg-type]
+        self._points = points
+
+    def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
+        """Posts this rank's record and collects everybody's; see ``StepGate.exchange``.
+
+        Raises:
+            DivergenceError: The records differ, or a peer waits at a point to which this rank has not come.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        self._points.enter_gate(record)
+        try:
+            return super().exchange(record, deadline)
+        finally:
+            self._points.leave_gate()

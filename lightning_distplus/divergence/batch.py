@@ -1,0 +1,84 @@
+"""What a batch is made of, and a sum of its content: small enough to be compared before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+__all__ = ["content", "digest", "structure"]
+
+_MAX_LEAVES = 64
+_WHOLE_BYTES = 8 << 10
+_PROBES = 64
+
+
+def digest(value: Any) -> int:
+    """64 bits of anything whose ``repr`` is the same on all ranks."""
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
+
+
+def structure(batch: Any) -> dict[str, str]:
+    """The path of each leaf, and what it is: type, number of dimensions and dtype of tensors, no sizes.
+
+    Sizes may differ between ranks: sequences have different lengths, the last batch of an epoch is smaller. A list is
+    told by its first element, because it holds one for each sample.
+    """
+    found: dict[str, str] = {}
+    for path, leaf in _leaves(batch, "batch"):
+        if isinstance(leaf, torch.Tensor):
+            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} tensor of {leaf.dim()} dimensions"
+        else:
+            found[path] = type(leaf).__name__
+        if len(found) >= _MAX_LEAVES:
+            break
+    return found
+
+
+def content(batch: Any) -> int:
+    """64 bits of the values of a batch, of which large tensors give a sample; 0 where it holds no tensor.
+
+    Waits for the device where the batch lies on one.
+    """
+    hasher = xxhash.xxh3_64()
+    has_values = False
+    for count, (path, leaf) in enumerate(_leaves(batch, "")):
+        if count >= _MAX_LEAVES:
+            break
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            has_values = True
+            hasher.update(f"{path}{tuple(leaf.shape)}".encode())
+            hasher.update(_probe(leaf))
+        elif isinstance(leaf, (str, int, float)):
+            hasher.update(repr(leaf).encode())
+    return (hasher.intdigest() or 1) if has_values else 0
+
+
+def _probe(tensor: torch.Tensor) -> bytes:
+    """All bytes of a small tensor; of a large one, elements at equal distances and both ends."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
+    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
+        edge = _WHOLE_BYTES // 4 // flat.element_size()
+        flat = torch.cat([flat[:edge], flat[edge : -edge or None : max(1, flat.numel() // _PROBES)], flat[-edge:]])
+    return bytes(flat.cpu().view(torch.uint8).numpy())
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        yield from _leaves(value[0], f"{path}[:]") if len(value) else [(f"{path}[:]", None)]
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        for name, item in vars(value).items():
+            yield from _leaves(item, f"{path}.{name}")
+    else:
+        yield path, value

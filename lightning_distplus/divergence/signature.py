@@ -1,0 +1,46 @@
+"""The signature of a model: its parameters and buffers in order, and the first place where two ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_distplus.divergence.agreement import is_equal
+from lightning_distplus.divergence.batch import digest
+
+__all__ = ["first_odd_entry", "signature"]
+
+_MAX_ENTRIES = 50_000  # the digests of so many fit into one message
+
+
+def signature(module: torch.nn.Module) -> list[str]:
+    """One line for each parameter and buffer, in the order of registration, which is that of gradient buckets."""
+    lines = [
+        f"parameter {name}: {_kind(tensor)}, {'trainable' if tensor.requires_grad else 'frozen'}"
+        for name, tensor in module.named_parameters()
+    ]
+    return lines + [f"buffer {name}: {_kind(tensor)}" for name, tensor in module.named_buffers()]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def first_odd_entry(entries: list[str], gather: Callable[[str, Any], list[Any]]) -> tuple[int, dict[int, str]] | None:
+    """The first entry in which two ranks differ, with what each of them has there; None where all agree.
+
+    Args:
+        entries: This rank's list.
+        gather: Collects a value from every rank; all ranks call this function alike.
+    """
+    if is_equal(gather("signature", digest(entries))):
+        return None
+    digests = gather("signature entries", [digest(entry) for entry in entries[:_MAX_ENTRIES]])
+    length = max(len(one) for one in digests)
+    index = next(
+        (index for index in range(length) if not is_equal(tuple(one[index : index + 1]) for one in digests)), length
+    )
+    found = gather("signature entry", entries[index] if index < len(entries) else "nothing")
+    return index, dict(enumerate(found))

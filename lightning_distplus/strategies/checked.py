@@ -1,0 +1,150 @@
+"""Lightning's collectives, named and checked: all ranks are about to do the same, or all raise before any begins."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_distplus import _compat
+from lightning_distplus.control import Point, Points
+from lightning_distplus.phases import Phases
+from lightning_distplus.strategies.naming import NamesPeers, naming_peers
+from lightning_distplus.trees import describe, describe_tensor
+from lightning_distplus.watchdog.stacks import stack_of, user_location
+
+__all__ = ["ChecksCollectives", "line_of_the_caller"]
+
+_SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
+
+
+class ChecksCollectives(NamesPeers):
+    """Overrides the calls of a strategy in which all ranks take part.
+
+    A call that takes others inside (``reduce_boolean_decision`` reduces) is one point; what it takes is covered by it.
+    A call on a part of the ranks is not compared.
+    """
+
+    phases: Phases
+    _points: Points | None = None
+    _is_covered = False
+
+    def barrier(self, *arguments: Any, **named: Any) -> None:
+        """The parent's part, once all ranks are at a barrier of this name."""
+        name = arguments[0] if arguments else named.get("name")
+        with self._together(lambda: Point(operation="barrier", name=str(name or ""))):
+            super().barrier(*arguments, **named)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The parent's part, once all ranks broadcast from the same one; what they hold may differ."""
+        with self._together(lambda: Point(operation="broadcast", arguments=f"from rank {src}")):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key."""
+        if not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)  # the parents hand it back without a collective
+        caller = sys._getframe(1)
+        with self._together(lambda: _reduction(tensor, reduce_op, caller), group):
+            return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # the parent's name
+        """The parent's part, once all ranks decide in the same way."""
+        with self._together(lambda: Point(operation="reduce_boolean_decision", arguments="all" if all else "any")):
+            return super().reduce_boolean_decision(decision, all)
+
+    @property
+    def all_gather(self) -> Callable[..., Any]:
+        """The parent's method, once all ranks gather equal trees.
+
+        A property, because ``LightningModule.all_gather`` takes the method once for a whole tree and then calls it for
+        each tensor, and not at all for a tree that is empty on this rank. Taking it is where the trees are compared.
+        """
+        frame = sys._getframe(1)
+        if frame.f_code is not LightningModule.all_gather.__code__:
+            return self._all_gather
+        tree, group = frame.f_locals["data"], frame.f_locals["group"]
+        point = _gathering(describe(tree), frame.f_locals["sync_grads"])
+        with self._together(lambda: point, group):
+            pass
+
+        def gather_leaf(tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+            with self._covered(str(point)):
+                return super(ChecksCollectives, self).all_gather(tensor, group=group, sync_grads=sync_grads)
+
+        return gather_leaf
+
+    def _all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with self._together(lambda: _gathering(describe(tensor), sync_grads), group):
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def _announcing(self, save: Callable[..., None]) -> Callable[..., None]:
+        """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
+
+        def save_checkpoint(*arguments: Any, **named: Any) -> None:
+            with self._together(lambda: _SAVE):
+                pass
+            save(*arguments, **named)
+
+        return save_checkpoint
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _together(self, make_point: Callable[[], Point], group: Any | None = None) -> Iterator[None]:
+        """Meets all ranks at a point, and covers what the parent does there.
+
+        Raises:
+            DivergenceError: The ranks are in different calls.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause.
+        """
+        points = self._points
+        if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
+            with naming_peers(self._plane):
+                yield
+            return
+        point = make_point()
+        with self._covered(str(point)):
+            points.meet(point, self.phases.patience)
+            yield
+
+    @contextmanager
+    def _covered(self, operation: str) -> Iterator[None]:
+        was_covered, self._is_covered = self._is_covered, True
+        before = self._marks.read().operation
+        self._marks.set(operation)
+        try:
+            with naming_peers(self._plane):
+                yield
+        finally:
+            self._is_covered = was_covered
+            self._marks.set(before)
+
+    def _is_of_all_ranks(self, group: Any | None) -> bool:
+        return group is None or group is dist.group.WORLD or dist.get_world_size(group) == self.world_size
+
+
+def line_of_the_caller() -> str | None:
+    """``file.py:line`` in the user's code from which this thread has come here; takes about a millisecond."""
+    return user_location(stack_of(threading.get_ident()))
+
+
+def _gathering(structure: str, sync_grads: bool) -> Point:
+    return Point(operation="all_gather", structure=structure, arguments="with gradients" if sync_grads else "")
+
+
+def _reduction(tensor: Tensor, reduce_op: Any, caller: FrameType | None) -> Point:
+    """A reduction; one of a logged value carries its key."""
+    structure, operator = describe_tensor(tensor), str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
+    logged = _compat.logged_metric(caller)
+    if logged is None:
+        return Point(operation="reduce", structure=structure, arguments=operator)
+    key, moment = logged
+    return Point(operation="log", name=key, structure=structure, arguments=f"{operator}, {moment}")

@@ -1,0 +1,164 @@
+"""A training run that is asked to stop at a named moment, and the run that continues it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import Dataset
+
+from lightning_distplus import PreemptionHandler, ResumableDataModule, newest_valid
+from lightning_distplus.testing import weights_digest
+from tests.distributed import jobs
+
+STEPS = 11  # 8 global batches in an epoch of 34 samples: the last steps lie in the second epoch
+MOMENTS = ("sanity check", "data", "forward", "backward", "optimizer", "validation", "save")
+
+
+class Numbered(Dataset):
+    """Sample i is i and random noise; one of them can be told to send a signal while a rank waits for it."""
+
+    on_read: Any = None
+
+    def __len__(self) -> int:
+        return 34
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.on_read is not None:
+            self.on_read()
+        return torch.cat([torch.tensor([float(index)]), torch.rand(jobs.NUM_FEATURES - 1)])
+
+
+@dataclass
+class Asks(Callback):
+    """Sends signals to this process, once, at one moment of one step."""
+
+    moment: str = "forward"
+    ranks: Sequence[int] = (0, 1)
+    step: int = 4
+    signals: Sequence[str] = ("SIGTERM",)
+    to_launcher: bool = False
+    spread_s: float = 0.0
+    has_asked: bool = field(default=False, init=False)
+
+    def ask(self, trainer: Any, moment: str, step: int) -> None:
+        if (moment, step) != (self.moment, self.step) or self.has_asked:
+            return
+        self.has_asked = True
+        if trainer.global_rank not in self.ranks:
+            return
+        pid = os.getppid() if self.to_launcher else os.getpid()
+        delay_s = random.random() * self.spread_s
+        threading.Thread(target=self.send, args=(pid, delay_s), daemon=True).start()
+        if not self.spread_s:
+            time.sleep(0.05)  # the signals arrive here
+
+    def send(self, pid: int, delay_s: float) -> None:
+        time.sleep(delay_s)
+        if self.moment == "group":
+            os.killpg(os.getpgid(pid), signal.SIGTERM)
+            return
+        for name in self.signals:
+            os.kill(pid, getattr(signal, name))
+            time.sleep(0.02)  # two pending signals of one kind are one
+
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        self.ask(trainer, "sanity check", self.step)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.datamodule.dataset.on_read = lambda: self.ask(trainer, "data", trainer.global_step)
+        self.ask(trainer, "start", trainer.global_step)
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for moment in ("forward", "group"):
+            self.ask(trainer, moment, trainer.global_step)
+        if self.moment == "death of rank 1" and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL if trainer.global_rank == 1 else signal.SIGTERM)
+        if self.moment == "notice" and trainer.global_step == self.step:
+            Path(self.signals[0]).touch()
+            time.sleep(1.5)  # the notice is seen, and the grace passes
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.ask(trainer, "backward", trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.ask(trainer, "optimizer", trainer.global_step)
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.ask(trainer, "validation", self.step)
+
+    def on_test_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.ask(trainer, "test", self.step)
+
+    def on_predict_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.ask(trainer, "predict", self.step)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.ask(trainer, "save", self.step)
+
+
+class Slow(jobs.Model):
+    """A model whose steps take a while, so that a late signal finds the run still going."""
+
+    slow_s = 0.0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(self.slow_s)
+        return super().training_step(batch, batch_idx)
+
+
+def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any) -> tuple[Any, Any, Any]:
+    """Trainer, model and data of the run."""
+    settings = {"stage": 2} if "DeepSpeed" in name else {}
+    if name.startswith("Resilient"):
+        settings["timeout"] = "60s"
+    num_workers = arguments.pop("num_workers", 0)
+    world_size = arguments.pop("world_size", 2)
+    defaults = {"max_steps": STEPS, "val_check_interval": 3, "num_sanity_val_steps": 1, "enable_checkpointing": True}
+    saver = ModelCheckpoint(dirpath=Path(folder) / "checkpoints", every_n_train_steps=5, save_top_k=-1)
+    trainer = jobs.trainer(
+        jobs.strategy(name, **settings),
+        world_size,
+        folder,
+        callbacks=[*callbacks, saver],
+        **{**defaults, **arguments},
+    )
+    dataset = Numbered()
+    data = ResumableDataModule(dataset, torch.ones(8, jobs.NUM_FEATURES), batch_size=2, num_workers=num_workers, seed=5)
+    data.dataset = dataset
+    return trainer, Slow(), data
+
+
+def train(name: str, folder: str, asks: Asks | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One attempt: resumes from the newest valid checkpoint where there is one."""
+    handler = PreemptionHandler(**arguments.pop("handler", {}))
+    slow_s = arguments.pop("slow_s", 0.0)
+    callbacks = [handler] if asks is None else [handler, asks]
+    trainer, model, data = make(name, folder, callbacks, **arguments)
+    model.slow_s = slow_s
+    found = newest_valid(Path(folder) / "checkpoints")
+    trainer.fit(model, datamodule=data, ckpt_path=str(found) if found else None)
+    resumed_at = -1 if found is None else int(found.stem.rpartition("=")[2])
+    return {"weights": weights_digest(model), "step": trainer.global_step, "resumed_at": resumed_at}
+
+
+def train_until_asked(name: str, folder: str, asks: Asks, arguments: dict[str, Any]) -> None:
+    """An attempt that is asked to stop; it never returns."""
+    train(name, folder, asks, arguments)
+
+
+def evaluate(function: str, folder: str, asks: Asks) -> None:
+    """``validate``, ``test`` or ``predict``, asked to stop in its first batch."""
+    trainer, model, _ = make("ResilientDDP", folder, [PreemptionHandler(), asks])
+    loaders = jobs.loader()
+    getattr(trainer, function)(model, dataloaders=loaders)

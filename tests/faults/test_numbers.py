@@ -1,0 +1,337 @@
+"""Rows D1, D2 and D10: wrong numbers on one rank are named, on all ranks, and do not reach the others' weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.tensor import DTensor
+
+from lightning_distplus import RankDivergenceMonitor
+from lightning_distplus.divergence.fingerprint import fingerprint_of_each
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.events import read_events
+from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
+from tests.distributed import jobs
+
+STRATEGIES = {
+    "ResilientDDP": {},
+    "ResilientFSDP": {},
+    "ResilientModelParallel": {},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+}
+STEP = 3
+
+
+class State(Callback):
+    """Writes down what this rank holds before and after each step. Listed last."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, list[int]] = {}
+        self.after: dict[int, list[int]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.before[trainer.global_step] = held(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after[trainer.global_step] = held(trainer)
+
+
+def held(trainer: Any) -> list[int]:
+    """Fingerprints of this rank's part of the weights and the optimizer's state."""
+    tensors = [local(parameter) for parameter in trainer.strategy.model.parameters()]
+    (optimizer,) = trainer.optimizers
+    states = getattr(optimizer, "optimizer", optimizer).state
+    tensors += [local(value) for state in states.values() for value in state.values() if torch.is_tensor(value)]
+    return fingerprint_of_each(tensors).tolist()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; ZeRO-3 keeps it beside a parameter that is whole or empty, as it likes."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Poisoned(jobs.Model):
+    """Its loss is what ``value`` says, on rank 1, in one step; ``keeps_gradient``: with sound gradients."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and self.trainer.global_step == STEP:
+            return loss + torch.tensor(self.value)
+        return loss
+
+
+def train(
+    name: str, folder: str, policy: Any, value: float | None = None, size: int = 2, **arguments: Any
+) -> dict[str, Any]:
+    strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES.get(name, {}))
+    state = State()
+    options = {"max_steps": 6, "use_distributed_sampler": True, **arguments.pop("trainer", {})}
+    monitor = RankDivergenceMonitor(on_divergence=policy, **arguments)
+    trainer = jobs.trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state], **options)
+    trainer.fit(jobs.Model() if value is None else Poisoned(value), jobs.loader(400))
+    weights = [local(parameter) for parameter in trainer.strategy.model.parameters()]
+    return {
+        "steps": trainer.global_step,
+        "finite": all(bool(weight.isfinite().all()) for weight in weights),
+        "unchanged": {step for step in state.before if state.before[step] == state.after.get(step + 1)},
+        "last": held(trainer),
+        "skipped": monitor.skips.total,
+    }
+
+
+def verdict_in(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "distplus").glob("verdict-*.json")
+    return json.loads(path.read_text())
+
+
+def require_named(result: SpawnResult, folder: Path, field: str, rank: int = 1) -> dict[str, Any]:
+    """All ranks end with the same error, and the verdict has it."""
+    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
+    assert result.alive == {}
+    verdict = verdict_in(folder)
+    assert (verdict["kind"], verdict["culprits"], verdict["field"]) == ("divergence", [rank], field)
+    return verdict
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(name: str, tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    result = spawn(train, 2, args=(name, str(tmp_path), "raise"), faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    verdict = require_named(result, tmp_path, "gradient")
+    assert verdict["global_step"] == STEP
+    assert "net." in verdict["parameter"]
+    for log in result.logs.values():
+        assert f"Rank 1 has a gradient that is not finite in step {STEP}" in log
+        assert "no weight has changed" in log
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_skipped_step_changes_no_weight_and_no_optimizer_state_on_any_rank(name: str, tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    result = spawn(train, 2, args=(name, str(tmp_path), "skip"), faults=faults, deadline="50s").check()
+    assert result.faults_fired == 1
+    for found in result.results.values():
+        assert found["finite"]
+        assert found["unchanged"] == {STEP}
+        assert (found["steps"], found["skipped"]) == (6, 1)
+    if name == "ResilientDDP":
+        assert result.results[0]["last"] == result.results[1]["last"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_loss_that_is_not_finite_counts_though_its_gradients_are_sound(
+    value: float, text: str, tmp_path: Path
+) -> None:
+    result = spawn(train, 2, args=("ResilientDDP", str(tmp_path), "raise", value), deadline="50s")
+    verdict = require_named(result, tmp_path, "loss")
+    assert verdict["values"] == {"0": "finite", "1": f"loss is {text} in micro-batch {STEP}"}
+
+
+def test_a_warned_step_is_made_without_the_rank_and_ranks_stay_equal(tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    result = spawn(train, 2, args=("ResilientDDP", str(tmp_path), "warn"), faults=faults, deadline="50s").check()
+    assert result.results[0]["last"] == result.results[1]["last"]
+    for rank, found in result.results.items():
+        assert (found["steps"], found["finite"], found["unchanged"]) == (6, True, set())
+        assert "the step is made without it" in result.logs[rank]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=2).nan(rank=0, step=3).nan(rank=1, step=4)
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="skip", max_skips_in_a_row=2)
+    result = spawn(job, 2, faults=faults, deadline="50s")
+    assert result.faults_fired == 3
+    require_named(result, tmp_path, "gradient")
+    assert "3 steps in a row would be skipped; max_skips_in_a_row is 2" in result.logs[0]
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "zero2"])
+def test_a_gradient_of_an_earlier_micro_batch_counts(name: str, tmp_path: Path) -> None:
+    """The fault callback strikes in the first micro-batch of a step, which nobody sums under DDP."""
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    accumulates = {"accumulate_grad_batches": 2}
+    job = partial(train, name=name, folder=str(tmp_path), policy="skip", trainer=accumulates)
+    result = spawn(job, 2, faults=faults, deadline="50s").check()
+    for found in result.results.values():
+        assert (found["finite"], found["steps"], found["skipped"]) == (True, 6, 1)
+        assert found["last"] == result.results[0]["last"] or name == "zero2"
+
+
+def stock(folder: str) -> bool:
+    """Whether all weights are NaN after a stock run."""
+    trainer = jobs.trainer(jobs.strategy("DDPStrategy"), 2, folder, callbacks=[FaultCallback()], max_steps=6)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return all(bool(parameter.isnan().all()) for parameter in trainer.strategy.model.parameters())
+
+
+def test_stock_ends_well_with_nothing_but_nan_on_all_ranks(tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    assert spawn(stock, 2, args=(str(tmp_path),), faults=faults).check().results == {0: True, 1: True}
+
+
+# -- row D2: copies that differ ----------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_named_with_parameter_and_element_before_the_next_step(tmp_path: Path) -> None:
+    faults = FaultPlan().flip_bit(rank=1, step=STEP, parameter="net.2.weight")
+    result = spawn(train, 3, args=("ResilientDDP", str(tmp_path), "raise", None, 3), faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    verdict = require_named(result, tmp_path, "parameters")
+    assert (verdict["parameter"], verdict["global_step"]) == ("net.2.weight", STEP)
+    assert verdict["values"]["0"] == verdict["values"]["2"] != verdict["values"]["1"]
+    for log in result.logs.values():
+        assert "wrong: rank 1" in log
+        assert f"It happened at step {STEP - 1} or later" in log
+
+
+def test_between_two_ranks_nobody_decides_and_both_sides_are_shown(tmp_path: Path) -> None:
+    faults = FaultPlan().flip_bit(rank=1, step=STEP, where="batch_end")
+    result = spawn(train, 2, args=("ResilientDDP", str(tmp_path), "raise"), faults=faults, deadline="50s")
+    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
+    verdict = verdict_in(tmp_path)
+    assert (verdict["culprits"], verdict["parameter"]) == ([0, 1], "net.0.weight")
+    assert "undecided" in result.logs[0]
+
+
+def test_a_repaired_copy_trains_on_equal_to_the_others_and_stands_in_the_ledger(tmp_path: Path) -> None:
+    faults = FaultPlan().flip_bit(rank=1, step=STEP)
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="raise", size=3, repair_replicas=True)
+    result = spawn(job, 3, faults=faults, deadline="50s").check()
+    undisturbed = spawn(train, 3, args=("ResilientDDP", str(tmp_path / "other"), "raise", None, 3)).check()
+    assert result.results[1]["last"] == result.results[0]["last"] == undisturbed.results[0]["last"]
+    repaired = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "repaired"]
+    assert [(event["name"], event["ranks"], event["source"]) for event in repaired] == [("net.0.weight", [1], 0)] * 3
+
+
+def test_a_whole_copy_under_zero_is_compared_too(tmp_path: Path) -> None:
+    faults = FaultPlan().flip_bit(rank=1, step=STEP)
+    result = spawn(train, 2, args=("zero2", str(tmp_path), "raise"), faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
+    assert verdict_in(tmp_path)["field"] == "parameters"
+
+
+class WithBuffers(jobs.Model):
+    """A normalisation, whose statistics are each rank's own, and a buffer that is the same on all."""
+
+    def configure_model(self) -> None:
+        made = self.net is None
+        super().configure_model()
+        if made:
+            self.net.append(torch.nn.BatchNorm1d(1))
+            self.net.register_buffer("scale", torch.ones(3))
+
+
+def train_with_buffers(name: str, folder: str, breaks_at: int | None) -> int:
+    class Breaks(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_rank == 1 and trainer.global_step == breaks_at:
+                pl_module.net.scale[2] = 7.0
+
+    options = {"ddp": {"broadcast_buffers": False}}.get(name, {})
+    strategy = jobs.strategy("ResilientDDP" if name == "ddp" else "ResilientFSDP", **options)
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=2)
+    trainer = jobs.trainer(strategy, 2, folder, callbacks=[Breaks(), monitor], max_steps=8)
+    trainer.fit(WithBuffers(), jobs.loader(400))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_buffer_is_compared_and_running_statistics_are_not(name: str, tmp_path: Path) -> None:
+    assert spawn(train_with_buffers, 2, args=(name, str(tmp_path), None)).check().results == {0: 8, 1: 8}
+    result = spawn(train_with_buffers, 2, args=(name, str(tmp_path), 4))
+    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
+    verdict = verdict_in(tmp_path)
+    assert (verdict["field"], verdict["parameter"], verdict["values"]) == ("buffers", "net.scale", {"0": 1.0, "1": 7.0})
+
+
+# -- nothing is told where nothing is wrong ----------------------------------------------------------------------------
+
+
+def train_twice(name: str, folder: str) -> list[list[Any]]:
+    """The losses of a run without, and of one with a monitor that looks at everything in each step."""
+    found = []
+    for monitors in ([], [RankDivergenceMonitor(parameters_every_n_steps=1)]):
+        strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES[name])
+        trainer = jobs.trainer(
+            strategy, 2, folder, callbacks=monitors, max_steps=9, accumulate_grad_batches=2,
+            val_check_interval=4, num_sanity_val_steps=1,
+        )  # fmt: skip
+        model = jobs.Model()
+        trainer.fit(model, jobs.loader(400), jobs.loader(8))
+        # The shards of ZeRO-3 end in padding, which differs from run to run.
+        found.append([*model.losses, *(held(trainer) if name != "zero3" else [])])
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_monitored_run_is_bit_for_bit_the_unmonitored_one(name: str, tmp_path: Path) -> None:
+    for alone, monitored in spawn(train_twice, 2, args=(name, str(tmp_path))).check().results.values():
+        assert alone == monitored
+
+
+def train_with_scaler(folder: str, value: float | None) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=10)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    monitor = RankDivergenceMonitor(on_divergence="skip", parameters_every_n_steps=3)
+    trainer = jobs.trainer(
+        jobs.strategy("ResilientDDP"), 2, folder, callbacks=[monitor], plugins=[plugin], max_steps=100
+    )
+    model = jobs.Model() if value is None else Poisoned(value)
+    trainer.fit(model, jobs.loader(1000))
+    return {"scale": scaler.get_scale(), "skipped": monitor.skips.total, "last": held(trainer)}
+
+
+def test_the_skips_of_a_loss_scaler_are_no_alarm(tmp_path: Path) -> None:
+    results = spawn(train_with_scaler, 2, args=(str(tmp_path), None)).check().results
+    assert results[0] == results[1]
+    assert results[0]["scale"] != 2.0**30, "gradients have overflowed"
+    assert results[0]["skipped"] == 0
+    assert not list((tmp_path / "distplus").glob("verdict-*"))
+
+
+def test_a_loss_that_is_not_finite_is_skipped_beside_a_loss_scaler(tmp_path: Path) -> None:
+    results = spawn(train_with_scaler, 2, args=(str(tmp_path), math.nan)).check().results
+    assert results[0] == results[1]
+    assert results[0]["skipped"] == 1
+
+
+# -- hybrid sharding: shards of which other ranks hold copies ----------------------------------------------------------
+
+
+def train_hybrid(folder: str) -> int:
+    strategy = jobs.strategy("ResilientFSDP", sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=1)
+    trainer = jobs.trainer(strategy, 4, folder, callbacks=[FaultCallback(), monitor], max_steps=6)
+    trainer.fit(jobs.Model(), jobs.loader(400))
+    return trainer.global_step
+
+
+def test_the_shards_of_hybrid_fsdp_are_compared_and_its_gradients_seen(tmp_path: Path) -> None:
+    """Ranks 0 and 2, and ranks 1 and 3, hold the same shards."""
+    assert set(spawn(train_hybrid, 4, args=(str(tmp_path),)).check().results.values()) == {6}
+    for field, faults in {
+        "gradient": FaultPlan().nan(rank=1, step=STEP),
+        "parameters": FaultPlan().flip_bit(rank=1, step=STEP),
+    }.items():
+        result = spawn(train_hybrid, 4, args=(str(tmp_path / field),), faults=faults)
+        assert result.faults_fired == 1
+        assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
+        verdict = verdict_in(tmp_path / field)
+        assert verdict["field"] == field
+        assert sorted(verdict["values"]) == (["1", "3"] if field == "parameters" else ["0", "1", "2", "3"])

@@ -1,0 +1,221 @@
+"""Rows P1 and P3: asked to stop at any moment, all ranks save one checkpoint at one step and exit with 143."""
+
+from __future__ import annotations
+
+import functools
+import random
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus import PreemptionHandler
+from lightning_distplus.checkpoint import newest_valid, verify
+from lightning_distplus.events import read_events
+from lightning_distplus.testing import SpawnResult, spawn
+from tests.distributed import jobs
+from tests.distributed.preemption_jobs import MOMENTS, STEPS, Asks, evaluate, make, train, train_until_asked
+
+PREEMPTED = {0: 143, 1: 143}
+
+
+@functools.cache
+def undisturbed(name: str) -> list[str]:
+    """Each rank's weights, or shard of them, after the run that nobody asks to stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = spawn(train, 2, args=(name, folder, None, {}), deadline="120s").check()
+    return [run.results[rank]["weights"] for rank in (0, 1)]
+
+
+def stop(name: str, folder: Path, asks: Asks, **arguments: Any) -> SpawnResult:
+    mode = arguments.pop("mode", "forkserver")
+    run = spawn(train_until_asked, 2, args=(name, str(folder), asks, arguments), deadline="120s", mode=mode)
+    assert run.exit_codes == PREEMPTED, "\n".join(run.logs.values())
+    return run
+
+
+def assert_one_checkpoint(folder: Path) -> int:
+    """Returns the step of the one checkpoint of the preemption, which is the newest valid one."""
+    (path,) = (folder / "checkpoints").glob("preempt-step=*")
+    assert newest_valid(folder / "checkpoints") == path
+    assert verify(path).ok
+    ended = [event for event in read_events(folder / "distplus") if event["kind"] == "preempted"]
+    (step,) = {event["global_step"] for event in ended}
+    assert sorted(event["rank"] for event in ended) == [0, 1]
+    assert path.name == f"preempt-step={step}.ckpt"
+    assert not [event for event in read_events(folder / "distplus") if event["kind"] == "failed"]
+    return int(step)
+
+
+def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: Any) -> None:
+    run = spawn(train, 2, args=(name, str(folder), None, arguments), deadline="120s").check()
+    assert [run.results[rank]["weights"] for rank in (0, 1)] == undisturbed(name)
+    assert {(result["step"], result["resumed_at"]) for result in run.results.values()} == {(STEPS, step)}
+
+
+@pytest.mark.parametrize(
+    ("moment", "asked", "ranks", "stops"),
+    [
+        ("sanity check", 4, (1,), {0}),
+        ("data", 3, (0,), {3, 4}),
+        ("forward", 4, (1,), {5}),
+        ("backward", 7, (0, 1), {8}),
+        ("validation", 4, (1,), {3}),
+        ("save", 4, (0,), {5}),
+    ],
+)
+def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continues_exactly(
+    moment: str, asked: int, ranks: tuple[int, ...], stops: set[int], tmp_path: Path
+) -> None:
+    stop("ResilientDDP", tmp_path, Asks(moment, ranks, asked))
+    step = assert_one_checkpoint(tmp_path)
+    assert step in stops
+    assert_continues_exactly("ResilientDDP", tmp_path, step)
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES[1:])
+def test_every_strategy_stops_and_continues_exactly(name: str, tmp_path: Path) -> None:
+    stop(name, tmp_path, Asks("optimizer", (1,), 6))
+    assert assert_one_checkpoint(tmp_path) == 7
+    assert_continues_exactly(name, tmp_path, 7)
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_an_evaluation_ends_on_all_ranks_with_nothing_to_save(function: str, tmp_path: Path) -> None:
+    moment = {"validate": "validation"}.get(function, function)
+    run = spawn(evaluate, 2, args=(function, str(tmp_path), Asks(moment, (1,))), deadline="60s")
+    assert run.exit_codes == PREEMPTED, run.logs[0]
+    assert not (tmp_path / "checkpoints").exists()
+    assert {event["path"] for event in read_events(tmp_path / "distplus") if event["kind"] == "preempted"} == {None}
+
+
+def test_signals_that_repeat_while_it_saves_tear_nothing(tmp_path: Path) -> None:
+    asks = Asks("save", (0, 1), 4, signals=("SIGTERM", "SIGUSR1", "SIGTERM", "SIGUSR2", "SIGINT"), spread_s=0.01)
+    stop("ResilientDDP", tmp_path, asks)
+    assert assert_one_checkpoint(tmp_path) == 5
+
+
+def test_a_second_interrupt_ends_at_once_and_honestly(tmp_path: Path) -> None:
+    asks = Asks("forward", (0, 1), 4, signals=("SIGINT", "SIGINT"))
+    run = spawn(train_until_asked, 2, args=("ResilientDDP", str(tmp_path), asks, {}), deadline="60s")
+    assert run.exit_codes == {0: -2, 1: -2}
+    assert not list((tmp_path / "checkpoints").glob("preempt*"))
+    assert all("ends now, without a checkpoint" in log for log in run.logs.values())
+
+
+def test_data_workers_outlive_a_signal_to_their_whole_group(tmp_path: Path) -> None:
+    stop("ResilientDDP", tmp_path, Asks("group", (0, 1), 4), num_workers=1)
+    assert assert_one_checkpoint(tmp_path) == 5
+    assert_continues_exactly("ResilientDDP", tmp_path, 5)
+
+
+def test_a_sigterm_after_the_death_of_a_peer_is_no_preemption(tmp_path: Path) -> None:
+    """torchrun's agent sends one 16 to 120 ms later."""
+    asks = Asks("death of rank 1", (0, 1), 4)
+    run = spawn(train_until_asked, 2, args=("ResilientDDP", str(tmp_path), asks, {}), deadline="60s")
+    assert run.exit_codes == {0: 171, 1: -9}
+    assert run.elapsed_s < 20
+    assert not list((tmp_path / "checkpoints").glob("preempt*"))
+    assert newest_valid(tmp_path / "checkpoints") is None
+
+
+def test_a_notice_stops_the_run_and_a_grace_that_is_too_short_is_reported(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    handler = {"notice_file": str(notice), "notice_every": 0.02, "grace": 0.01}
+    asks = Asks("notice", (0,), 4, signals=(str(notice),))
+    run = stop("ResilientDDP", tmp_path, asks, handler=handler)
+    assert assert_one_checkpoint(tmp_path) == 5
+    assert "0.01 s after the notice file" in run.logs[0]
+    kinds = [event["kind"] for event in read_events(tmp_path / "distplus") if event["rank"] == 0]
+    assert kinds.index("preemption_late") < kinds.index("preempted")
+
+
+def handlers_and_requests(folder: str) -> dict[str, Any]:
+    """A run in which a user's own handler is called as well, and everything is put back."""
+    received: list[str] = []
+
+    def mine(signum: int, frame: Any) -> None:
+        received.append(signal.Signals(signum).name)
+
+    watched = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    signal.signal(signal.SIGUSR1, mine)
+    before = [signal.getsignal(number) for number in watched]
+    trainer, model, data = make("ResilientDDP", folder, [PreemptionHandler()], max_steps=2)
+    trainer.fit(model, datamodule=data)
+    is_back = [signal.getsignal(number) for number in watched] == before
+    trainer, model, data = make("ResilientDDP", folder, [PreemptionHandler(), Asks(signals=("SIGUSR1",))])
+    try:
+        trainer.fit(model, datamodule=data)
+    except SystemExit as stopped:
+        return {"is_back": is_back, "received": received, "code": stopped.code}
+    return {}
+
+
+def test_handlers_are_chained_and_put_back(tmp_path: Path) -> None:
+    run = spawn(handlers_and_requests, 2, args=(str(tmp_path),), deadline="60s").check()
+    assert list(run.results.values()) == [{"is_back": True, "received": ["SIGUSR1"], "code": 143}] * 2
+
+
+def test_the_launcher_passes_a_sigterm_on_and_a_run_of_one_process_stops_too(tmp_path: Path) -> None:
+    asks = Asks("forward", (0,), 4, to_launcher=True)
+    stop("ResilientDDP", tmp_path / "two", asks, mode="torchrun")
+    assert_one_checkpoint(tmp_path / "two")
+    alone = {"world_size": 1}
+    for folder, one in (("one", Asks("backward", (0,), 4)), ("one", None), ("undisturbed", None)):
+        arguments = ("ResilientDDP", str(tmp_path / folder), one, dict(alone))
+        run = spawn(train, 1, args=arguments, deadline="60s")
+        assert run.exit_codes == {0: 143 if one else 0}, run.logs[0]
+        if folder == "one" and one is None:
+            resumed = run.results[0]
+    assert resumed["resumed_at"] == 5
+    assert resumed["weights"] == run.results[0]["weights"]
+
+
+def test_a_strategy_without_a_gate_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    run = spawn(train, 2, args=("DDPStrategy", str(tmp_path), None, {}), deadline="60s")
+    assert set(run.exit_codes.values()) == {1}
+    assert "Use ResilientDDP" in run.logs[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"signals": ["SIGNONE"]}, "SIGNONE"),
+        ({"signals": ["SIGKILL"]}, "SIGKILL"),
+        ({"signals": "SIGTERM"}, "are lists"),
+        ({"keep": 0}, "keep is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PreemptionHandler(**arguments)
+
+
+def soak_cases() -> list[tuple[str, str, tuple[int, ...], bool, int]]:
+    """30 of each kind: one rank, all within 200 ms, a random subset, the launcher."""
+    cases = []
+    for kind in ("one rank", "all", "subset", "launcher"):
+        for number in range(int(SOAK_RUNS)):
+            chance = random.Random(f"{kind} {number}")
+            ranks = {"one rank": (chance.choice((0, 1)),), "subset": chance.choice(((0,), (1,), (0, 1)))}
+            moment = MOMENTS[number % len(MOMENTS)]
+            name = jobs.STRATEGIES[number % len(jobs.STRATEGIES)]
+            cases.append((name, moment, ranks.get(kind, (0, 1)), kind == "launcher", number))
+    return cases
+
+
+SOAK_RUNS = 30
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "moment", "ranks", "to_launcher", "number"), soak_cases())
+def test_signals_at_random_times(
+    name: str, moment: str, ranks: tuple[int, ...], to_launcher: bool, number: int, tmp_path: Path
+) -> None:
+    asked = 4 if moment in ("sanity check", "validation", "save") else 3 + number % 5
+    asks = Asks(moment, (0,) if to_launcher else ranks, asked, to_launcher=to_launcher, spread_s=0.2)
+    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.02)
+    assert run.elapsed_s < 60
+    assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))

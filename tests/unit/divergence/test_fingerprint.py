@@ -1,0 +1,149 @@
+"""Fingerprints see what an XOR and a plain sum miss, in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distplus.divergence.fingerprint import Windows, fingerprint, fingerprint_of_each, row_sums
+
+SIZES = [1, 3, 1000, 70_001]
+LARGE = 300_000
+
+
+def values(dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=generator).to(dtype)
+
+
+def negate(tensor: Tensor, *indices: int) -> None:
+    for index in indices:
+        tensor[index] = -tensor[index]
+
+
+def swap(tensor: Tensor, one: int, other: int) -> None:
+    tensor[[one, other]] = tensor[[other, one]]
+
+
+def flip(tensor: Tensor, bit: int, *indices: int) -> None:
+    words = tensor.view(torch.int32)
+    for index in indices:
+        words[index] ^= 1 << bit
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "one bit": lambda tensor: flip(tensor, 0, 123_456),
+    "the same flip in two elements": lambda tensor: flip(tensor, 22, 10, 12),
+    "two signs, same column": lambda tensor: negate(tensor, 1, 1 + 2 * 256 * 2),
+    "two signs, same row": lambda tensor: negate(tensor, 1, 5),
+    "two signs, far apart": lambda tensor: negate(tensor, 1, 200_001),
+    "four signs, anywhere": lambda tensor: negate(tensor, 1, 77, 4001, 200_001),
+    "a swap of neighbours": lambda tensor: swap(tensor, 10, 11),
+    "a swap within a row": lambda tensor: swap(tensor, 10, 40),
+    "a swap far apart": lambda tensor: swap(tensor, 10, 250_000),
+    "up and down by one": lambda tensor: tensor.view(torch.int32)[5:7].add_(torch.tensor([1, -1], dtype=torch.int32)),
+    "a swap of two rows": lambda tensor: tensor[:1024].copy_(tensor[:1024].view(2, 512).flip(0).reshape(-1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_changes_the_fingerprint(name: str) -> None:
+    before = values(torch.float32, LARGE)
+    after = before.clone()
+    CHANGES[name](after)
+    assert not torch.equal(before, after), "the change is one"
+    assert fingerprint(before) != fingerprint(after)
+
+
+@pytest.mark.parametrize("numel", [2, 10, 4096, LARGE])
+def test_constant_tensors_differ_from_each_other_and_from_nan(numel: int) -> None:
+    constants = [torch.full((numel,), value) for value in (0.0, -0.0, 1.0, 2.0, torch.nan, torch.inf)]
+    assert len({fingerprint(tensor) for tensor in constants}) == len(constants)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+     torch.float8_e4m3fn],
+    ids=str,
+)  # fmt: skip
+def test_every_byte_counts_in_every_dtype(dtype: torch.dtype, numel: int) -> None:
+    before = values(dtype, numel)
+    assert fingerprint(before) == fingerprint(before.clone())
+    for index in {0, numel // 2, numel - 1}:
+        after = before.clone()
+        raw = after.view(torch.uint8).view(numel, -1)
+        raw[index, -1] ^= 1
+        assert fingerprint(before) != fingerprint(after)
+
+
+def test_the_layout_in_memory_does_not_count() -> None:
+    tensor = values(torch.bfloat16, 3 * 1001)
+    whole = tensor.clone()
+    assert fingerprint(tensor[1001:2002]) == fingerprint(whole[1001:2002].clone()), "an offset that is no whole word"
+    matrix = values(torch.float32, 64 * 48).view(64, 48)
+    assert fingerprint(matrix.t().contiguous()) == fingerprint(matrix.t())
+    assert fingerprint(torch.nn.Parameter(matrix)) == fingerprint(matrix)
+
+
+def test_an_empty_and_a_scalar_tensor_have_a_fingerprint() -> None:
+    assert fingerprint(torch.empty(0)) == fingerprint(torch.empty(0))
+    assert fingerprint(torch.tensor(1.0)) != fingerprint(torch.tensor(2.0))
+
+
+def test_ten_thousand_random_tensors_have_ten_thousand_fingerprints() -> None:
+    tensors = list(torch.randn(10_000, 5, generator=torch.Generator().manual_seed(1)))
+    assert len(set(fingerprint_of_each(tensors).tolist())) == 10_000
+
+
+def test_row_sums_find_the_place() -> None:
+    before = values(torch.float32, LARGE)
+    after = before.clone()
+    flip(after, 3, 1234)
+    (differing,) = (row_sums(before) != row_sums(after)).nonzero(as_tuple=True)
+    assert differing.tolist() == [1234 * 4 // 2048]
+
+
+def state() -> list[Tensor]:
+    shapes = [(1000, 700), (700,), (), (3,), (50_000,), (0,), (64, 64, 3, 3), (7,)]
+    generator = torch.Generator().manual_seed(2)
+    dtypes = [torch.float32, torch.bfloat16]
+    return [torch.randn(shape, generator=generator).to(dtypes[i % 2]) for i, shape in enumerate(shapes)]
+
+
+def test_windows_cover_every_element_once_and_are_about_equal() -> None:
+    tensors = state()
+    windows = Windows(tensors)
+    seen = [torch.zeros(tensor.numel(), dtype=torch.int) for tensor in tensors]
+    sizes = []
+    for pieces in windows.pieces:
+        sizes.append(sum((piece.stop - piece.start) * tensors[piece.index].element_size() for piece in pieces))
+        for piece in pieces:
+            seen[piece.index][piece.start : piece.stop] += 1
+    assert all(bool((count == 1).all()) for count in seen)
+    assert max(sizes) < 2 * sum(sizes) / len(sizes) + 40_000
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 4, 6, 7])
+def test_a_flip_anywhere_shows_in_exactly_one_window(index: int) -> None:
+    tensors = state()
+    before = [windows_of(tensors, number) for number in range(16)]
+    flat = tensors[index].view(-1)
+    flat[flat.numel() // 2] += 1
+    after = [windows_of(tensors, number) for number in range(16)]
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+
+
+def windows_of(tensors: list[Tensor], number: int) -> int | None:
+    found = Windows(tensors).fingerprint(number)
+    return None if found is None else int(found)
+
+
+def test_windows_of_nothing_are_empty() -> None:
+    assert Windows([]).fingerprint(3) is None

@@ -21,6 +21,7 @@ NAMES = (
     "resume_cost",
     "data_audit",
     "control_gate",
+    "checked_collectives",
     "watchdog_scale",
     "flight_recorder_cost",
     "strategy_cost",

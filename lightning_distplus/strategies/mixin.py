@@ -132,8 +132,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self.phases.expect_people()
         self._start_watchdog(self._plane)
         if self.world_size > 1:
-            self._points = Points(self._plane, locate=line_of_the_caller)
-            self._points.begin(self.phases.patience)
+            self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            self._points.begin()
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()

@@ -60,6 +60,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
         stacks={str(rank): one.stack for rank, one in evidence.items()},
         lines=[evidence[rank].describe() for rank in order],
         is_decided=opinion.is_decided,
+        silent=[rank for rank, one in evidence.items() if not one.answers],
         findings=opinion.findings,
         locations={str(rank): one.location for rank, one in evidence.items()},
         collectives={str(rank): one.stands_in if one.waits else None for rank, one in evidence.items()},

@@ -29,7 +29,6 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch/distributed/c10d_logger.py", ()),
     ("torch/distributed/_functional_collectives.py", ()),
     ("torch/autograd/graph.py", ("_engine_run_backward",)),
-    ("lightning_distplus/control/plane.py", ("poll",)),
     ("torch/distributed/utils.py", ()),
 )
 
@@ -46,6 +45,9 @@ def place_of(frame: FrameType | None) -> str | None:
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_OWN_WAIT = ("lightning_distplus/control/plane.py", "poll")  # wherever it stands: what it calls belongs to the wait
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
@@ -73,6 +75,8 @@ def _is_library(filename: str) -> bool:
 
 def is_waiting_for_peers(stack: Sequence[traceback.FrameSummary]) -> bool:
     """Whether the innermost frames belong to a collective, or to the control plane's own waiting."""
+    if any(frame.filename.endswith(_OWN_WAIT[0]) and frame.name == _OWN_WAIT[1] for frame in stack):
+        return True
     for frame in list(reversed(stack))[:3]:
         for ending, functions in _WAITS:
             if frame.filename.endswith(ending) and (not functions or frame.name in functions):

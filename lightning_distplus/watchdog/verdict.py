@@ -38,6 +38,8 @@ class Verdict:
     """One line per rank, culprits first."""
     is_decided: bool = True
     """False: the culprits are all ranks that may be to blame, and nothing tells them apart."""
+    silent: list[int] = dataclass_field(default_factory=list)
+    """Ranks that have not said themselves where they are."""
     findings: list[str] = dataclass_field(default_factory=list)
     """What the comparison of the ranks has shown: the collective that differs, or each cycle of sends and receives."""
     locations: dict[str, str | None] = dataclass_field(default_factory=dict)

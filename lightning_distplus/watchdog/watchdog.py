@@ -296,22 +296,15 @@ class Watchdog:
 
     def _speaks_for_host(self, verdict: Verdict) -> bool:
         """The lowest rank of this host whose Python runs."""
-        host = self._world.host
-        able = [
-            rank
-            for rank, name in ((int(rank), name) for rank, name in verdict.hosts.items())
-            if name == host and (rank == self._world.rank or rank in self._board.evidence)
-        ]
-        return self._world.rank == min(able)
+        here = [int(rank) for rank, host in verdict.hosts.items() if host == self._world.host]
+        return self._world.rank == min(set(here) - set(verdict.silent) | {self._world.rank})
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
-        for rank in verdict.culprits:
+        for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
             peer = self._board.peers.get(rank)
-            if peer is None or rank in self._board.evidence or rank == self._world.rank:
-                continue
-            if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # the very process, on this host
+            if peer is not None and peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
                 with suppress(ProcessLookupError):
                     os.kill(peer.pid, signal.SIGKILL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
     [
         ("ResilientDDP", 3, "ranks 1-2 in backward batch 2"),
         ("ResilientDDP", 2, "rank 1 in backward batch 2"),
-        ("ResilientFSDP", 2, "rank 1 in training_step batch 2"),
+        ("ResilientFSDP", 2, "rank 1 in backward batch 2"),
     ],
 )
 def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stand_in_the_engine(
@@ -299,7 +300,7 @@ def healthy(name: str, folder: str) -> int:
     def setup(fitted: Any) -> None:
         begin(fitted)
         met = strategy._points.meet
-        strategy._points.meet = lambda point, deadline: (counted.append(str(point)), met(point, deadline))
+        strategy._points.meet = lambda point: (counted.append(str(point)), met(point))
 
     strategy.setup = setup
     trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(16))
@@ -343,5 +344,5 @@ def test_stock_takes_different_dtypes_and_says_nothing(tmp_path: Path) -> None:
 def test_stock_waits_for_the_time_out_and_names_no_rank(fault: str, tmp_path: Path) -> None:
     for error in in_stock(fault, tmp_path).check().results.values():
         assert error["seconds"] >= DEADLINE_S
-        assert "timed out" in error["text"].lower() or "timeout" in error["text"]
-        assert "rank" not in error["text"]
+        assert re.search("Timed out|timeout|Connection closed by peer", error["text"])
+        assert not re.search(r"rank \d", error["text"])

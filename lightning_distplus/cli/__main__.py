@@ -32,6 +32,7 @@ COMMANDS = {
     "predict": Command("training", "run the prediction loop", keeps_name=True),
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
+    "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
     "verify": Command("verify", "check every checkpoint in a folder"),
 }
 

@@ -88,6 +88,7 @@ class CommitsCheckpoints(_Base):
         if self._calibration is not None and found:
             self.timeouts = self._calibration.adopt(found)
             self.phases.replace(self.timeouts)
+            self._note("calibrated", **self._calibration.to_event())
         self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 

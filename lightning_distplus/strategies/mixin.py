@@ -244,7 +244,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
             self.timeouts = self._calibration.settle(ranks)
             self.phases.replace(self.timeouts)
-            self._note("calibrated", deadlines_s=self._calibration.deadlines_s)
+            self._note("calibrated", **self._calibration.to_event())
             log.info("rank %d: %s", self.global_rank, self._calibration.describe())
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _ALERT_AFTER_S = 1.0
 _COLLECT_S = 0.7  # how long the ranks have to send their evidence
+_COLLECT_BUSY_S = 1.8  # the same for ranks whose beats say that their Python runs
 _MOVED_S = 1.0  # a rank whose silence is shorter than the deadline by more than this has moved
 _UNSEEN_S = _ALERT_AFTER_S + BEAT_S + 0.3  # so much of a peer's silence goes by before this rank first looks
 _STEP_IN_S = 5.0
@@ -237,9 +238,14 @@ class Watchdog:
         return self._board.reads
 
     def _collect(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
+        """Waits for the evidence of the others; longer for those that beat, which can still speak on a busy host."""
+        begin = time.monotonic()
         others = set(self._world.ranks) - {self._world.rank}
-        while time.monotonic() < end and (others - set(self._board.evidence) or not self._board.has_posted):
+        while (missing := others - set(self._board.evidence)) or not self._board.has_posted:
+            seen = [self._board.sightings.get(rank) for rank in missing]
+            can_speak = any(one is not None and one.beats for one in seen)
+            if time.monotonic() - begin > (_COLLECT_BUSY_S if can_speak else seconds):
+                return
             time.sleep(_TICK_S / 4)
 
     def _somebody_moves(self, deadline_s: float) -> bool:

@@ -15,13 +15,13 @@ from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.rank_states import gather_for_checkpoint
 from lightning_distplus.data.samplers import Sampling, SamplingOptions
 from lightning_distplus.data.stateful import Stateful, is_iterable
 from lightning_distplus.data.stream_loader import StreamPasses
 from lightning_distplus.data.stream_worker import StreamReader
 from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
 from lightning_distplus.errors import DatasetMismatch
-from lightning_distplus.gathering import gather_for_checkpoint
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ResumableDataModule"]

@@ -143,12 +143,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
         self._open_ledger()
+        if self._plane.is_attended:
+            self.phases.expect_people()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
         stream_single_files(self)
         if self.world_size > 1:
-            self._points = Points(self._plane, locate=line_of_the_caller)
-            self._points.begin(self.phases.patience)
+            self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            self._points.begin()
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
         install_exit_codes()  # torch has just chained a hook of its own
@@ -264,7 +266,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
             self.timeouts = self._calibration.settle(ranks)
             self.phases.replace(self.timeouts)
-            self._note("calibrated", deadlines_s=self._calibration.deadlines_s)
+            self._note("calibrated", **self._calibration.to_event())
             log.info("rank %d: %s", self.global_rank, self._calibration.describe())
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:

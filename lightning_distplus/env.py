@@ -11,7 +11,9 @@ __all__ = [
     "CROSS_RANK",
     "CROSS_SIZE",
     "CUDA_VISIBLE_DEVICES",
+    "DISTPLUS_ATTEMPT",
     "DISTPLUS_FAULTS",
+    "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
@@ -25,9 +27,11 @@ __all__ = [
     "NODE_RANK",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
+    "OMP_NUM_THREADS",
     "PET_NNODES",
     "PMI_RANK",
     "PMI_SIZE",
+    "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_JOB_NAME",
@@ -42,6 +46,8 @@ __all__ = [
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_EXTENSIONS_DIR",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -94,8 +100,10 @@ TORCHELASTIC_RESTART_COUNT = Variable("TORCHELASTIC_RESTART_COUNT", "how often t
 TORCHELASTIC_USE_AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE", '"True" when torchrun\'s agent already serves a store at MASTER_ADDR:MASTER_PORT'
 )
+PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
@@ -103,7 +111,6 @@ TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the e
 # where srun started the process.
 SLURM_NTASKS = Variable("SLURM_NTASKS", "number of Slurm tasks; Lightning takes it for the number of processes")
 SLURM_JOB_NAME = Variable("SLURM_JOB_NAME", "name of the Slurm job; to Lightning, bash is no batch job")
-
 SLURM_NNODES = Variable("SLURM_NNODES", "number of nodes of the Slurm job")
 SLURM_PROCID = Variable("SLURM_PROCID", "index of this Slurm task; Lightning takes it for the rank")
 SLURM_STEP_ID = Variable("SLURM_STEP_ID", "the srun step that started this process; unset in a batch script")
@@ -129,6 +136,12 @@ LAUNCH_VARIABLES = (
     CROSS_SIZE, CROSS_RANK, KUBERNETES_SERVICE_HOST, CUDA_VISIBLE_DEVICES,
 )  # fmt: skip
 """What the launch check reads."""
+DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
+DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
+TORCH_FR_BUFFER_SIZE = Variable(
+    "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"
+)
+TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
 
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

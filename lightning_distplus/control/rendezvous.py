@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus.attended import is_attended
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.reach import SILENCE_S, explain_silence, is_local
+from lightning_distplus.control.refusals import Refusals
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.world import World
 
@@ -35,10 +37,6 @@ _SECOND_ANSWER_S = 1.5  # for rank 0, which knows already that the port is taken
 _ANSWER_MARGIN_S = 0.5
 # Bounds calls that never wait in a healthy job (get of a key that is there, clone); our waits bring their own deadline.
 _CALL_TIMEOUT = timedelta(seconds=60)
-
-# A refused process leaves a note. Who still waits for others this long after has met the reason.
-_NOTE_S = 1.5
-_LOOK_FOR_NOTES_EVERY_S = 0.25
 
 _lock = threading.Lock()
 _plane: ControlPlane | None = None
@@ -62,6 +60,9 @@ class Address:
     def prefix(self) -> str:
         """The prefix of all keys of this attempt."""
         return f"distplus/{self.job}/{self.attempt}"
+
+
+_ATTENDED = "attended"
 
 
 def connected() -> ControlPlane | None:
@@ -91,7 +92,7 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         end = time.monotonic() + deadline.total_seconds()
         store = _open_store(world, address, deadline)
         plane = _introduce(store, world, address)
-        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())), _Notes(store, world, address))
+        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())), _refusals(store, world, address))
         _plane = plane
         return plane
 
@@ -126,9 +127,9 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
     try:
         try:
             _agree_on_job(store, world, address)
-            _claim_rank(prefixed, world)
+            _claim_rank(prefixed, world, address.host)
         except RendezvousError as error:
-            _Notes(store, world, address).leave(str(error))
+            _refusals(store, world, address).leave(str(error))
             raise
         return ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
     except dist.DistNetworkError as error:
@@ -139,13 +140,21 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
         ) from error
 
 
-def _meet(plane: ControlPlane, deadline: timedelta, notes: _Notes | None = None) -> None:
+def _refusals(store: Store, world: World, address: Address) -> Refusals:
+    """Of this job and attempt only: what was refused for being of another job concerns nobody."""
+    return Refusals(store, f"distplus/{address.attempt}/refused/{address.job}", serves_store=world.rank == 0)
+
+
+def _meet(plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = None) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
     plane.listen()
-    plane.on_wait = None if notes is None else notes.raise_if_any
+    plane.on_wait = None if refusals is None else refusals.raise_if_any
     try:
+        if is_attended():
+            plane.append(_ATTENDED, b"1")
         plane.barrier("rendezvous", deadline)
-    except RendezvousError:  # each rank reads the note itself
+        plane.is_attended = plane.read(_ATTENDED) is not None
+    except RendezvousError:  # each rank reads it itself
         plane.stop_listening()
         raise
     except BaseException as error:
@@ -154,36 +163,6 @@ def _meet(plane: ControlPlane, deadline: timedelta, notes: _Notes | None = None)
         raise
     finally:
         plane.on_wait = None
-
-
-class _Notes:
-    """What processes that were refused leave for those who will wait for the rank or the node that they should be.
-
-    A stray process disturbs nobody: a job whose ranks have all come does not look.
-    """
-
-    def __init__(self, store: Store, world: World, address: Address) -> None:
-        self._store = store
-        self._wait_s = _NOTE_S + (4 * _LOOK_FOR_NOTES_EVERY_S if world.rank == 0 else 0.0)  # it may serve the store
-        self._key = f"distplus/{address.attempt}/refused/{address.job}"
-        self._look_at_s = 0.0
-        self._seen_at_s: float | None = None
-
-    def leave(self, text: str) -> None:
-        """Leaves a note; the first one stays."""
-        self._store.compare_set(self._key, "", text)
-
-    def raise_if_any(self, elapsed_s: float) -> None:
-        """Raises the text of the note, once it has been there for a while."""
-        if elapsed_s < self._look_at_s:
-            return
-        self._look_at_s = elapsed_s + _LOOK_FOR_NOTES_EVERY_S
-        if not self._store.check([self._key]):
-            return
-        self._seen_at_s = elapsed_s if self._seen_at_s is None else self._seen_at_s
-        if elapsed_s - self._seen_at_s >= self._wait_s:
-            text = bytes(self._store.get(self._key)).decode()
-            raise RendezvousError(f"The ranks cannot meet, because one process was refused. {text}")
 
 
 def disconnect() -> None:
@@ -359,8 +338,8 @@ def _agree_on_job(store: Store, world: World, address: Address) -> None:
             )
 
 
-def _claim_rank(store: Store, world: World) -> None:
-    mine = Peer.of(world)
+def _claim_rank(store: Store, world: World, store_host: str = "") -> None:
+    mine = Peer.of(world, store_host)
     found = Peer.from_json(store.compare_set(f"hello/{world.rank}", "", mine.to_json()))
     if found != mine:
         raise RendezvousError(

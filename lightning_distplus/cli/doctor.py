@@ -16,9 +16,12 @@ from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, S
 from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.software import SOFTWARE_CHECKS
 
-__all__ = ["main"]
+__all__ = ["add_settings", "main", "print_findings", "settings_from"]
 
 CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **SOFTWARE_CHECKS, **HOST_CHECKS}
+AGREEMENT = ("versions", "revision", "seed", "variables")
+"""The names of what ``distplus preflight`` compares over the ranks."""
+
 _COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
 
 
@@ -32,11 +35,7 @@ def main(argv: Sequence[str]) -> int:
             checks[place.rpartition(":")[2]] = _load(place)
         except (ImportError, AttributeError, ValueError) as error:
             parser.error(f"--check {place}: {error}")
-    for name in (*arguments.off, *arguments.warn):
-        if name not in checks:
-            parser.error(f"there is no check {name!r}; there are: {', '.join(checks)}")
-    settings: dict[str, Literal["off", "warn"]] = dict.fromkeys(arguments.warn, "warn")
-    settings.update(dict.fromkeys(arguments.off, "off"))
+    settings = settings_from(arguments, parser, checks)
     facts = _facts(arguments)
     begin = time.monotonic()
     findings = run_checks(checks, facts, settings)
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         report = {"version": 1, "host": facts.host, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
         print(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=2))
     else:
-        _print(findings, facts, [name for name in checks if settings.get(name) != "off"], elapsed_s)
+        print_findings(findings, facts, [name for name in checks if settings.get(name) != "off"], elapsed_s)
     return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
 
 
@@ -56,14 +55,31 @@ def _parser() -> argparse.ArgumentParser:
         description="Looks for what would go wrong on this host: launch, torch and its versions, shared memory, disk.",
         epilog=f"checks: {', '.join(CHECKS)}. Exit code 0: nothing is wrong; 173: something is.",
     )
+    parser.add_argument("--check", action="append", default=[], metavar="MODULE:FUNCTION", help="a check of your own")
+    add_settings(parser)
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that ``doctor`` and ``preflight`` share."""
     parser.add_argument("--folder", type=Path, default=Path(), help="where the run will write (default: here)")
     parser.add_argument("--devices", type=int, help="processes per node of the run, to check the launch against")
     parser.add_argument("--nodes", type=int, help="nodes of the run, to check the launch against")
     parser.add_argument("--off", action="append", default=[], metavar="NAME", help="do not run this check")
     parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
-    parser.add_argument("--check", action="append", default=[], metavar="MODULE:FUNCTION", help="a check of your own")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+
+
+def settings_from(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, checks: Mapping[str, Check]
+) -> dict[str, Literal["off", "warn"]]:
+    """What ``--off`` and ``--warn`` say; ends the process where there is no such check."""
+    for name in (*arguments.off, *arguments.warn):
+        if name not in checks and name not in AGREEMENT:
+            parser.error(f"there is no check {name!r}; there are: {', '.join((*checks, *AGREEMENT))}")
+    settings: dict[str, Literal["off", "warn"]] = dict.fromkeys(arguments.warn, "warn")
+    settings.update(dict.fromkeys(arguments.off, "off"))
+    return settings
 
 
 def _load(place: str) -> Check:
@@ -90,7 +106,7 @@ def _facts(arguments: argparse.Namespace) -> Facts:
     )
 
 
-def _print(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
+def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
     """A table where rich is there; the same lines where the installation is too broken for it."""
     print(f"{facts.host}: started by {facts.launcher}; {len(names)} checks in {elapsed_s:.1f} s")
     found = {finding.check for finding in findings}

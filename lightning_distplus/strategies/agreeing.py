@@ -56,7 +56,7 @@ def check_data(strategy: Any, trainer: Any) -> None:
 
 
 def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str = "") -> None:
-    if not strategy.preflight or strategy.world_size == 1:
+    if strategy.preflight is False or strategy.world_size == 1:
         return
     patience, settings = strategy.phases.patience, settings_of(strategy)
     findings = disagreements(strategy.plane, mine, patience, settings, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,23 @@ def test_the_odd_rank_is_named_before_the_first_step(
 def test_ranks_that_agree_have_no_finding(fault: str, tmp_path: Path) -> None:
     run = spawn(fit, 3, args=(fault, str(tmp_path), "ResilientDDP"), deadline="40s").check()
     assert "preflight (" not in "".join(run.logs.values())
+
+
+def preflight(rank: int, odd: bool) -> int:
+    from lightning_distplus.cli.preflight import main
+
+    with env.changed(NCCL_PROTO="LL" if odd and rank == ODD else "Simple"):
+        return main(["--json", "--off", "torch", "--warn", "disk", "--devices", "3", "--deadline", "20s"])
+
+
+@pytest.mark.parametrize(("odd", "code"), [(True, ExitCode.PREFLIGHT), (False, ExitCode.DONE)])
+def test_distplus_preflight_meets_all_ranks_and_rank_0_prints_what_differs(odd: bool, code: ExitCode) -> None:
+    run = spawn(preflight, 3, args=(odd,), deadline="40s").check()
+    assert run.results == dict.fromkeys(range(3), int(code)), run.logs
+    report = json.loads(run.logs[0][run.logs[0].index("{\n") : run.logs[0].rindex("}") + 1])
+    assert report["ranks"] == 3
+    found = {finding["check"]: finding for finding in report["findings"] if finding["status"] == "error"}
+    assert list(found) == (["variables"] if odd else [])
+    if odd:
+        assert found["variables"]["subject"] == "NCCL_PROTO differs on rank 1."
+    assert '"version": 1' not in run.logs[1] + run.logs[2]

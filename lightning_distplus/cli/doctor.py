@@ -16,7 +16,7 @@ from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, S
 from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.software import SOFTWARE_CHECKS
 
-__all__ = ["add_settings", "main", "print_findings", "settings_from"]
+__all__ = ["AGREEMENT", "add_settings", "main", "print_findings", "settings_from"]
 
 CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **SOFTWARE_CHECKS, **HOST_CHECKS}
 AGREEMENT = ("versions", "revision", "seed", "variables")

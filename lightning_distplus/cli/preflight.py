@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_distplus import env
-from lightning_distplus.cli.doctor import add_settings, print_findings, settings_from
+from lightning_distplus.cli.doctor import AGREEMENT, add_settings, print_findings, settings_from
 from lightning_distplus.control import connect, disconnect
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Status, run_checks
@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
         disconnect()
     if strategy.global_rank == 0:
-        _tell(findings, facts, list(checks), time.monotonic() - begin, as_json=arguments.json, num_ranks=len(ranks))
+        names = [name for name in (*checks, *AGREEMENT, "clock") if settings.get(name) != "off"]
+        _tell(findings, facts, names, time.monotonic() - begin, as_json=arguments.json, num_ranks=len(ranks))
     has_errors = any(finding.status is Status.ERROR for finding in findings)
     return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
 
@@ -106,4 +107,4 @@ def _tell(
         report = {"version": 1, "ranks": num_ranks, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
         print(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=2))
     else:
-        print_findings(findings, facts, [*names, "agreement", "clock"], elapsed_s)
+        print_findings(findings, facts, names, elapsed_s)

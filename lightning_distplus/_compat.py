@@ -30,6 +30,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "add_to_worker_signals",
     "default_group_timeout",
     "default_store",
     "discard_next_deepspeed_step",
@@ -50,6 +51,7 @@ __all__ = [
     "restore_batch_broadcast",
     "restore_method",
     "restore_sigterm_notifier",
+    "restore_worker_signals",
     "set_group_timeout",
     "synced_metrics",
     "warn_once",
@@ -63,6 +65,7 @@ Store: TypeAlias = Any
 
 _warned: set[str] = set()
 
+_WORKER_SIGNALS = "torch.utils.data._utils.signal_handling"
 _FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
@@ -361,6 +364,37 @@ def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
     connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
     connector.teardown = teardown  # type: ignore[union-attr]
     return True
+
+
+def add_to_worker_signals(also: Callable[[], None]) -> bool:
+    """Calls ``also`` in each data worker that is forked from now on, once torch has set its signal handlers there.
+
+    Torch's own handler ends a worker on SIGTERM, whoever sends it, and the step that needs its batch fails (torch
+    2.13, ``signal_handling.py``).
+
+    Returns:
+        Whether the place was there.
+    """
+    module = importlib.import_module(_WORKER_SIGNALS)
+    original = getattr(module, "_set_worker_signal_handlers", None)
+    if not callable(original):
+        warn_once(f"{_WORKER_SIGNALS}._set_worker_signal_handlers", "a SIGTERM to all processes ends data workers")
+        return False
+
+    def set_handlers() -> None:
+        original()
+        also()
+
+    vars(module).setdefault("_distplus_original", original)
+    setattr(module, "_set_worker_signal_handlers", set_handlers)  # noqa: B010  # mypy refuses the attribute
+    return True
+
+
+def restore_worker_signals() -> None:
+    """Undoes ``add_to_worker_signals``."""
+    module = importlib.import_module(_WORKER_SIGNALS)
+    if original := vars(module).pop("_distplus_original", None):
+        setattr(module, "_set_worker_signal_handlers", original)  # noqa: B010
 
 
 @contextmanager

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = [
+    "DISTPLUS_ATTEMPT",
     "DISTPLUS_FAULTS",
+    "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
     "GROUP_RANK",
     "LOCAL_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "OMP_NUM_THREADS",
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_RESTART_COUNT",
@@ -76,9 +79,12 @@ TORCHELASTIC_USE_AGENT_STORE = Variable(
 )
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
+DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
+DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 
 

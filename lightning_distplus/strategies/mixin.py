@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, Preempted
+from lightning_distplus.errors import DistplusError, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -28,6 +28,8 @@ from lightning_distplus.strategies.starting import (
     address_of,
     check_number_of_processes,
     refuse_unknown_arguments,
+    samples_in_hand,
+    tell_launcher,
     world_of,
 )
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
@@ -128,6 +130,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
+        self._open_ledger()
         self._start_watchdog(self._plane)
         if self.world_size > 1:
             self._points = Points(self._plane, locate=line_of_the_caller)
@@ -152,7 +155,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
-        self._open_ledger(trainer)
         self._put_into_trainer(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
@@ -186,9 +188,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         folder = self.lightning_module.trainer.default_root_dir
         return Path("distplus") if "://" in folder else Path(folder) / "distplus"
 
-    def _open_ledger(self, trainer: Trainer) -> None:
+    def _open_ledger(self) -> None:
+        """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
+        assert self.lightning_module is not None
+        function = self.lightning_module.trainer.state.fn
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
-        self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
+        if self.local_rank == 0:
+            tell_launcher(self._home())
+        self._note("start", function=function, strategy=type(self).__name__, world_size=self.world_size)
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
@@ -277,7 +284,13 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_exception(exception)
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
-        self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
+        is_own = not isinstance(exception, (PeerError, SystemExit))
+        self._note(
+            "failed",
+            error=f"{type(exception).__name__}: {exception}"[:1000],
+            global_step=self._marks.global_step,
+            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+        )
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
         self._has_failed = True

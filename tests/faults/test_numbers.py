@@ -74,14 +74,19 @@ class Poisoned(jobs.Model):
         return loss
 
 
+def sampling_trainer(strategy: Any, world_size: int, folder: str, **options: Any) -> Any:
+    """Every rank gets its own samples; the monitor rightly names ranks that train on the same ones."""
+    return jobs.trainer(strategy, world_size, folder, use_distributed_sampler=True, **options)
+
+
 def train(
     name: str, folder: str, policy: Any, value: float | None = None, size: int = 2, **arguments: Any
 ) -> dict[str, Any]:
     strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES.get(name, {}))
     state = State()
-    options = {"max_steps": 6, "use_distributed_sampler": True, **arguments.pop("trainer", {})}
+    options = {"max_steps": 6, **arguments.pop("trainer", {})}
     monitor = RankDivergenceMonitor(on_divergence=policy, **arguments)
-    trainer = jobs.trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state], **options)
+    trainer = sampling_trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state], **options)
     trainer.fit(jobs.Model() if value is None else Poisoned(value), jobs.loader(400))
     weights = [local(parameter) for parameter in trainer.strategy.model.parameters()]
     return {
@@ -246,7 +251,7 @@ def train_with_buffers(name: str, folder: str, breaks_at: int | None) -> int:
     options = {"ddp": {"broadcast_buffers": False}}.get(name, {})
     strategy = jobs.strategy("ResilientDDP" if name == "ddp" else "ResilientFSDP", **options)
     monitor = RankDivergenceMonitor(parameters_every_n_steps=2)
-    trainer = jobs.trainer(strategy, 2, folder, callbacks=[Breaks(), monitor], max_steps=8)
+    trainer = sampling_trainer(strategy, 2, folder, callbacks=[Breaks(), monitor], max_steps=8)
     trainer.fit(WithBuffers(), jobs.loader(400))
     return trainer.global_step
 
@@ -268,7 +273,7 @@ def train_twice(name: str, folder: str) -> list[list[Any]]:
     found = []
     for monitors in ([], [RankDivergenceMonitor(parameters_every_n_steps=1)]):
         strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES[name])
-        trainer = jobs.trainer(
+        trainer = sampling_trainer(
             strategy, 2, folder, callbacks=monitors, max_steps=9, accumulate_grad_batches=2,
             val_check_interval=4, num_sanity_val_steps=1,
         )  # fmt: skip
@@ -289,7 +294,7 @@ def train_with_scaler(folder: str, value: float | None) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=10)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     monitor = RankDivergenceMonitor(on_divergence="skip", parameters_every_n_steps=3)
-    trainer = jobs.trainer(
+    trainer = sampling_trainer(
         jobs.strategy("ResilientDDP"), 2, folder, callbacks=[monitor], plugins=[plugin], max_steps=100
     )
     model = jobs.Model() if value is None else Poisoned(value)
@@ -317,7 +322,7 @@ def test_a_loss_that_is_not_finite_is_skipped_beside_a_loss_scaler(tmp_path: Pat
 def train_hybrid(folder: str) -> int:
     strategy = jobs.strategy("ResilientFSDP", sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
     monitor = RankDivergenceMonitor(parameters_every_n_steps=1)
-    trainer = jobs.trainer(strategy, 4, folder, callbacks=[FaultCallback(), monitor], max_steps=6)
+    trainer = sampling_trainer(strategy, 4, folder, callbacks=[FaultCallback(), monitor], max_steps=6)
     trainer.fit(jobs.Model(), jobs.loader(400))
     return trainer.global_step
 

@@ -29,6 +29,7 @@ NAMES = [
     "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",
     "torch._C._distributed_c10d:ProcessGroupGloo.options",
     "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch.utils.data._utils.signal_handling:_set_worker_signal_handlers",
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
@@ -197,6 +198,23 @@ def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, cap
     for _ in range(2):
         assert not _compat.replace_sigterm_notifier(trainer, handler)
     _compat.restore_sigterm_notifier(trainer)
+    assert len(_warnings(caplog)) == 1
+
+
+def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    module = importlib.import_module("torch.utils.data._utils.signal_handling")
+    called: list[str] = []
+    monkeypatch.setattr(module, "_set_worker_signal_handlers", torchs := lambda: called.append("torch"))
+    assert _compat.add_to_worker_signals(lambda: called.append("ours"))
+    module._set_worker_signal_handlers()
+    assert called == ["torch", "ours"]
+    for _ in range(2):
+        _compat.restore_worker_signals()
+    assert module._set_worker_signal_handlers is torchs
+    monkeypatch.delattr(module, "_set_worker_signal_handlers")
+    for _ in range(2):
+        assert not _compat.add_to_worker_signals(lambda: None)
     assert len(_warnings(caplog)) == 1
 
 

@@ -79,6 +79,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._gate: BatchGate | None = None
         self._saves: CommittedSaves | None = None
         self._events: EventLog | None = None
+        self._unwritten: list[tuple[str, dict[str, Any]]] = []  # a checkpoint may be loaded before the ledger is open
         self._first_step = 0
         self._gate_passed_at: float | None = None
         self._validation_began_at = 0.0
@@ -105,7 +106,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         return self._home()
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Writes one event into the ledger, once it is open."""
+        """Writes one event into the ledger, at the latest when it opens."""
         self._note(kind, **fields)
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -191,9 +192,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _open_ledger(self, trainer: Trainer) -> None:
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
         self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
+        while self._unwritten:
+            kind, fields = self._unwritten.pop(0)
+            self._note(kind, **fields)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        if self._events is not None:
+        if self._events is None:
+            self._unwritten.append((kind, fields))
+        else:
             self._events.write(kind, **fields)
 
     def _form_default_group(self) -> None:

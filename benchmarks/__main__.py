@@ -20,6 +20,7 @@ NAMES = (
     "order_cost",
     "resume_cost",
     "data_audit",
+    "data_rivals",
     "control_gate",
     "checked_collectives",
     "watchdog_scale",

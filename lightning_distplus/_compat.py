@@ -32,6 +32,8 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "add_to_worker_signals",
+    "agree_on_resume",
     "default_group_timeout",
     "default_store",
     "discard_next_deepspeed_step",
@@ -40,6 +42,7 @@ __all__ = [
     "full_state_dict_without_offload",
     "init_default_group",
     "inner_schedulers",
+    "loading_universal",
     "logged_metric",
     "non_persistent_buffers",
     "num_collectives",
@@ -48,12 +51,15 @@ __all__ = [
     "read_group_timeout",
     "register_ddp_comm_hook",
     "replace_batch_broadcast",
+    "replace_checkpoint_link",
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "replace_stock_signals",
     "restore_batch_broadcast",
+    "restore_checkpoint_link",
     "restore_method",
     "restore_sigterm_notifier",
+    "restore_worker_signals",
     "set_group_timeout",
     "synced_metrics",
     "warn_once",
@@ -67,6 +73,7 @@ Store: TypeAlias = Any
 
 _warned: set[str] = set()
 
+_WORKER_SIGNALS = "torch.utils.data._utils.signal_handling"
 _FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
@@ -315,6 +322,48 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
     return True
 
 
+def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
+    """Has the next run of ``trainer`` resume from what ``agree`` makes of this rank's ``ckpt_path``.
+
+    Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
+    158-230), so that some may resume while others start anew.
+
+    Returns:
+        Whether the path could be taken over.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    resume = getattr(connector, "resume_start", None)
+    if connector is None or not callable(resume):
+        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
+        return False
+
+    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+
+    connector.resume_start = resume_once
+    return True
+
+
+def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
+
+    Returns:
+        Whether there was one to be replaced.
+    """
+    if not callable(getattr(callback, "_link_checkpoint", None)):
+        if hasattr(callback, "save_last"):
+            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
+        return False
+    callback._link_checkpoint = link
+    return True
+
+
+def restore_checkpoint_link(callback: Any) -> None:
+    """Puts a ModelCheckpoint's own method back."""
+    vars(callback).pop("_link_checkpoint", None)
+
+
 def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:
     """Puts ``handler`` in the place of Lightning's SIGTERM handler, which broadcasts inside the signal.
 
@@ -365,6 +414,37 @@ def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
     connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
     connector.teardown = teardown  # type: ignore[union-attr]
     return True
+
+
+def add_to_worker_signals(also: Callable[[], None]) -> bool:
+    """Calls ``also`` in each data worker that is forked from now on, once torch has set its signal handlers there.
+
+    Torch's own handler ends a worker on SIGTERM, whoever sends it, and the step that needs its batch fails (torch
+    2.13, ``signal_handling.py``).
+
+    Returns:
+        Whether the place was there.
+    """
+    module = importlib.import_module(_WORKER_SIGNALS)
+    original = getattr(module, "_set_worker_signal_handlers", None)
+    if not callable(original):
+        warn_once(f"{_WORKER_SIGNALS}._set_worker_signal_handlers", "a SIGTERM to all processes ends data workers")
+        return False
+
+    def set_handlers() -> None:
+        original()
+        also()
+
+    vars(module).setdefault("_distplus_original", original)
+    setattr(module, "_set_worker_signal_handlers", set_handlers)  # noqa: B010  # mypy refuses the attribute
+    return True
+
+
+def restore_worker_signals() -> None:
+    """Undoes ``add_to_worker_signals``."""
+    module = importlib.import_module(_WORKER_SIGNALS)
+    if original := vars(module).pop("_distplus_original", None):
+        setattr(module, "_set_worker_signal_handlers", original)  # noqa: B010
 
 
 @contextmanager
@@ -531,6 +611,28 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The buffers of a module, without its children, that are not saved."""
     return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+@contextmanager
+def loading_universal(engine: Any) -> Iterator[None]:
+    """Lets a DeepSpeed engine load a universal checkpoint in this block, whatever its configuration says.
+
+    Raises:
+        RuntimeError: This version of DeepSpeed keeps the setting elsewhere; nothing can be loaded without it.
+    """
+    settings = getattr(engine, "_config", None)
+    name = "load_universal_checkpoint"
+    if not hasattr(settings, name):
+        raise RuntimeError(
+            f"DeepSpeedEngine._config.{name} is not in this version of DeepSpeed. Set "
+            '{"checkpoint": {"load_universal": true}} in its configuration.'
+        )
+    before = getattr(settings, name)
+    setattr(settings, name, True)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
 
 
 def discard_next_deepspeed_step(engine: Any) -> bool:

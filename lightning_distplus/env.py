@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = [
+    "DISTPLUS_ATTEMPT",
     "DISTPLUS_FAULTS",
+    "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
     "GROUP_RANK",
     "LOCAL_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "OMP_NUM_THREADS",
     "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_JOB_ID",
@@ -80,6 +83,7 @@ TORCHELASTIC_USE_AGENT_STORE = Variable(
 PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
@@ -88,6 +92,8 @@ TORCH_FR_BUFFER_SIZE = Variable(
 )
 TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
 
+DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
+DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 
 

@@ -142,9 +142,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
-        self._open_ledger()
         if self._plane.is_attended:
             self.phases.expect_people()
+        self._open_ledger()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
         stream_single_files(self)

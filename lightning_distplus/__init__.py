@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
+    from lightning_distplus.gathering import gather
     from lightning_distplus.strategies import (
         ResilientDDP,
         ResilientDeepSpeed,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         register_strategies,
     )
     from lightning_distplus.timeouts import Timeouts
-    from lightning_distplus.tree_gathering import gather
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _HOMES = {
     "ResumableDataModule": "data",
     "Timeouts": "timeouts",
     "TokenDataModule": "data",
-    "gather": "tree_gathering",
+    "gather": "gathering",
     "newest_valid": "checkpoint",
     "register_strategies": "strategies",
     "verify": "checkpoint",

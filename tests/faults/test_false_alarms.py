@@ -96,12 +96,12 @@ class SlowValidation(Callback):
     """Rank 1 needs its time for every batch of a validation."""
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        time.sleep(0.3 * trainer.global_rank)
+        time.sleep(0.4 * trainer.global_rank)
 
 
 def slow_validation(folder: str) -> int:
     named = {"limit_val_batches": 16, "val_check_interval": 4, "num_sanity_val_steps": 0, "max_epochs": 1}
-    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 2.5}
+    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 4.0}
     strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
     trainer = jobs.trainer(strategy, 2, folder, limit_train_batches=4, callbacks=[SlowValidation()], **named)
     trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(64))

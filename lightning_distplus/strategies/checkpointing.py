@@ -54,6 +54,12 @@ class CommitsCheckpoints(_Base):
         assert self._saves is not None
         return self._saves
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parent's part. A save begins with it: callbacks then add their state, before anything is written."""
+        self._marks.set("the model's state for a checkpoint")
+        self.phases.enter(Phase.CHECKPOINT)
+        return super().lightning_module_state_dict()
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -180,6 +186,7 @@ class CommitsCheckpoints(_Base):
         if self._calibration is not None and found:
             self.timeouts = self._calibration.adopt(found)
             self.phases.replace(self.timeouts)
+            self._note("calibrated", **self._calibration.to_event())
         self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 

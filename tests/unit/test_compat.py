@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
+from lightning_distplus.testing import spawn
 
 NAMES = [
     # torch: process groups and stores
@@ -31,6 +34,7 @@ NAMES = [
     "torch._C._distributed_c10d:ProcessGroupGloo.options",
     "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
     "torch.utils.data._utils.signal_handling:_set_worker_signal_handlers",
+    "torch._C._distributed_c10d:_dump_fr_trace_json",
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
@@ -291,6 +295,30 @@ def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch
         assert not _compat.replace_checkpoint_link(saver, print)
     assert len(_warnings(caplog)) == 1
     assert not _compat.replace_checkpoint_link(object(), print)
+
+
+def throws_in_cpp(words: str) -> None:
+    import ctypes
+
+    assert _compat.on_terminate(lambda exception: Path(words).write_text(f"ended by {exception!r}")) is not None
+    _compat.on_terminate(lambda exception: None)()  # type: ignore[misc]  # chained and taken out again
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # std::terminate
+
+
+def test_the_end_that_cpp_decides_is_heard_and_stays_what_it_was(tmp_path: Path) -> None:
+    run = spawn(throws_in_cpp, 1, args=(str(tmp_path / "words"),))
+    assert run.exit_codes == {0: -signal.SIGABRT}
+    assert (tmp_path / "words").read_text() == "ended by ''"
+    assert "terminate called" in run.logs[0]
+
+
+def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compat.flight_recorder_dumps(with_collectives=False)[0]["version"].startswith("2.")
+    from torch._C import _distributed_c10d as module
+
+    monkeypatch.delattr(module, "_dump_fr_trace_json")
+    assert _compat.flight_recorder_dumps(with_collectives=True) == []
+    assert "does not know the ranks' collectives" in caplog.text
 
 
 def test_schedulers_inside_a_sequence_are_found() -> None:

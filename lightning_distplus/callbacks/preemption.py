@@ -179,6 +179,9 @@ class PreemptionHandler(Callback):
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
         self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
         trainer.save_checkpoint(path)
+        require_saved = getattr(trainer.strategy, "require_saved", None)
+        if require_saved is not None:  # a save in the background is not committed yet; one that failed raises no error
+            require_saved()
         if trainer.is_global_zero:
             self._remove_older(folder, path)
         return path

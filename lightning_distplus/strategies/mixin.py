@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat, env
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
+from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, PeerError, Preempted
 from lightning_distplus.events import EventLog
@@ -61,6 +61,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             the next save is the retry; ``"raise"`` ends the run.
         verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
             sizes, ``"off"`` looks at manifest and marker only.
+        async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
+            save is in flight at most; the next one, the end of the fit and a preemption wait for it. Not for DeepSpeed.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -75,6 +77,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         on_hang: OnHang = "abort",
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -87,6 +90,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
         self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
+        self.async_save = async_save
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
@@ -245,12 +249,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         check_data(self, self.lightning_module.trainer)
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
+        self._gate.has_saved = lambda: self._in_flight is not None and self._in_flight.has_ended
         self._failing_saves.begin(self.lightning_module.trainer)
         self._committed_saves.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self._marks.global_step = records[0].global_step
+        if all(record.wishes & Wish.SAVED for record in records):
+            self.settle_save()
         self._calibrate()
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
@@ -282,6 +289,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             SaveFailed: The last save of the run failed, and none has succeeded since.
         """
         super().on_train_end()
+        self.settle_save()
         self._failing_saves.end()
 
     def on_validation_end(self) -> None:
@@ -332,7 +340,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._watchdog.stop()
             self._watchdog = None
         self._take_out_of_trainer()
-        self._failing_saves.abandon()
+        self._end_saves()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -343,6 +351,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._leave(self._plane)
         self._note("end", failed=self._has_failed)
         super().teardown()
+
+    def _end_saves(self) -> None:
+        """A run that ends in order waits for its save in the background; one that has failed does not."""
+        try:
+            if not self._has_failed:
+                self.settle_save()
+        except DistplusError as error:
+            log.error("rank %d ends without the checkpoint in the background: %s", self.global_rank, error)
+        self._failing_saves.abandon()
+        self._give_up_staging()
 
     def _put_into_trainer(self, trainer: Any) -> None:
         trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)

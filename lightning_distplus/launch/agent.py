@@ -18,14 +18,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_distplus.launch.merged_log import MergedLog
 
-__all__ = ["Hosts", "Stop", "run_attempt"]
+__all__ = ["PASSED_ON", "Hosts", "Stop", "run_attempt"]
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
 _SHUTDOWN_S = 10  # for ranks that outlive a peer: they name it and end by themselves within seconds
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def run_attempt(
     Raises:
         Stop: A signal came while no rank was there.
     """
-    before = {number: signal.signal(number, _Forward(on_signal)) for number in _PASSED_ON}
+    before = {number: signal.signal(number, _Forward(on_signal)) for number in PASSED_ON}
     logs = _RankLogs(log_dir, write)
     try:
         elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)

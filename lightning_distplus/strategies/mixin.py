@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, PeerError, Preempted
+from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -23,6 +23,7 @@ from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -53,6 +54,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             run), or None (torch's own time-outs).
         preflight: Whether the launch is checked before the first process group is formed.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        nccl: Settings of NCCL; where the environment says something else, the run is refused.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -65,6 +67,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
         preflight: bool = True,
         on_hang: OnHang = "abort",
+        nccl: NcclSettings | None = None,
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -72,6 +75,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
+        self.nccl = nccl or NcclSettings()
         self.on_hang: OnHang = on_hang
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
@@ -195,7 +199,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
         if self.local_rank == 0:
             tell_launcher(self._home())
-        self._note("start", function=function, strategy=type(self).__name__, world_size=self.world_size)
+        self._note(
+            "start",
+            function=function,
+            strategy=type(self).__name__,
+            world_size=self.world_size,
+            backend=self._get_process_group_backend(),
+            nccl=self.nccl.apply(),
+        )
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
@@ -288,6 +299,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._note(
             "failed",
             error=f"{type(exception).__name__}: {exception}"[:1000],
+            exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
             global_step=self._marks.global_step,
             samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
         )

@@ -15,7 +15,19 @@ from rich.table import Table
 
 from benchmarks.figures import Figure, machine
 
-NAMES = ("import_cost", "order_cost", "resume_cost", "data_audit", "control_gate", "strategy_cost", "restart")
+NAMES = (
+    "import_cost",
+    "order_cost",
+    "resume_cost",
+    "data_audit",
+    "data_rivals",
+    "control_gate",
+    "checked_collectives",
+    "watchdog_scale",
+    "flight_recorder_cost",
+    "strategy_cost",
+    "restart",
+)
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 
 _WIDTH_IN_A_FILE = 170

@@ -21,6 +21,7 @@ __all__ = [
     "NCCL_SOCKET_IFNAME",
     "NODE_RANK",
     "OMP_NUM_THREADS",
+    "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_ARRAY_JOB_ID",
     "SLURM_ARRAY_TASK_ID",
@@ -30,6 +31,8 @@ __all__ = [
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_EXTENSIONS_DIR",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -82,6 +85,7 @@ TORCHELASTIC_RESTART_COUNT = Variable("TORCHELASTIC_RESTART_COUNT", "how often t
 TORCHELASTIC_USE_AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE", '"True" when torchrun\'s agent already serves a store at MASTER_ADDR:MASTER_PORT'
 )
+PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_ARRAY_JOB_ID = Variable("SLURM_ARRAY_JOB_ID", "id of the array of jobs to which the Slurm job belongs")
 SLURM_ARRAY_TASK_ID = Variable("SLURM_ARRAY_TASK_ID", "its number in that array")
@@ -95,6 +99,11 @@ TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the e
 
 DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
+TORCH_FR_BUFFER_SIZE = Variable(
+    "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"
+)
+TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
+
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 
 

@@ -33,7 +33,9 @@ COMMANDS = {
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
+    "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
     "verify": Command("verify", "check every checkpoint in a folder"),
+    "export": Command("export", "write a sharded checkpoint as one file"),
 }
 
 

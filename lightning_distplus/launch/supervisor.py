@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog
-from lightning_distplus.launch.agent import PASSED_ON, Hosts, Stop, run_attempt
+from lightning_distplus.launch.agent import PASSED_ON, Hosts, HostsApart, Stop, run_attempt
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
 from lightning_distplus.launch.told import LAUNCHER, told_home
@@ -26,6 +26,7 @@ __all__ = ["Job", "supervise"]
 log = logging.getLogger(__name__)
 
 _SHOWN_SAMPLES = 16
+_HOSTS_MEET_S = 300
 _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in PASSED_ON)}
 
 
@@ -64,6 +65,8 @@ class _Supervisor:
                 failures = self._run_attempt(number)
             except Stop:
                 return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
+            except HostsApart as error:
+                return self._end(number, ExitCode.PEER_LOST, f"the hosts did not meet: {error}")
             history = read_history(self._home, number, began_at)
             self._has_saved = self._has_saved or history.has_saved
             if not failures:
@@ -89,6 +92,17 @@ class _Supervisor:
             self._note("restart", number, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
 
     def _run_attempt(self, number: int) -> dict[int, int]:
+        """Tries again while the host at which all meet is still about to end the attempt before."""
+        until = time.monotonic() + _HOSTS_MEET_S
+        while True:
+            try:
+                return self._try_attempt(number)
+            except HostsApart:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1)
+
+    def _try_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
         return run_attempt(
             self._job.command(self._has_saved),

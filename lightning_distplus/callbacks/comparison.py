@@ -21,7 +21,6 @@ _REMEDIES = {
     "consumed_samples": "a rank stands at another place in the data",
     "data_fingerprint": "a rank stands at another place in the data: set_epoch, seed, checkpoint",
     "batch_structure": "the batch of a rank has other parts or types, so that its step may take another path",
-    "state_fingerprint": "the replicated state of a rank has drifted",
 }
 
 

@@ -97,7 +97,8 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        pairing = PairingCheck()
+        finite = NonFiniteCheck()
+        pairing = PairingCheck(lambda: finite.is_incomplete)
         return [
             PlanCheck(self.rng_policy),
             SettingsCheck(),
@@ -105,8 +106,8 @@ class RankDivergenceMonitor(Callback):
             DecisionCheck(),
             MetricCheck(),
             *([LocalFailureCheck(pairing.tie)] if self.on_local_failure == "skip_all" else []),
+            finite,
             pairing,
-            NonFiniteCheck(),
             ReplicaCheck(repairs=self.repair_replicas),
         ]
 

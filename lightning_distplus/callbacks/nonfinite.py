@@ -49,6 +49,13 @@ class NonFiniteCheck(Check):
         self._handles: list[Any] = []
         self._is_flagged = False
         self._engine: Any = None
+        self.is_incomplete = False
+        """Whether the sum of this step's gradients lacks what some rank should have contributed."""
+
+    def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """A new step begins."""
+        self.is_incomplete = False
+        return {}
 
     def attach(self, run: MonitoredRun) -> None:
         """Puts eyes on the gradients, where the engine has them whole and not yet reduced."""
@@ -86,10 +93,6 @@ class NonFiniteCheck(Check):
             self.run.skips.stepped()
         self._gradients.reset()
         self._is_flagged = False
-
-    def metrics(self) -> dict[str, float]:
-        """None of its own: skipped steps are counted for all checks together."""
-        return {}
 
     def detach(self) -> None:
         """Takes the hooks away; one in a DDP reducer stays and only reduces."""
@@ -154,6 +157,7 @@ class NonFiniteCheck(Check):
         return any(flags_of(record) & Flag.NOT_FINITE for record in self.run.gate.meet(Moment.GRADIENTS, flag))
 
     def _act(self, optimizer: Any) -> None:
+        self.is_incomplete = True
         found = self._gradients.found
         told = self.run.gather("not-finite", None if found is None else found.to_dict())
         findings = {rank: NonFinite.from_dict(one) for rank, one in enumerate(told) if one is not None}

@@ -27,9 +27,13 @@ class PairingCheck(Check):
 
     Goes without where the bucket is not plainly averaged (a communication hook), under manual optimization, and with a
     compiled module. On a GPU the number is read one step later, so that nothing waits for the device.
+
+    Args:
+        is_incomplete: Whether a rank has kept its gradients, and with them its number, out of this step's sum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_incomplete: Callable[[], bool]) -> None:
+        self._is_incomplete = is_incomplete
         self._mailbox: Mailbox | None = None
         self._tie: TieToLoss | None = None
         self._late: torch.Tensor | None = None
@@ -85,7 +89,7 @@ class PairingCheck(Check):
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """The gradients are summed, or were to be."""
-        if self._mailbox is None or self.run.skips.is_skipping:
+        if self._mailbox is None or self.run.skips.is_skipping or self._is_incomplete():
             return
         content = self._mailbox.take()
         if content is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_distplus._compat import PrefixStore, Store
 from lightning_distplus.control.first_error import FirstError, Listener
 from lightning_distplus.control.peers import Peer
-from lightning_distplus.errors import PeerLost, PeerMissing
+from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
 from lightning_distplus.liveness import ProcessState
 from lightning_distplus.world import World
 
@@ -145,7 +145,10 @@ class ControlPlane:
         self.send(keys[self.world.rank], value)
         read = self._read_all if self.world.size <= _DIRECT_RANKS else self._read_relayed
         values = read(key, keys, deadline, what)
-        self._leave(key, keys, deadline, what=what)
+        # Everything is here. A peer that draws a conclusion from it and raises is heard at the next wait: until then
+        # this rank comes to the same conclusion by itself, with values and evidence of its own.
+        with suppress(DistplusError):
+            self._leave(key, keys, deadline, what=what)
         return values
 
     def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
@@ -235,7 +238,8 @@ class ControlPlane:
         start = time.monotonic()
         look_at_s = look_every_s
         while not is_complete():
-            self.raise_if_peer_failed()
+            if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
+                self.raise_if_peer_failed()
             elapsed = time.monotonic() - start
             if self.on_wait is not None:
                 self.on_wait(elapsed)

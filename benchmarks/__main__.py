@@ -27,7 +27,6 @@ NAMES = (
     "flight_recorder_cost",
     "mark_cost",
     "strategy_cost",
-    "restart",
     "hangs",
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""

@@ -26,6 +26,7 @@ exec {sys.executable} -m lightning_distplus.cli "$@"
 """
 
 pytestmark = [
+    pytest.mark.soak,  # Slurm takes a minute to start a requeued job
     pytest.mark.skipif(bool(missing_programs()), reason=f"no Slurm here: {', '.join(missing_programs())} not found"),
     pytest.mark.deadline(400),
 ]

@@ -195,7 +195,16 @@ class PreemptionHandler(Callback):
         return {} if self._logged_steps is None else {"version": 1, "logged_steps": self._logged_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remembers it until the first batch."""
+        """Remembers it until the first batch.
+
+        Raises:
+            ValueError: A newer version has written it.
+        """
+        version = state_dict.get("version", 1)
+        if version != 1:
+            raise ValueError(
+                f"the checkpoint's PreemptionHandler state is version {version}; this one reads version 1."
+            )
         self._logged_steps = state_dict.get("logged_steps")
 
     def _remove_older(self, folder: Path, newest: Path) -> None:

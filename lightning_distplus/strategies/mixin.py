@@ -15,7 +15,7 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, PeerError, Preempted
+from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -25,6 +25,7 @@ from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -57,6 +58,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
             checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        nccl: Settings of NCCL; where the environment says something else, the run is refused.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
         verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
@@ -75,6 +77,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
         preflight: bool | dict[str, Literal["off", "warn"]] = True,
         on_hang: OnHang = "abort",
+        nccl: NcclSettings | None = None,
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
         async_save: bool = False,
@@ -85,6 +88,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
+        self.nccl = nccl or NcclSettings()
         self.on_hang: OnHang = on_hang
         if verify not in get_args(Verification):
             raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
@@ -216,7 +220,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
         if self.local_rank == 0:
             tell_launcher(self._home())
-        self._note("start", function=function, strategy=type(self).__name__, world_size=self.world_size)
+        self._note(
+            "start",
+            function=function,
+            strategy=type(self).__name__,
+            world_size=self.world_size,
+            backend=self._get_process_group_backend(),
+            nccl=self.nccl.apply(),
+        )
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
@@ -324,6 +335,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._note(
             "failed",
             error=f"{type(exception).__name__}: {exception}"[:1000],
+            exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
             global_step=self._marks.global_step,
             samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
         )

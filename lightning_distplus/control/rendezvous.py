@@ -33,6 +33,7 @@ _LOOPBACK = "127.0.0.1"
 _CONNECT_EVERY_S = 0.05
 # A store answers in milliseconds, also while a thousand ranks come at once.
 _ANSWER_S = 3.0
+_ANSWERS_PER_S = 200  # all ranks come at once, and one thread answers them
 _SECOND_ANSWER_S = 1.5  # for rank 0, which knows already that the port is taken
 _ANSWER_MARGIN_S = 0.5
 # Bounds calls that never wait in a healthy job (get of a key that is there, clone); our waits bring their own deadline.
@@ -310,7 +311,7 @@ def _is_silent(since: float) -> bool:
 
 def _join(world: World, host: str, address: Address, deadline: timedelta) -> TCPStore:
     """Becomes a client of the store. On a thread, because torch's client waits for ever for a server that is silent."""
-    seconds = min(deadline.total_seconds(), _ANSWER_S)
+    seconds = min(deadline.total_seconds(), _ANSWER_S + world.size / _ANSWERS_PER_S)
     found: queue.SimpleQueue[TCPStore | dist.DistError] = queue.SimpleQueue()
 
     def join() -> None:

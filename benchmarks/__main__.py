@@ -15,7 +15,15 @@ from rich.table import Table
 
 from benchmarks.figures import Figure, machine
 
-NAMES = ("import_cost", "order_cost", "resume_cost", "data_audit", "control_gate", "strategy_cost")
+NAMES = (
+    "import_cost",
+    "order_cost",
+    "resume_cost",
+    "data_audit",
+    "control_gate",
+    "strategy_cost",
+    "divergence_overhead",
+)
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 
 _WIDTH_IN_A_FILE = 170

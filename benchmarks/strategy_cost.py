@@ -25,7 +25,7 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.testing import spawn
 
-__all__ = ["measure", "run"]
+__all__ = ["ARMS", "BLOCK", "WARM_UP", "Toggle", "blocks_of", "figures_of", "measure", "run"]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ResilientDDP": {},
@@ -46,17 +46,17 @@ _TARGET_RATIO = 0.01
 
 def run(quick: bool) -> list[Figure]:
     """One fit for each strategy, 100 alternations (quick: 20)."""
-    return [figure for name in STRATEGIES for figure in _figures(name, measure(name, 20 if quick else 100))]
+    return [figure for name in STRATEGIES for figure in figures_of(name, measure(name, 20 if quick else 100))]
 
 
 def measure(name: str, alternations: int, work_s: float = _WORK_S) -> dict[int, Blocks]:
     """Per rank: what a step of each block took, in its order."""
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         result = spawn(_fit, 2, args=(name, alternations, work_s, folder), deadline="10m").check()
-    return {rank: _blocks(*result.results[rank]) for rank in sorted(result.results)}
+    return {rank: blocks_of(*result.results[rank]) for rank in sorted(result.results)}
 
 
-def _figures(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
+def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     """The figures of the rank to which the gate adds more wall time."""
     worse = max(ranks, key=lambda rank: median(_differences(ranks[rank], "wall_us", "ours")))
     arms = ranks[worse]
@@ -87,7 +87,7 @@ def _differences(arms: Blocks, quantity: str, arm: str) -> list[float]:
     return [mine - stock for mine, stock in zip(arms[arm][quantity], arms["stock"][quantity], strict=True)]
 
 
-class _Toggle(Callback):
+class Toggle(Callback):
     """Stands in the place of the gate and calls, in each step, that of the step's arm; notes the time at every call."""
 
     def __init__(self, schedule: Sequence[str]) -> None:
@@ -96,6 +96,7 @@ class _Toggle(Callback):
         self._gates: dict[str, Callable[[Any, int], None]] = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Takes the gate's place, once."""
         if self._gates:
             return
         loop: Any = trainer.fit_loop.epoch_loop
@@ -108,9 +109,13 @@ class _Toggle(Callback):
         self._gates = {"ours": ours, "stock": stock, "control": stock}
         trainer.strategy.on_train_batch_start = self._pass  # type: ignore[method-assign]
 
+    def choose(self, arm: str) -> Callable[[Any, int], None]:
+        """What is called in a step of this arm."""
+        return self._gates[arm]
+
     def _pass(self, batch: Any, batch_idx: int) -> None:
         # The loop calls it once more than there are steps in the schedule: that mark ends the last step.
-        gate = self._gates[self.schedule[min(len(self.marks), len(self.schedule) - 1)]]
+        gate = self.choose(self.schedule[min(len(self.marks), len(self.schedule) - 1)])
         cpu, start = time.thread_time(), time.perf_counter()
         gate(batch, batch_idx)
         self.marks.append((start, cpu, time.perf_counter() - start))
@@ -122,7 +127,7 @@ def _fit(rank: int, name: str, alternations: int, work_s: float, folder: str) ->
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     order = random.Random(0)
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
-    toggle = _Toggle([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
+    toggle = Toggle([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
     strategy = getattr(lightning_distplus, name)(**STRATEGIES[name])
     trainer = jobs.trainer(strategy, folder, max_steps=num_steps, callbacks=[toggle])
@@ -130,7 +135,7 @@ def _fit(rank: int, name: str, alternations: int, work_s: float, folder: str) ->
     return blocks, toggle.marks
 
 
-def _blocks(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks:
+def blocks_of(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks:
     """A step lasts from one call of the gate to the next; the median of a block ignores what others interrupt."""
     wall, cpu, gate = (np.asarray(column) * 1e6 for column in zip(*marks, strict=True))
     steps = {"wall_us": np.diff(wall), "cpu_us": np.diff(cpu), "gate_us": gate}

@@ -20,7 +20,11 @@ NAMES = (
     "order_cost",
     "resume_cost",
     "data_audit",
+    "data_rivals",
     "control_gate",
+    "checked_collectives",
+    "watchdog_scale",
+    "flight_recorder_cost",
     "strategy_cost",
     "divergence_overhead",
 )

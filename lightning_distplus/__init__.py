@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
+    from lightning_distplus.gathering import gather
     from lightning_distplus.strategies import (
         ResilientDDP,
         ResilientDeepSpeed,
@@ -38,6 +39,7 @@ __all__ = [
     "ResumableDataModule",
     "Timeouts",
     "TokenDataModule",
+    "gather",
     "newest_valid",
     "register_strategies",
     "verify",
@@ -55,6 +57,7 @@ _HOMES = {
     "ResumableDataModule": "data",
     "Timeouts": "timeouts",
     "TokenDataModule": "data",
+    "gather": "gathering",
     "newest_valid": "checkpoint",
     "register_strategies": "strategies",
     "verify": "checkpoint",

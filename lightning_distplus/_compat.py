@@ -7,8 +7,10 @@ When an upstream name has vanished, the feature behind it is switched off with o
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import importlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,26 +32,34 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "add_to_worker_signals",
+    "agree_on_resume",
     "default_group_timeout",
     "default_store",
     "discard_next_deepspeed_step",
     "flat_units",
+    "flight_recorder_dumps",
     "full_state_dict_without_offload",
     "init_default_group",
     "inner_schedulers",
+    "loading_universal",
     "logged_metric",
     "non_persistent_buffers",
     "num_collectives",
+    "on_terminate",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",
     "replace_batch_broadcast",
+    "replace_checkpoint_link",
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "replace_stock_signals",
     "restore_batch_broadcast",
+    "restore_checkpoint_link",
     "restore_method",
     "restore_sigterm_notifier",
+    "restore_worker_signals",
     "set_group_timeout",
     "synced_metrics",
     "warn_once",
@@ -63,6 +73,7 @@ Store: TypeAlias = Any
 
 _warned: set[str] = set()
 
+_WORKER_SIGNALS = "torch.utils.data._utils.signal_handling"
 _FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
@@ -311,6 +322,48 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
     return True
 
 
+def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
+    """Has the next run of ``trainer`` resume from what ``agree`` makes of this rank's ``ckpt_path``.
+
+    Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
+    158-230), so that some may resume while others start anew.
+
+    Returns:
+        Whether the path could be taken over.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    resume = getattr(connector, "resume_start", None)
+    if connector is None or not callable(resume):
+        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
+        return False
+
+    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+
+    connector.resume_start = resume_once
+    return True
+
+
+def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
+
+    Returns:
+        Whether there was one to be replaced.
+    """
+    if not callable(getattr(callback, "_link_checkpoint", None)):
+        if hasattr(callback, "save_last"):
+            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
+        return False
+    callback._link_checkpoint = link
+    return True
+
+
+def restore_checkpoint_link(callback: Any) -> None:
+    """Puts a ModelCheckpoint's own method back."""
+    vars(callback).pop("_link_checkpoint", None)
+
+
 def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:
     """Puts ``handler`` in the place of Lightning's SIGTERM handler, which broadcasts inside the signal.
 
@@ -361,6 +414,37 @@ def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
     connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
     connector.teardown = teardown  # type: ignore[union-attr]
     return True
+
+
+def add_to_worker_signals(also: Callable[[], None]) -> bool:
+    """Calls ``also`` in each data worker that is forked from now on, once torch has set its signal handlers there.
+
+    Torch's own handler ends a worker on SIGTERM, whoever sends it, and the step that needs its batch fails (torch
+    2.13, ``signal_handling.py``).
+
+    Returns:
+        Whether the place was there.
+    """
+    module = importlib.import_module(_WORKER_SIGNALS)
+    original = getattr(module, "_set_worker_signal_handlers", None)
+    if not callable(original):
+        warn_once(f"{_WORKER_SIGNALS}._set_worker_signal_handlers", "a SIGTERM to all processes ends data workers")
+        return False
+
+    def set_handlers() -> None:
+        original()
+        also()
+
+    vars(module).setdefault("_distplus_original", original)
+    setattr(module, "_set_worker_signal_handlers", set_handlers)  # noqa: B010  # mypy refuses the attribute
+    return True
+
+
+def restore_worker_signals() -> None:
+    """Undoes ``add_to_worker_signals``."""
+    module = importlib.import_module(_WORKER_SIGNALS)
+    if original := vars(module).pop("_distplus_original", None):
+        setattr(module, "_set_worker_signal_handlers", original)  # noqa: B010
 
 
 @contextmanager
@@ -423,6 +507,66 @@ def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = Tru
     )
 
 
+def flight_recorder_dumps(*, with_collectives: bool) -> list[dict[str, Any]]:
+    """What torch's Flight Recorder holds, one dump per recorder: that of gloo, and that of NCCL in a build with CUDA.
+
+    The first call decides how many entries a recorder keeps, as a collective would.
+    """
+    module = importlib.import_module("torch._C._distributed_c10d")
+    if not hasattr(module, "_dump_fr_trace_json"):
+        warn_once("torch._C._distributed_c10d._dump_fr_trace_json", "a verdict does not know the ranks' collectives")
+    dumpers = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return [json.loads(dump(with_collectives, False)) for dump in dumpers if dump is not None]
+
+
+def on_terminate(handler: Callable[[str], None]) -> Callable[[], None] | None:
+    """Calls ``handler`` when C++ ends this process because nobody catches an exception; then what was there before.
+
+    Gloo throws so on a thread of its own when a peer's message does not fit (torch 2.13): no Python exception, no hook.
+    The handler runs on that thread, gets the (mangled) type of the exception, and the process ends after it.
+
+    Returns:
+        Takes the handler out again; None where the C++ library cannot be asked.
+    """
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        set_terminate, type_of_exception = library._ZSt13set_terminatePFvvE, library.__cxa_current_exception_type
+    except (OSError, AttributeError):
+        warn_once("std::set_terminate", "an abort in gloo leaves no evidence")
+        return None
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    type_of_exception.restype = ctypes.c_void_p
+    signature = ctypes.CFUNCTYPE(None)
+
+    def terminate() -> None:
+        try:
+            handler(_name_of_type(type_of_exception()))
+        finally:
+            signature(previous)()
+
+    entry = signature(terminate)
+    previous: int = set_terminate(ctypes.cast(entry, ctypes.c_void_p))
+
+    def restore() -> None:
+        found = set_terminate(previous)
+        if found != ctypes.cast(entry, ctypes.c_void_p).value:  # somebody has chained his own since then
+            set_terminate(found)
+            _kept_for_ever.append(entry)
+
+    return restore
+
+
+_kept_for_ever: list[Any] = []  # C++ may still call it
+
+
+def _name_of_type(address: int | None) -> str:
+    """The mangled name in a ``std::type_info``, which follows the pointer to its virtual table."""
+    if not address:
+        return ""
+    name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value or b""
+    return name.decode(errors="replace").lstrip("*")
+
+
 @dataclass(frozen=True)
 class FlatUnit:
     """The flat parameter of one FSDP1 unit."""
@@ -467,6 +611,28 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The buffers of a module, without its children, that are not saved."""
     return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+@contextmanager
+def loading_universal(engine: Any) -> Iterator[None]:
+    """Lets a DeepSpeed engine load a universal checkpoint in this block, whatever its configuration says.
+
+    Raises:
+        RuntimeError: This version of DeepSpeed keeps the setting elsewhere; nothing can be loaded without it.
+    """
+    settings = getattr(engine, "_config", None)
+    name = "load_universal_checkpoint"
+    if not hasattr(settings, name):
+        raise RuntimeError(
+            f"DeepSpeedEngine._config.{name} is not in this version of DeepSpeed. Set "
+            '{"checkpoint": {"load_universal": true}} in its configuration.'
+        )
+    before = getattr(settings, name)
+    setattr(settings, name, True)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
 
 
 def discard_next_deepspeed_step(engine: Any) -> bool:

@@ -31,6 +31,8 @@ class Calibration:
         self._gates = 0
         self.deadlines_s: dict[str, float] = {}
         """What was found, by phase, in seconds; empty until then. Goes into the checkpoint."""
+        self.reasons: dict[str, str] = {}
+        """Why each deadline is what it is, by phase."""
 
     def note(self, phase: Phase, seconds: float) -> None:
         """Notes one duration of a phase on this rank."""
@@ -46,19 +48,27 @@ class Calibration:
         return dict(self._longest_s)
 
     def settle(self, of_all_ranks: Iterable[Mapping[str, Any]]) -> Timeouts:
-        """The deadlines that follow from the durations of all ranks."""
+        """The deadlines that follow from the durations of all ranks, in rank order."""
         ranks = list(of_all_ranks)
         default = Timeouts()
         for phase in _MEASURED:
-            seconds = [rank[phase.value] for rank in ranks if phase.value in rank]
-            if seconds:
-                wanted = max(_FLOOR, timedelta(seconds=_FACTOR * max(seconds)))
-                self.deadlines_s[phase.value] = min(wanted, default.deadline(phase)).total_seconds()
+            seconds = {rank: told[phase.value] for rank, told in enumerate(ranks) if phase.value in told}
+            if not seconds:
+                self.reasons[phase.value] = f"the default: none in the first {MEASURED_GATES} steps"
+                continue
+            slowest = max(seconds, key=seconds.__getitem__)
+            wanted, limit = timedelta(seconds=_FACTOR * seconds[slowest]), default.deadline(phase)
+            bound = "; that is the least" if wanted < _FLOOR else "; the default is the most" if wanted > limit else ""
+            self.deadlines_s[phase.value] = min(max(_FLOOR, wanted), limit).total_seconds()
+            self.reasons[phase.value] = (
+                f"{_FACTOR:g} times the longest, {seconds[slowest]:.2f} s on rank {slowest}{bound}"
+            )
         return self.timeouts()
 
     def adopt(self, deadlines_s: Mapping[str, float]) -> Timeouts:
         """Takes over what an earlier run has found."""
         self.deadlines_s = dict(deadlines_s)
+        self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it")
         return self.timeouts()
 
     def timeouts(self) -> Timeouts:
@@ -67,8 +77,13 @@ class Calibration:
 
     def describe(self) -> str:
         """Each value with its reason."""
-        found = [
-            f"{phase} {self.deadlines_s[phase]:g} s (longest {self._longest_s.get(phase, 0.0):.2f} s)"
-            for phase in sorted(self.deadlines_s)
-        ]
-        return f"timeout='auto': {', '.join(found)}; {_FACTOR:g} times the longest, at least {_FLOOR.seconds} s"
+        found = [f"{phase} {self.deadlines_s[phase]:g} s ({self.reasons[phase]})" for phase in sorted(self.deadlines_s)]
+        return f"timeout='auto': {', '.join(found)}"
+
+    def to_event(self) -> dict[str, Any]:
+        """The fields of the event ``calibrated``: the deadlines of all measured phases, and why."""
+        deadlines = self.timeouts()
+        return {
+            "deadlines_s": {name: deadlines.deadline(Phase(name)).total_seconds() for name in self.reasons},
+            "reasons": self.reasons,
+        }

@@ -26,6 +26,8 @@ class _ExitCodes:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)  # type: ignore[operator]
         # Not where a later hook calls this one: torch's collects what is printed, and writes it after this returns.
-        if sys.excepthook is self and isinstance(error, DistplusError):
+        # An error of a collective is only what the first cause did to this rank: the code is that of the cause.
+        known = error if isinstance(error, DistplusError) else error.__cause__
+        if sys.excepthook is self and isinstance(known, DistplusError):
             # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
-            raise SystemExit(int(error.exit_code))
+            raise SystemExit(int(known.exit_code))

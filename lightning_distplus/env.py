@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = [
+    "DISTPLUS_ATTEMPT",
     "DISTPLUS_FAULTS",
+    "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
     "GROUP_RANK",
     "LOCAL_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "OMP_NUM_THREADS",
+    "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_RESTART_COUNT",
@@ -22,6 +26,8 @@ __all__ = [
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_EXTENSIONS_DIR",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
     "Variable",
     "changed",
@@ -74,10 +80,19 @@ TORCHELASTIC_RESTART_COUNT = Variable("TORCHELASTIC_RESTART_COUNT", "how often t
 TORCHELASTIC_USE_AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE", '"True" when torchrun\'s agent already serves a store at MASTER_ADDR:MASTER_PORT'
 )
+PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
+
+DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
+DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
+TORCH_FR_BUFFER_SIZE = Variable(
+    "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"
+)
+TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
 
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

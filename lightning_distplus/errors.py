@@ -6,6 +6,7 @@ DistplusError                      root; has .exit_code
 |-- RendezvousError                the ranks could not form one group                       173
 |-- PeerError                      another rank is the cause; has .ranks                    171
 |   |-- PeerFailed                 it raised; the text of its first error is in the message 171
+|   |   `-- SaveFailed             a checkpoint could not be saved; .ranks are those that failed 171
 |   |-- PeerLost                   its process or its host is gone                          171
 |   |-- PeerMissing                it did not arrive before the deadline                    171
 |   `-- HangDetected               it is there and does not move                            170
@@ -38,6 +39,7 @@ __all__ = [
     "Preempted",
     "PreflightError",
     "RendezvousError",
+    "SaveFailed",
 ]
 
 
@@ -94,6 +96,10 @@ class PeerError(DistplusError):
 
 class PeerFailed(PeerError):
     """A peer raised; its first error is in the message."""
+
+
+class SaveFailed(PeerFailed):
+    """A checkpoint was not saved, because of the ranks in ``.ranks``; what was there before is as it was."""
 
 
 class PeerLost(PeerError):

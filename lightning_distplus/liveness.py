@@ -1,13 +1,26 @@
-"""Whether a process of this host is running, stopped or gone."""
+"""Whether a process of this host is running, stopped or gone, and whether another host answers."""
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["ProcessState", "boot_id", "process_state", "start_time"]
+__all__ = [
+    "ProcessState",
+    "address_towards",
+    "boot_id",
+    "catches_signal",
+    "children",
+    "host_answers",
+    "is_traced",
+    "process_state",
+    "start_time",
+]
 
-_STATE, _START_TIME = 0, 19  # fields of /proc/<pid>/stat, counted after the name
+_STATE, _PARENT, _START_TIME = 0, 1, 19  # fields of /proc/<pid>/stat, counted after the name
+_ANY_PORT = 9  # discard; where nothing listens, a host that is there refuses
 
 
 class ProcessState(str, Enum):
@@ -56,3 +69,52 @@ def boot_id() -> str:
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in order of their numbers."""
+    numbers = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [number for number in numbers if (fields := _stat(number)) and int(fields[_PARENT]) == pid]
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False where it cannot be asked."""
+    mask = _status(pid, "SigCgt")
+    return mask is not None and bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger (or strace) is attached to a process."""
+    return _status(pid, "TracerPid") not in (None, "0")
+
+
+def _status(pid: int, name: str) -> str | None:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return None
+
+
+def address_towards(host: str) -> str:
+    """The address of this host on the way to another one; empty where there is no way. Sends nothing."""
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(address)
+            return str(asking.getsockname()[0])
+    return ""
+
+
+def host_answers(address: str, deadline_s: float) -> bool:
+    """Whether a packet comes back from a host: a connection, or its refusal.
+
+    False also where a firewall drops what it does not know, and says nothing.
+    """
+    try:
+        socket.create_connection((address, _ANY_PORT), timeout=deadline_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -63,6 +63,14 @@ class Phases:
         """What a group gets now; None where torch's default stays. Above the phase's, until all ranks have met."""
         return None if self._timeouts is None else group_timeout(self._in_force, self._on_hang)
 
+    def expect_people(self) -> None:
+        """From now on groups and the control plane wait for a day: somebody may stop a rank by hand.
+
+        The verdict keeps its deadline. It knows a debugger, and a process that was paused; a group's time-out does not.
+        """
+        self._on_hang = "report"
+        self._set(self._deadline)
+
     def replace(self, timeouts: Timeouts) -> None:
         """Takes other deadlines from now on. All ranks have just met."""
         self._timeouts = timeouts

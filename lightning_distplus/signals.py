@@ -16,8 +16,8 @@ __all__ = ["StopRequests"]
 log = logging.getLogger(__name__)
 
 # A data worker inherits the handlers of the process that forked it. It outlives a signal to the whole group, because
-# the step that is under way still needs its batches, but not for ever: its parent may really want it to end.
-_WORKER_OUTLIVES_S = 60
+# the step that is under way still needs its batches. Not for ever: its parent ends workers with SIGTERM too.
+_WORKER_OUTLIVES_S = 300
 
 
 class StopRequests:
@@ -71,6 +71,11 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if is_ending else previous)
         self._previous.clear()
 
+    def outlive(self) -> None:
+        """In a data worker, once torch has set its handlers there: a SIGTERM to all processes does not end it."""
+        if signal.SIGTERM in self._previous:
+            signal.signal(signal.SIGTERM, self._note)
+
     def request(self, reason: str) -> None:
         """Asks for a stop; from any thread. The first reason stays."""
         if self.reason is None:
@@ -81,7 +86,8 @@ class StopRequests:
         """The handler: no lock, no log, no collective."""
         number = signal.Signals(signum)
         if os.getpid() != self._pid:
-            signal.alarm(_WORKER_OUTLIVES_S)
+            if number is signal.SIGTERM:
+                signal.alarm(_WORKER_OUTLIVES_S)
             return
         if number is signal.SIGINT and self.reason == number.name:
             _end_now(number)

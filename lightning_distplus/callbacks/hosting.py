@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.control import ControlPlane, connect_over
+from lightning_distplus.errors import DistplusError
 from lightning_distplus.events import EventLog
 from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from lightning_distplus.world import World
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["Host", "host_of"]
+
+log = logging.getLogger(__name__)
 
 
 def host_of(trainer: Trainer) -> Host:
@@ -93,6 +97,7 @@ class _Stock(Host):
         self.note = self._events.write
         self._gate: BatchGate | None = None
         self._strategy = strategy
+        self._has_failed = False
 
     def patience(self) -> timedelta:
         return group_timeout(self._deadlines.deadline(Phase.SETUP), "abort")
@@ -102,11 +107,21 @@ class _Stock(Host):
         return self._gate
 
     def report(self, error: BaseException) -> None:
+        self._has_failed = True
         if not isinstance(error, SIGTERMException):
             self.plane.report_failure(error)
 
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
-        self.plane.stop_listening()
+        self._leave()
         self._events.close()
+
+    def _leave(self) -> None:
+        if self._has_failed:
+            self.plane.stop_listening()
+            return
+        try:
+            self.plane.farewell(self.patience())
+        except DistplusError as error:
+            log.warning("rank %d ends alone: %s", self.plane.world.rank, error)

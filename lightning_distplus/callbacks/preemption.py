@@ -26,6 +26,7 @@ __all__ = ["PreemptionHandler"]
 
 log = logging.getLogger(__name__)
 
+_LOGGED_STEPS = "_batches_that_stepped"  # in the saved state of Lightning's loop
 _evaluations = itertools.count(1)  # all ranks count alike
 
 
@@ -71,6 +72,7 @@ class PreemptionHandler(Callback):
         self._trainer: Any = None
         self._first_step = 0
         self._is_ending = False
+        self._logged_steps: int | None = None
 
     def request(self, reason: str) -> None:
         """Asks for a stop at the next step, from any thread of any rank."""
@@ -93,9 +95,11 @@ class PreemptionHandler(Callback):
         if self._watch is not None:
             return
         self._trainer = trainer
+        self._logged_steps = None
         self._is_ending = False
         _compat.replace_stock_signals(trainer, self._detach)
         self._requests.attach()
+        _compat.add_to_worker_signals(self._requests.outlive)
         looks = trainer.local_rank == 0
         self._watch = NoticeWatch(
             self._requests,
@@ -115,6 +119,7 @@ class PreemptionHandler(Callback):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        _compat.restore_worker_signals()
         self._requests.detach(is_ending=self._is_ending)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -128,7 +133,11 @@ class PreemptionHandler(Callback):
             gate.preempt = self._preempt
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """One process alone has no gate."""
+        """Puts the loggers' step back after a resume. One process alone has no gate."""
+        if self._logged_steps is not None:
+            loop = trainer.fit_loop.epoch_loop
+            loop.on_load_checkpoint({_LOGGED_STEPS: self._logged_steps})
+            self._logged_steps = None
         is_window_start = batch_idx % trainer.accumulate_grad_batches == 0
         if trainer.world_size == 1 and is_window_start and self._is_asked():
             self._preempt([0])
@@ -151,22 +160,40 @@ class PreemptionHandler(Callback):
             self._requests.reason or "nothing",
         )
         path = self._save()
-        self._note_end(path=str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
+        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
         self._end()
 
-    def _save(self) -> Path:
-        """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded."""
+    def _save(self) -> Path | None:
+        """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded.
+
+        Before the first step there is nothing to keep, and FSDP cannot load an optimizer that has no state yet.
+        """
         trainer = self._trainer
+        if trainer.global_step == 0:
+            return None
         folder = checkpoint_folder(trainer)
         loaded = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         if loaded is not None and trainer.global_step == self._first_step and loaded.parent == folder:
             return loaded
         _forget_fetched_batch(trainer)
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
+        self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self._remove_older(folder, path)
         return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """In a checkpoint of this callback: how many steps the loggers have seen.
+
+        Lightning counts the last step again in a run that resumes behind a validation (lightning 2.6.6,
+        ``training_epoch_loop.py`` 396-410): its own saves happen before that step is counted.
+        """
+        return {} if self._logged_steps is None else {"version": 1, "logged_steps": self._logged_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remembers it until the first batch."""
+        self._logged_steps = state_dict.get("logged_steps")
 
     def _remove_older(self, folder: Path, newest: Path) -> None:
         older = [path for path in folder.glob("preempt-step=*.ckpt") if path != newest]
@@ -279,3 +306,4 @@ def _forget_fetched_batch(trainer: Any) -> None:
     if progress.current.ready > progress.current.processed:
         progress.current.ready -= 1
         progress.total.ready -= 1
+        progress.is_last_batch = False

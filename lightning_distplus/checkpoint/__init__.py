@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         verify_or_raise,
     )
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
-    from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone
+    from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone, info_like
+    from lightning_distplus.checkpoint.retention import is_last_valid, rotate
+    from lightning_distplus.checkpoint.torn import quarantine
 
 __all__ = [
     "CheckpointState",
@@ -34,18 +36,24 @@ __all__ = [
     "SaveInfo",
     "commit",
     "gather_alone",
+    "info_like",
     "is_committed",
+    "is_last_valid",
     "newest_valid",
+    "quarantine",
     "read_manifest",
     "remove",
+    "rotate",
     "state",
     "verify",
     "verify_or_raise",
 ]
 
 _HOMES = {
-    "protocol": ("Gather", "SaveInfo", "commit", "gather_alone"),
+    "protocol": ("Gather", "SaveInfo", "commit", "gather_alone", "info_like"),
     "manifest": ("FileEntry", "Manifest"),
+    "torn": ("quarantine",),
+    "retention": ("is_last_valid", "rotate"),
 }  # the other names live in `catalog`
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,6 +33,7 @@ __all__ = [
     "FileFinding",
     "Mode",
     "Report",
+    "committed_in",
     "is_committed",
     "newest_valid",
     "read_manifest",
@@ -124,15 +125,22 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     return None
 
 
-def verify(path: str | Path, mode: Mode = "full") -> Report:
+def committed_in(directory: Path) -> list[Report]:
+    """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
+    found = [_inspect(path) for path, moved_from in _children(directory) if moved_from is None]
+    return sorted((report for report in found if report.ok), key=_age, reverse=True)
+
+
+def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], object] | None = None) -> Report:
     """Compares a checkpoint with its manifest.
 
     Args:
         path: A checkpoint, file or directory.
         mode: "full" reads every byte, "size" compares sizes.
+        on_bytes: Told how many bytes were read, for a progress bar.
     """
     _check_mode(mode)
-    return _with_files(_inspect(Path(path)), mode)
+    return _with_files(_inspect(Path(path)), mode, on_bytes)
 
 
 def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
@@ -186,7 +194,7 @@ def remove(path: str | Path) -> None:
         remove_tree(path.parent)
     else:
         _remove_payload(path)
-        for folder in leftovers_of(path):
+        for folder in leftovers_of(path, "aside", "draft", "universal"):
             remove_tree(folder)
         for trash in trash_in(path.parent):
             remove_tree(trash)
@@ -269,7 +277,7 @@ def _read_marker(marker: Path) -> str:
     return str(document.get("manifest_xxh3_128"))
 
 
-def _with_files(report: Report, mode: Mode) -> Report:
+def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | None = None) -> Report:
     """Adds the findings about the files to a report that has none yet."""
     if not report.ok or report.manifest is None:
         return report
@@ -278,18 +286,20 @@ def _with_files(report: Report, mode: Mode) -> Report:
     if not real.is_dir() and len(entries) != 1:
         finding = FileFinding(str(report.path), f"a directory of {len(entries)} files", "a single file")
         return Report(report.path, report.state, report.manifest, (finding,))
-    checked = (_check_file(real / entry.path if real.is_dir() else real, entry, mode) for entry in entries)
+    checked = (_check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
     findings = tuple(finding for finding in checked if finding is not None)
     return Report(report.path, report.state, report.manifest, findings)
 
 
-def _check_file(file: Path, entry: FileEntry, mode: Mode) -> FileFinding | None:
+def _check_file(
+    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None
+) -> FileFinding | None:
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            _, digest = digest_file(file)
+            _, digest = digest_file(file, on_bytes=on_bytes)
             if digest != entry.xxh3_128:
                 return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
     except FileNotFoundError:

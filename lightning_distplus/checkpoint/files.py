@@ -6,9 +6,12 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 __all__ = [
+    "Sync",
     "bytes_digest",
     "digest_file",
     "discard",
@@ -21,6 +24,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+Sync: TypeAlias = Callable[[int], None]
+"""Forces what an open file or folder holds to the disk, given its descriptor: ``os.fsync``, or a seam of a test."""
 
 _CHUNK_BYTES = 4 << 20
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -51,12 +57,15 @@ def bytes_digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def digest_file(path: Path, *, durable: bool = False) -> tuple[int, str]:
+def digest_file(
+    path: Path, *, sync: Sync | None = None, on_bytes: Callable[[int], object] | None = None
+) -> tuple[int, str]:
     """Size in bytes and digest of what can be read at ``path``.
 
     Args:
         path: The file.
-        durable: Whether its content is also forced to the disk.
+        sync: Forces its content to the disk as well; None: nobody does.
+        on_bytes: Told how many bytes were read, after each part.
     """
     import xxhash
 
@@ -68,27 +77,29 @@ def digest_file(path: Path, *, durable: bool = False) -> tuple[int, str]:
         while num_bytes := file.readinto(buffer):
             digest.update(view[:num_bytes])
             size_bytes += num_bytes
-        if durable:
-            os.fsync(file.fileno())
+            if on_bytes is not None:
+                on_bytes(num_bytes)
+        if sync is not None:
+            sync(file.fileno())
     return size_bytes, digest.hexdigest()
 
 
-def write_file(path: Path, content: bytes, *, durable: bool) -> None:
+def write_file(path: Path, content: bytes, *, sync: Sync | None) -> None:
     """Writes a whole new file; it is not atomic, so the caller writes where nobody looks yet."""
     with path.open("wb") as file:
         file.write(content)
-        if durable:
+        if sync is not None:
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
 
 
-def sync_folder(folder: Path, *, durable: bool) -> None:
+def sync_folder(folder: Path, *, sync: Sync | None) -> None:
     """Forces the names in ``folder`` to the disk, where its file system can do that."""
-    if not durable:
+    if sync is None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -96,7 +107,7 @@ def sync_folder(folder: Path, *, durable: bool) -> None:
         os.close(descriptor)
 
 
-def second_name(source: Path, destination: Path, *, durable: bool) -> None:
+def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:
     """Gives a file a second name: a hard link, or a copy where the file system has none."""
     try:
         destination.hardlink_to(source)
@@ -104,8 +115,8 @@ def second_name(source: Path, destination: Path, *, durable: bool) -> None:
         if error.errno not in _NO_HARD_LINKS:
             raise
         shutil.copyfile(source, destination)
-        if durable:
-            digest_file(destination, durable=True)
+        if sync is not None:
+            digest_file(destination, sync=sync)
 
 
 def discard(path: Path) -> None:
@@ -114,16 +125,16 @@ def discard(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a file or a folder as far as possible; says so when something stays."""
-    if path.is_symlink() or path.is_file():
-        try:
+    """Deletes a file or a folder as far as possible; says so when something stays. Never raises."""
+    try:
+        if path.is_symlink() or path.is_file():
             discard(path)
-        except OSError as error:
-            logger.warning("%s cannot be deleted (%s). Delete it by hand.", path, error)
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        logger.warning("%s cannot be deleted completely. Delete it by hand.", path)
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            logger.warning("%s cannot be deleted completely. Delete it by hand.", path)
+    except OSError as error:  # it cannot even be looked at
+        logger.warning("%s cannot be deleted (%s). Delete it by hand.", path, error)
 
 
 def _raise(error: OSError) -> None:

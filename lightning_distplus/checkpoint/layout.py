@@ -11,7 +11,9 @@ checkpoints/
     |-- step=30.ckpt.stage-1f0c22d9/     a save in progress: the payload under its own name, with its meta folder
     |-- step=10.ckpt.aside-77aa01be/     what a save replaces, complete and loadable until the new one is committed
     |-- step=20.ckpt.draft-77aa01be/     an aside that is being built
-    `-- step=5.ckpt.removed-0be1d3f2/    on its way out
+    |-- step=5.ckpt.removed-0be1d3f2/    on its way out
+    |-- step=10.ckpt.universal-5e0f1a2b/ the same for another number of ranks (DeepSpeed); goes when step=10.ckpt goes
+    `-- step=30.ckpt.torn-93c5d001/      in quarantine: a save that was killed, or a damaged checkpoint; never loaded
 ```
 
 Nothing of ours lies outside ``.distplus``, so that no pattern that looks for checkpoints by name can find it.
@@ -37,8 +39,11 @@ __all__ = [
     "leftovers_of",
     "meta_folder",
     "new_nonce",
+    "quarantine_for",
+    "quarantined_in",
     "trash_for",
     "trash_in",
+    "universal_for",
 ]
 
 META = ".distplus"
@@ -46,7 +51,7 @@ MANIFEST = "manifest.json"
 MARKER = "commit"
 PREPARED_MARKER = "commit.prepared"
 
-_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed)-[0-9a-f]{8}")
+_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed|torn|universal)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,24 @@ def is_aside(path: Path) -> bool:
     return path.parent.parent.name == META and match is not None and match["role"] == "aside"
 
 
-def leftovers_of(target: Path) -> list[Path]:
-    """Stages, drafts and asides of every save of ``target``, finished or not."""
-    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role != "removed"]
+def leftovers_of(target: Path, *roles: str) -> list[Path]:
+    """What lies beside ``target`` in these roles: "stage", "draft", "aside", "universal"."""
+    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
+
+
+def quarantine_for(target: Path) -> Path:
+    """A fresh folder in which a bad checkpoint called like ``target``, or a torn save of it, is kept."""
+    return target.parent / META / f"{target.name}.torn-{new_nonce()}"
+
+
+def quarantined_in(directory: Path) -> list[Path]:
+    """Everything in ``directory`` that is in quarantine."""
+    return [folder for folder, _, role in _work_folders(directory) if role == "torn"]
+
+
+def universal_for(target: Path) -> Path:
+    """A fresh folder for a copy of ``target`` that another number of ranks can read."""
+    return target.parent / META / f"{target.name}.universal-{new_nonce()}"
 
 
 def trash_for(directory: Path, name: str) -> Path:

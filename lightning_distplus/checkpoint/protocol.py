@@ -6,19 +6,22 @@ Paths are local (or on a mounted file system); a directory checkpoint needs a fo
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_distplus.checkpoint.files import digest_file, list_files, remove_tree
-from lightning_distplus.checkpoint.layout import Stage, new_nonce
+from lightning_distplus.checkpoint.catalog import is_committed, read_manifest
+from lightning_distplus.checkpoint.files import Sync, digest_file, discard, list_files, remove_tree, write_file
+from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
 from lightning_distplus.checkpoint.swap import publish
-from lightning_distplus.errors import ExitCode, PeerFailed
+from lightning_distplus.checkpoint.torn import claim
+from lightning_distplus.errors import ExitCode, SaveFailed
 
-__all__ = ["Gather", "SaveInfo", "commit", "gather_alone"]
+__all__ = ["Gather", "SaveInfo", "commit", "gather_alone", "info_like"]
 
 _MAX_ERROR_CHARACTERS = 4000
 
@@ -62,6 +65,16 @@ class SaveInfo:
         json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
 
 
+def info_like(source: Path) -> SaveInfo:
+    """What the manifest of a copy of ``source`` says; step 0 where the source has none."""
+    if not is_committed(source):
+        return SaveInfo(global_step=0, epoch=0, strategy="unknown")
+    manifest = read_manifest(source)
+    return SaveInfo(
+        global_step=manifest.global_step, epoch=manifest.epoch, strategy=manifest.strategy, data=manifest.data
+    )
+
+
 def commit(
     target: Path,
     write: Callable[[Path], object],
@@ -69,7 +82,7 @@ def commit(
     rank: int,
     gather: Gather,
     info: SaveInfo,
-    durable: bool = True,
+    sync: Sync | None = os.fsync,
 ) -> Manifest | None:
     """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
 
@@ -81,19 +94,20 @@ def commit(
         rank: This process's rank.
         gather: How the ranks exchange their outcomes.
         info: What goes into the manifest; rank 0's is used.
-        durable: Whether files, folders and moves are forced to the disk. False is for tests.
+        sync: Forces files, folders and moves to the disk; None is for tests.
 
     Returns:
         The manifest on rank 0, None on the others.
 
     Raises:
-        PeerFailed: The save failed on a rank, named in the message and in ``.ranks``. It is raised on every rank; on
+        SaveFailed: The save failed on a rank, named in the message and in ``.ranks``. It is raised on every rank; on
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    save = _Save(target, rank, gather, durable)
+    save = _Save(target, rank, gather, sync)
     try:
         save.begin()
+        save.agree("probe", save.probe)
         save.agree("write", lambda: save.write(write))
         sizes = save.agree("list", lambda: save.list_payload() if rank == 0 else None)[0]
         shares = save.agree("digest", lambda: save.digest_share(sizes))
@@ -108,12 +122,12 @@ def commit(
 class _Save:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
-    def __init__(self, target: Path, rank: int, gather: Gather, durable: bool) -> None:
+    def __init__(self, target: Path, rank: int, gather: Gather, sync: Sync | None) -> None:
         self.stage = Stage(target.absolute(), new_nonce())
         self.manifest: Manifest | None = None
         self._rank = rank
         self._gather = gather
-        self._durable = durable
+        self._sync = sync
         self._world_size = 1
 
     def begin(self) -> None:
@@ -126,7 +140,7 @@ class _Save:
         """Runs the action; returns every rank's result, or raises on every rank if it failed on any.
 
         Raises:
-            PeerFailed: It failed somewhere.
+            SaveFailed: It failed somewhere.
         """
         failure: BaseException | None = None
         result: object = None
@@ -134,7 +148,7 @@ class _Save:
             result = action()
         except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
             failure = error
-        ballot = {"result": result} if failure is None else {"error": _text(failure), "failed_at": time.time()}
+        ballot = {"result": result} if failure is None else _lament(failure, self._rank)
         try:
             ballots = self._gather(f"checkpoint {phase}", ballot)
         except Exception as lost:
@@ -144,9 +158,20 @@ class _Save:
         failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
         if not failed:
             return [ballot.get("result") for ballot in ballots]
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure  # Ctrl-C and exits keep their meaning
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise failure
         raise self._error(phase, failed, len(ballots)) from failure
+
+    def probe(self) -> None:
+        """Writes a byte into the stage and takes it away.
+
+        The save itself may have collectives in which the others would wait for a rank that may not write at all.
+        Another host that does not see the stage is found later, by the files that are missing.
+        """
+        if self.stage.folder.exists():
+            probe = self.stage.folder / f"{META}.probe-{self._rank}"
+            write_file(probe, b"0", sync=None)
+            discard(probe)
 
     def write(self, write: Callable[[Path], object]) -> None:
         """Runs the save itself; what it returns is of no interest to the other ranks."""
@@ -196,12 +221,13 @@ class _Save:
             packages=info.packages,
             data=info.data,
         )
-        publish(self.stage, manifest, durable=self._durable)
+        publish(self.stage, manifest, sync=self._sync)
         self.manifest = manifest
 
     def _make_stage(self) -> dict[str, str]:
         if self._rank == 0:
             self.stage.folder.mkdir(parents=True)
+            claim(self.stage)
         return {"target": str(self.stage.target), "nonce": self.stage.nonce}
 
     def _share(self, sizes: dict[str, int]) -> list[str]:
@@ -212,7 +238,7 @@ class _Save:
         root = self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
         digests: dict[str, str] = {}
         for path in paths:
-            size_bytes, digests[path] = digest_file(root / path, durable=self._durable)
+            size_bytes, digests[path] = digest_file(root / path, sync=self._sync)
             if size_bytes != sizes[path]:
                 raise OSError(
                     f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has {size_bytes} "
@@ -220,10 +246,11 @@ class _Save:
                 )
         return digests
 
-    def _error(self, phase: str, failed: dict[int, dict[str, Any]], world_size: int) -> PeerFailed:
+    def _error(self, phase: str, failed: dict[int, dict[str, Any]], world_size: int) -> SaveFailed:
+        failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
         first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
         others = sorted(set(range(world_size)) - failed.keys())
-        error = PeerFailed(
+        error = SaveFailed(
             f"The checkpoint {self.stage.target} is not saved: rank {first} failed first, in phase '{phase}', with "
             f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
             "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
@@ -234,5 +261,15 @@ class _Save:
         return error
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+def _lament(error: BaseException, rank: int) -> dict[str, Any]:
+    """A rank's ballot for its error.
+
+    torch's distributed checkpoint raises one error on all ranks, a `BaseException` that holds those of the ranks that
+    failed.
+    """
+    failures = getattr(error, "failures", None)
+    is_told = isinstance(failures, dict) and rank not in failures
+    if isinstance(failures, dict) and rank in failures:
+        error = failures[rank][0]
+    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+    return {"error": text, "failed_at": time.time(), "is_told": is_told}

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from lightning_distplus.checkpoint.files import (
+    Sync,
     bytes_digest,
     discard,
     list_folders,
@@ -27,48 +28,49 @@ from lightning_distplus.checkpoint.layout import (
     trash_for,
 )
 from lightning_distplus.checkpoint.manifest import Manifest
+from lightning_distplus.checkpoint.torn import set_torn_aside
 
 __all__ = ["publish"]
 
 logger = logging.getLogger(__name__)
 
 
-def publish(stage: Stage, manifest: Manifest, *, durable: bool) -> None:
+def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
     """Makes the payload of ``stage`` the committed checkpoint at its target.
 
     Args:
         stage: A finished save whose files are on the disk.
         manifest: Its manifest.
-        durable: Whether every move is forced to the disk before the next one.
+        sync: Forces every move to the disk before the next one; None: nobody does.
 
     Raises:
         OSError: The checkpoint is not committed, and what was at the target is there again.
     """
     is_directory = stage.payload.is_dir()
-    _prepare(stage, manifest, is_directory, durable)
+    _prepare(stage, manifest, is_directory, sync)
     try:
-        _set_aside(stage, durable)
-        _move_in(stage, is_directory, durable)
-        _mark(stage, is_directory, durable)
+        _set_aside(stage, sync)
+        _move_in(stage, is_directory, sync)
+        _mark(stage, is_directory, sync)
     except BaseException:
-        _put_back(stage, is_directory, durable)
+        _put_back(stage, is_directory, sync)
         raise
-    _clear(stage.target)
+    _clear(stage)
 
 
-def _prepare(stage: Stage, manifest: Manifest, is_directory: bool, durable: bool) -> None:
+def _prepare(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> None:
     # The marker is written here, under another name, so that the last step is a rename and needs no space.
     meta = meta_folder(stage.payload, is_directory=is_directory)
     meta.mkdir(parents=True, exist_ok=True)
     content = manifest.to_json().encode()
     marker = json.dumps({"version": 1, "manifest_xxh3_128": bytes_digest(content)}) + "\n"
-    write_file(meta / MANIFEST, content, durable=durable)
-    write_file(meta / PREPARED_MARKER, marker.encode(), durable=durable)
+    write_file(meta / MANIFEST, content, sync=sync)
+    write_file(meta / PREPARED_MARKER, marker.encode(), sync=sync)
     for folder in (*list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
-        sync_folder(folder, durable=durable)
+        sync_folder(folder, sync=sync)
 
 
-def _set_aside(stage: Stage, durable: bool) -> None:
+def _set_aside(stage: Stage, sync: Sync | None) -> None:
     target = stage.target
     if target.is_symlink() or not target.exists():
         return  # what a link points to stays where it is
@@ -78,13 +80,13 @@ def _set_aside(stage: Stage, durable: bool) -> None:
     else:
         # A file and its meta folder cannot move in one step: a second, complete checkpoint comes into being by one.
         stage.draft.mkdir()
-        _lay_file(target, stage.draft / target.name, durable)
+        _lay_file(target, stage.draft / target.name, sync)
         stage.draft.rename(stage.aside)
     for folder in (stage.aside, stage.aside.parent, target.parent):
-        sync_folder(folder, durable=durable)
+        sync_folder(folder, sync=sync)
 
 
-def _move_in(stage: Stage, is_directory: bool, durable: bool) -> None:
+def _move_in(stage: Stage, is_directory: bool, sync: Sync | None) -> None:
     target = stage.target
     beside = meta_folder(target, is_directory=False)
     discard(beside / MARKER)
@@ -96,19 +98,19 @@ def _move_in(stage: Stage, is_directory: bool, durable: bool) -> None:
         source = meta_folder(stage.payload, is_directory=False)
         (source / MANIFEST).replace(beside / MANIFEST)
         (source / PREPARED_MARKER).replace(beside / PREPARED_MARKER)
-        sync_folder(beside, durable=durable)
+        sync_folder(beside, sync=sync)
     stage.payload.replace(target)
-    sync_folder(target.parent, durable=durable)
-    sync_folder(target.parent / META, durable=durable)
+    sync_folder(target.parent, sync=sync)
+    sync_folder(target.parent / META, sync=sync)
 
 
-def _mark(stage: Stage, is_directory: bool, durable: bool) -> None:
+def _mark(stage: Stage, is_directory: bool, sync: Sync | None) -> None:
     meta = meta_folder(stage.target, is_directory=is_directory)
     (meta / PREPARED_MARKER).replace(meta / MARKER)
-    sync_folder(meta, durable=durable)
+    sync_folder(meta, sync=sync)
 
 
-def _put_back(stage: Stage, is_directory: bool, durable: bool) -> None:
+def _put_back(stage: Stage, is_directory: bool, sync: Sync | None) -> None:
     try:
         if not os.path.lexists(stage.payload) and os.path.lexists(stage.target):
             discard(meta_folder(stage.target, is_directory=is_directory) / MARKER)
@@ -117,7 +119,7 @@ def _put_back(stage: Stage, is_directory: bool, durable: bool) -> None:
         if old.is_dir():
             old.rename(stage.target)
         elif old.is_file():
-            _lay_file(old, stage.target, durable)
+            _lay_file(old, stage.target, sync)
         remove_tree(stage.draft)
         remove_tree(stage.aside)
     except OSError as error:
@@ -129,10 +131,12 @@ def _put_back(stage: Stage, is_directory: bool, durable: bool) -> None:
         )
 
 
-def _clear(target: Path) -> None:
-    """Deletes every stage and aside of a committed target; an error here does not undo the commit."""
+def _clear(stage: Stage) -> None:
+    """Clears away what saves of a committed target have left; an error here does not undo the commit."""
+    target = stage.target
     try:
-        for folder in leftovers_of(target):
+        set_torn_aside(target)
+        for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
             trash = trash_for(target.parent, target.name)
             folder.rename(trash)  # at once, so that no reader meets half an aside
             remove_tree(trash)
@@ -140,15 +144,15 @@ def _clear(target: Path) -> None:
         logger.warning("%s is committed; what earlier saves of it left cannot be deleted (%s).", target, error)
 
 
-def _lay_file(source: Path, destination: Path, durable: bool) -> None:
+def _lay_file(source: Path, destination: Path, sync: Sync | None) -> None:
     """Makes ``destination`` a single-file checkpoint equal to ``source``; its marker goes first and comes last."""
     old, new = meta_folder(source, is_directory=False), meta_folder(destination, is_directory=False)
     discard(new / MARKER)
     discard(destination)
-    second_name(source, destination, durable=durable)
+    second_name(source, destination, sync=sync)
     new.mkdir(parents=True, exist_ok=True)
     for name in (MANIFEST, MARKER):
         if (old / name).is_file():
-            write_file(new / name, (old / name).read_bytes(), durable=durable)
+            write_file(new / name, (old / name).read_bytes(), sync=sync)
     for folder in (new, new.parent, destination.parent):
-        sync_folder(folder, durable=durable)
+        sync_folder(folder, sync=sync)

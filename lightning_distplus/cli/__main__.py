@@ -30,9 +30,12 @@ COMMANDS = {
     "validate": Command("training", "run the validation loop", keeps_name=True),
     "test": Command("training", "run the test loop", keeps_name=True),
     "predict": Command("training", "run the prediction loop", keeps_name=True),
+    "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
+    "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
     "verify": Command("verify", "check every checkpoint in a folder"),
+    "export": Command("export", "write a sharded checkpoint as one file"),
 }
 
 

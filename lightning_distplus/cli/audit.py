@@ -70,4 +70,4 @@ def _place(sighting: Sighting) -> str:
 
 
 def _name(sample_id: tuple[int, ...]) -> str:
-    return str(sample_id[0]) if len(sample_id) == 1 else str(sample_id)
+    return str(sample_id[0]) if len(sample_id) == 1 else str(sample_id) if sample_id else "of unknown id"

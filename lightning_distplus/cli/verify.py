@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from lightning_distplus.checkpoint import CheckpointState, Report, state, verify
+from lightning_distplus.checkpoint.catalog import Mode
+from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.checkpoint.layout import quarantined_in
 
 __all__ = ["checkpoints_in", "main"]
 
@@ -30,9 +36,26 @@ def main(argv: Sequence[str]) -> int:
     if not paths:
         print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
         return 1
-    reports = sorted((verify(path, "size" if arguments.quick else "full") for path in paths), key=_step)
+    reports = sorted(_verify(paths, "size" if arguments.quick else "full", is_deep=arguments.deep), key=_step)
     _print(reports)
+    _print_quarantine(folder)
     return 0 if all(report.ok for report in reports) else 1
+
+
+def _verify(paths: Sequence[Path], mode: Mode, *, is_deep: bool) -> list[Report]:
+    """The reports, with a progress bar on standard error where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    reports = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for path in paths:
+            manifest = verify(path, "size").manifest
+            task = progress.add_task(path.name, total=0 if manifest is None else manifest.size_bytes)
+            report = verify(path, mode, on_bytes=partial(progress.advance, task))
+            if is_deep and report.state is CheckpointState.UNMANIFESTED:
+                report = replace(report, findings=(*report.findings, *check_unmanifested(path)))
+            reports.append(report)
+    return reports
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -54,7 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only, read nothing")
+    parser.add_argument(
+        "--deep", action="store_true", help="also look into checkpoints without a manifest: the CRC of every member"
+    )
     return parser
+
+
+def _print_quarantine(folder: Path) -> None:
+    kept = quarantined_in(folder)
+    if kept:
+        print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
+        for path in kept:
+            print(f"  {path}")
 
 
 def _print(reports: Sequence[Report]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from lightning_distplus._compat import Store
 from lightning_distplus.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
     DistplusError,
     DivergenceError,
     HangDetected,
@@ -31,7 +33,9 @@ log = logging.getLogger(__name__)
 _KEY = "first-error"
 _HEARD_BY = "first-error/heard-by"
 _TEXT_BYTES = 64 << 10
-# What one rank finds out about others: whoever hears of it raises the same.
+# What one rank finds out about what is no rank's own: whoever hears of it raises the same.
+_SHARED: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
+# And about others.
 _VERDICT_TYPES = (PeerMissing, PeerLost, HangDetected)
 _VERDICTS: dict[str, type[PeerError]] = {error.__name__: error for error in _VERDICT_TYPES}
 _FOR_EVER = timedelta(days=3650)
@@ -81,6 +85,8 @@ class FirstError:
         told = f"{self.message} (Told by rank {self.rank}, host {self.host}, pid {self.pid}.)"
         if verdict := _VERDICTS.get(self.type):
             return verdict(told, self.ranks)
+        if shared := _SHARED.get(self.type):
+            return shared(told)
         if self.type == DivergenceError.__name__:
             values = {int(rank): value for rank, value in self.differs["values"].items()}
             return DivergenceError(told, ranks=self.ranks, field=self.differs["field"], values=values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
+from lightning_distplus.liveness import ProcessState, address_towards, boot_id, process_state, start_time
 from lightning_distplus.world import World
 
 __all__ = ["Peer"]
@@ -21,11 +21,24 @@ class Peer:
     """``liveness.start_time`` of the process."""
     boot: str = ""
     """``liveness.boot_id`` of its host."""
+    address: str = ""
+    """Of its host, on the way to the job's store."""
 
     @classmethod
-    def of(cls, world: World) -> Peer:
+    def of(cls, world: World, store_host: str = "") -> Peer:
         """This process."""
-        return cls(host=world.host, pid=world.pid, started=start_time(world.pid), boot=boot_id())
+        return cls(
+            host=world.host,
+            pid=world.pid,
+            started=start_time(world.pid),
+            boot=boot_id(),
+            address=address_towards(store_host) if store_host else "",
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this host."""
+        return bool(self.boot) and self.boot == boot_id()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Peer:
@@ -38,7 +51,7 @@ class Peer:
 
     def state(self) -> ProcessState:
         """What this host's system says of it; UNKNOWN for a process of another host."""
-        if not self.boot or self.boot != boot_id():
+        if not self.is_here:
             return ProcessState.UNKNOWN
         return process_state(self.pid, self.started)
 

@@ -63,7 +63,9 @@ class ControlPlane:
     def __init__(self, store: Store, world: World, *, host_rank: int | None = 0) -> None:
         self.world = world
         self._store = store
-        self._host_rank = host_rank
+        self.host_rank = host_rank
+        self.is_attended = False
+        """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self._calls: Counter[str] = Counter()
         self.on_wait: Callable[[float], None] | None = None
         """Called between two looks of every wait of this plane, with the seconds that it has lasted."""
@@ -76,7 +78,7 @@ class ControlPlane:
 
     def second_line(self) -> ControlPlane:
         """The same plane over another connection, for another thread."""
-        return ControlPlane(self._store.clone(), self.world, host_rank=self._host_rank)
+        return ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
 
     def listen(self) -> None:
         """Starts to listen for the first error; idempotent."""
@@ -195,7 +197,7 @@ class ControlPlane:
             The error that won, or None when the store is out of reach.
         """
         with suppress(RuntimeError):
-            return self._listener.report(error, is_host=self.world.rank == self._host_rank)
+            return self._listener.report(error, is_host=self.world.rank == self.host_rank)
         return self.first_error
 
     def raise_if_peer_failed(self) -> None:
@@ -361,8 +363,8 @@ class ControlPlane:
             return method(*arguments)
         except dist.DistNetworkError as error:
             self.raise_if_peer_failed()  # the store may have gone because of what we have heard
-            ranks = [] if self._host_rank is None else [self._host_rank]
-            who = "the launcher's agent" if self._host_rank is None else f"rank {self._host_rank}"
+            ranks = [] if self.host_rank is None else [self.host_rank]
+            who = "the launcher's agent" if self.host_rank is None else f"rank {self.host_rank}"
             raise PeerLost(
                 f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during {what}. "
                 "Its process or its host is gone; look at the last lines of its log.",

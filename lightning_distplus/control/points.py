@@ -46,14 +46,21 @@ class Points:
 
     Args:
         plane: The control plane. All ranks make their points at the same moment of the run.
+        patience: Tells how long to wait for the slowest rank.
         locate: Tells the line of the user's code in which this rank stands.
         name: Keeps the runs of one process apart; by default a number that grows.
     """
 
     def __init__(
-        self, plane: ControlPlane, *, locate: Callable[[], str | None] = lambda: None, name: str | None = None
+        self,
+        plane: ControlPlane,
+        *,
+        patience: Callable[[], timedelta],
+        locate: Callable[[], str | None] = lambda: None,
+        name: str | None = None,
     ) -> None:
         self._plane = plane
+        self._patience = patience
         self._locate = locate
         self._name = name or f"run-{next(_runs)}"
         self._thread = threading.get_ident()
@@ -66,14 +73,14 @@ class Points:
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
 
-    def begin(self, deadline: timedelta) -> None:
+    def begin(self) -> None:
         """Meets all ranks, so that every key is empty before the first point; watches the waits of this process.
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         global _active
-        self._plane.barrier(f"points-{self._name}", deadline)
+        self._plane.barrier(f"points-{self._name}", self._patience())
         self._plane.on_wait = self._while_waiting
         _active = self
 
@@ -97,12 +104,11 @@ class Points:
 
     # -- the two places where a rank waits -----------------------------------------------------------------------------
 
-    def meet(self, point: Point, deadline: timedelta) -> None:
+    def meet(self, point: Point) -> None:
         """Returns on every rank once all of them are about to do the same.
 
         Args:
             point: What this rank is about to do.
-            deadline: How long to wait for the slowest rank.
 
         Raises:
             DivergenceError: The ranks are in different calls; the error holds both sides.
@@ -122,7 +128,7 @@ class Points:
             return len(come) == self._plane.world.size
 
         try:
-            self._plane.poll(all_agree, deadline, what=str(point), arrived=lambda: set(come))
+            self._plane.poll(all_agree, self._patience(), what=str(point), arrived=lambda: set(come))
         finally:
             self._place = None
         self._slots.passed(number)

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus.attended import is_attended
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
@@ -55,6 +56,9 @@ class Address:
     def prefix(self) -> str:
         """The prefix of all keys of this attempt."""
         return f"distplus/{self.job}/{self.attempt}"
+
+
+_ATTENDED = "attended"
 
 
 def connected() -> ControlPlane | None:
@@ -118,7 +122,7 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
     prefixed = PrefixStore(address.prefix, store)
     try:
         _agree_on_job(store, world, address)
-        _claim_rank(prefixed, world)
+        _claim_rank(prefixed, world, address.host)
         return ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
     except dist.DistNetworkError as error:
         raise PeerLost(
@@ -132,7 +136,10 @@ def _meet(plane: ControlPlane, deadline: timedelta) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
     plane.listen()
     try:
+        if is_attended():
+            plane.append(_ATTENDED, b"1")
         plane.barrier("rendezvous", deadline)
+        plane.is_attended = plane.read(_ATTENDED) is not None
     except BaseException as error:
         plane.report_failure(error)
         plane.stop_listening()
@@ -259,8 +266,8 @@ def _agree_on_job(store: Store, world: World, address: Address) -> None:
             )
 
 
-def _claim_rank(store: Store, world: World) -> None:
-    mine = Peer.of(world)
+def _claim_rank(store: Store, world: World, store_host: str = "") -> None:
+    mine = Peer.of(world, store_host)
     found = Peer.from_json(store.compare_set(f"hello/{world.rank}", "", mine.to_json()))
     if found != mine:
         raise RendezvousError(

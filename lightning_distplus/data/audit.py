@@ -56,6 +56,10 @@ class SampleAudit(Callback):
                 f"SampleAudit knows the samples of ResumableDataModule and TokenDataModule, not of "
                 f"{type(data).__name__}. Fit with one of them, or leave SampleAudit out."
             )
+        if data.is_iterable:
+            raise ValueError(
+                "SampleAudit writes the ids of samples, and those of iterable training data have none. Leave it out."
+            )
         if vars(trainer)["overfit_batches"] > 0:  # an attribute that Lightning sets unannounced
             raise ValueError(
                 "overfit_batches repeats samples on purpose, and SampleAudit would name each. Leave it out."

@@ -46,7 +46,7 @@ class AuditReport:
     repeated: list[list[Sighting]] = field(default_factory=list)
     """All sightings of each sample that was seen more than once in its epoch."""
     missed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    """(epoch, position, id) of each sample that no step has seen."""
+    """(epoch, position, id) of each sample that no step has seen; the id is () where the records do not tell it."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -161,7 +161,8 @@ def _check(runs: list[_Run], kept: list[tuple[int, int, AuditBatch]], report: Au
         lost = np.setdiff1d(np.arange(start, end, dtype=np.int64), values)
         for identity, places in _by_phase(runs, lost):
             ids = _expected_ids(identity, epoch, places)
-            report.missed += [(epoch, int(place), tuple(row)) for place, row in zip(places, ids.tolist(), strict=True)]
+            rows = [()] * len(places) if ids is None else [tuple(row) for row in ids.tolist()]
+            report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
         doubled = set(values[counts > 1].tolist())
         _collect_repeated(batches, doubled, report)
         _compare_ids(runs, epoch, batches, report)
@@ -196,6 +197,8 @@ def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, Aud
     """Each position once is each sample once only if the ids are those of the order."""
     for run, rank, batch in batches:
         expected = _expected_ids(runs[run].facts["identity"], epoch, batch.positions)
+        if expected is None:
+            continue
         for row in np.flatnonzero((expected != batch.ids).any(axis=1)).tolist():
             report.problems.append(
                 f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
@@ -203,8 +206,10 @@ def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, Aud
             )
 
 
-def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids that the order assigns to positions: int64 of shape (num_positions, numbers per id)."""
+def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The ids that the order assigns to positions, int64 of shape (num_positions, numbers per id); None: not known."""
+    if identity.get("sampling") is not None:
+        return None  # the weights, lengths or sampler are not in the records
     if "sources" in identity:
         return order_of(identity)(positions)
     seed, shuffle = identity["seed"], identity["shuffle"]

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
-from lightning_distplus.data.lr_scaling import LrScaling, scale_learning_rates
+from lightning_distplus.data.lr_scaling import LrScaling
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
 from lightning_distplus.data.position import (
@@ -73,7 +73,7 @@ class ExactDataModule(pl.LightningDataModule):
         self._changes: list[list[int]] = []
         self._schedule: BatchSchedule | None = None
         self.receipt = ""
-        self._loaders: dict[str, SampleLoader] = {}
+        self._loaders: dict[str, Any] = {}
         self.timer: Timer | None = None
 
     # What a kind of data defines.
@@ -110,6 +110,10 @@ class ExactDataModule(pl.LightningDataModule):
         """Micro-batches of an optimizer step."""
         return int(trainer.accumulate_grad_batches)
 
+    def _end_of_data(self) -> Callable[[int], bool] | None:
+        """For ``Cursor``: whether iterable data ended before a micro-batch."""
+        return None
+
     def _begin_anew(self) -> None:
         """Forgets what an earlier Trainer's position depended on."""
 
@@ -134,7 +138,13 @@ class ExactDataModule(pl.LightningDataModule):
         return self._cursor.position() if self._cursor is not None else Position()
 
     def sample_ids(self, batch_idx: int) -> list[Any]:
-        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index)."""
+        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index).
+
+        Raises:
+            RuntimeError: No epoch has begun, or the data is iterable and its samples have no ids.
+        """
+        if self.is_iterable:
+            raise RuntimeError("The training data is iterable: its samples have no ids that this package knows.")
         if self._plan is None:
             raise RuntimeError("No epoch has begun, so that no samples are assigned yet.")
         ids: list[Any] = self._plan.ids(batch_idx).tolist()
@@ -144,6 +154,11 @@ class ExactDataModule(pl.LightningDataModule):
     def identity(self) -> dict[str, Any]:
         """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
         return dict(self._known_identity)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the training data can only be read from front to back."""
+        return False
 
     @property
     def cursor(self) -> Cursor:
@@ -164,7 +179,7 @@ class ExactDataModule(pl.LightningDataModule):
     def delivered(self) -> Request | None:
         """What the training batch that was delivered last was asked for as."""
         loader = self._loaders.get("train")
-        return None if loader is None else loader.delivered
+        return getattr(loader, "delivered", None)
 
     # Lightning's hooks.
 
@@ -181,15 +196,22 @@ class ExactDataModule(pl.LightningDataModule):
         """Ends persistent workers."""
         self._close()
 
-    def train_dataloader(self) -> SampleLoader:
+    def train_dataloader(self) -> Any:
         """This rank's batches."""
-        geometry = self._joined().geometry
+        self._joined()
         if "train" not in self._loaders:
-            self._loaders["train"] = self._loader("train", self._begin_epoch, lambda: self._num_batches(geometry))
+            self._loaders["train"] = self._training_loader()
         return self._loaders["train"]
 
-    def val_dataloader(self) -> SampleLoader | list[Any]:
+    def val_dataloader(self) -> Any:
         """This rank's validation batches, in order, as many as on any other rank."""
+        return self._validation_loader()
+
+    def _training_loader(self) -> Any:
+        geometry = self._joined().geometry
+        return self._loader("train", self._begin_epoch, lambda: int(self._num_batches(geometry)))
+
+    def _validation_loader(self) -> Any:
         plan = self._validation_plan(data_parallel(self.trainer))
         if plan is None:
             return []
@@ -234,6 +256,12 @@ class ExactDataModule(pl.LightningDataModule):
             self._translate(self._loaded, self._joined().geometry)
         self.timer.pause()
 
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what each rank has for itself; called on all ranks of a save."""
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes what ``extend_checkpoint`` has added."""
+
     # Inside.
 
     def _hide_validation(self) -> None:
@@ -265,11 +293,14 @@ class ExactDataModule(pl.LightningDataModule):
             self._changes = []
             self._begin_anew()
             self._known_identity = self._identity()
-            return Cursor(trainer, geometry)
-        return cursor if cursor.geometry == geometry else Cursor(trainer, geometry, cursor.position().consumed_samples)
+            return Cursor(trainer, geometry, is_end=self._end_of_data())
+        if cursor.geometry == geometry:
+            return cursor
+        consumed = cursor.position().consumed_samples
+        return Cursor(trainer, geometry, is_end=self._end_of_data(), consumed_samples=consumed)
 
-    def _num_batches(self, geometry: Geometry) -> int:
-        """Micro-batches of an epoch."""
+    def _num_batches(self, geometry: Geometry) -> int | float:
+        """Micro-batches of an epoch; infinite where only the data knows."""
         return self._num_global_batches(geometry) * geometry.accumulation
 
     @property
@@ -285,11 +316,14 @@ class ExactDataModule(pl.LightningDataModule):
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
     ) -> SampleLoader:
+        options = self._worker_options()
+        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+
+    def _worker_options(self) -> WorkerOptions:
         pin = self._pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options = replace(self._options, pin_memory=pin)
-        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+        return replace(self._options, pin_memory=pin)
 
     def _begin_epoch(self) -> Iterator[Request]:
         """Called at the first ``next()`` of an epoch: the Trainer's counters stand where it begins or goes on."""
@@ -298,12 +332,14 @@ class ExactDataModule(pl.LightningDataModule):
         cursor = self._joined()
         position = cursor.begin_epoch()
         order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
+        # A run that resumes at the end of a limited epoch asks for one batch more, and takes an end for its answer.
+        num_batches = min(self._num_batches(cursor.geometry), cursor.trainer.num_training_batches)
         self._plan = EpochPlan(
             order=order,
             geometry=cursor.geometry,
             first_batch=position.batches,
             first_position=first,
-            num_batches=self._num_batches(cursor.geometry),
+            num_batches=int(num_batches),
         )
         return self._requests(self._plan, position.epoch)
 
@@ -331,7 +367,9 @@ class ExactDataModule(pl.LightningDataModule):
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
         cursor = self._joined()
-        self._scale_lr(float((self._loaded or {}).get("lr_factor", 1.0)))
+        self._scaled_by = float((self._loaded or {}).get("lr_factor", 1.0))  # in the checkpoint's learning rates
+        if self._lr_scaling is not None:
+            self._scaled_by = self._lr_scaling.apply(self.trainer, self.geometry.global_batch, before=self._scaled_by)
         if self._loaded is not None:
             cursor.place(self._translate(self._loaded, cursor.geometry))
             self.receipt = change_of_cut(self._loaded, cursor.geometry)
@@ -340,21 +378,6 @@ class ExactDataModule(pl.LightningDataModule):
         if self.is_scheduled:
             cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
             cursor.begin_window()
-
-    def _scale_lr(self, before: float) -> None:
-        """Scales the learning rates from what the checkpoint's were scaled by, to this run's factor."""
-        if self._lr_scaling is None:
-            self._scaled_by = before
-            return
-        self._scaled_by, trainer = self.lr_factor, self.trainer
-        assert trainer is not None, "training starts"
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        factor = self._scaled_by / before
-        done = scale_learning_rates(trainer.optimizers, schedulers, factor) if factor != 1.0 else "already in place"
-        if trainer.is_global_zero:
-            rule, base, batch = self._lr_scaling.rule, self._lr_scaling.base_global_batch, self.geometry.global_batch
-            text = "learning rate x %.4g (%s: global batch %d, base %d): %s"
-            _log.info(text, self._scaled_by, rule, batch, base, done)
 
     def _close(self) -> None:
         for loader in self._loaders.values():

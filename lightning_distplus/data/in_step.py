@@ -39,6 +39,15 @@ class InStep(Callback):
                 f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
                 "data anew. Resume with the data module that wrote it, or load its weights into a new run."
             )
+        if self._is_fitted_by(trainer):
+            self.data.read_checkpoint(checkpoint)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds what each rank has for itself."""
+        if self._is_fitted_by(trainer):
+            self.data.extend_checkpoint(checkpoint)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Puts the loops at a loaded position, and says how large the batches are."""

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_distplus.data.order import derive_key, splitmix64
 
-__all__ = ["Request", "SampleFetcher", "SampleLoader", "WorkerOptions"]
+__all__ = ["AUGMENT", "Request", "SampleFetcher", "SampleLoader", "WorkerOptions", "generators_kept", "seed_generators"]
 
-_AUGMENT = -2  # separates the keys of augmentation from those of the order
+AUGMENT = -2  # separates the keys of augmentation from those of the order
 _PRIVATE = -3  # and those of the DataLoader's own generator
 
 
@@ -61,12 +61,12 @@ class SampleFetcher:
         """The collated batch, or the pair (batch, weights) where the request has weights."""
         ids, seeds = request.ids.tolist(), self._seeds(request)
         if hasattr(self.dataset, "__getitems__"):
-            _seed_generators(seeds[0])
+            seed_generators(seeds[0])
             samples = self.dataset.__getitems__(ids)
         else:
             samples = []
             for index, seed in zip(ids, seeds, strict=True):
-                _seed_generators(seed)
+                seed_generators(seed)
                 samples.append(self.dataset[index])
         batch = self.collate(samples)
         return batch if request.weights is None else (batch, torch.from_numpy(request.weights))
@@ -74,11 +74,12 @@ class SampleFetcher:
     def _seeds(self, request: Request) -> list[int] | list[None]:
         if self.seed is None:
             return [None] * len(request.ids)
-        key = derive_key(self.seed, _AUGMENT, request.epoch)
+        key = derive_key(self.seed, AUGMENT, request.epoch)
         return [splitmix64(key ^ position) for position in request.positions.tolist()]
 
 
-def _seed_generators(seed: int | None) -> None:
+def seed_generators(seed: int | None) -> None:
+    """Seeds python's, numpy's and torch's CPU generators; None leaves them alone."""
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
@@ -159,7 +160,7 @@ class SampleLoader:
         while True:
             try:
                 if self._isolate:
-                    with _generators_kept():
+                    with generators_kept():
                         batch = next(iterator)
                 else:
                     batch = next(iterator)
@@ -195,7 +196,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
+    """Puts the three generators back at the end."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

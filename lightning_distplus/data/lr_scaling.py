@@ -63,6 +63,18 @@ class LrScaling:
         ratio = global_batch / self.base_global_batch
         return ratio if self.rule == "linear" else math.sqrt(ratio)
 
+    def apply(self, trainer: Any, global_batch: int, *, before: float) -> float:
+        """Scales a Trainer's learning rates, which are scaled by ``before``, to the factor; says it and returns it."""
+        factor = self.factor(global_batch)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        done = "already in place"
+        if factor != before:
+            done = scale_learning_rates(trainer.optimizers, schedulers, factor / before)
+        if trainer.is_global_zero:
+            text = "learning rate x %.4g (%s: global batch %d, base %d): %s"
+            _log.info(text, factor, self.rule, global_batch, self.base_global_batch, done)
+        return factor
+
 
 def scale_learning_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: float) -> str:
     """Multiplies every learning rate, and the schedules that start from it; returns what it did, in words."""

@@ -1,37 +1,53 @@
-"""The data module for map-style data sets."""
+"""The data module for any data set: map-style, or iterable with a state."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
 from lightning_distplus.data.loader import Request, SampleFetcher, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.rank_states import gather_for_checkpoint
+from lightning_distplus.data.samplers import Sampling, SamplingOptions
+from lightning_distplus.data.stateful import Stateful, is_iterable
+from lightning_distplus.data.stream_loader import StreamPasses
+from lightning_distplus.data.stream_worker import StreamReader
+from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ResumableDataModule"]
 
+_STATES = "lightning_distplus_iterable"  # in a checkpoint: the states of all ranks
+
 
 class ResumableDataModule(ExactDataModule):
-    """Exact, position-independent resume for any map-style data set.
+    """Exact resume for any data set: map-style at any position at the same cost, iterable by the state of its own.
 
-    Epoch e visits the data set in an order that is computed from (seed, e). The order is cut into global batches
-    (batch size x data-parallel ranks x accumulation), these into micro-batches, these into one contiguous slice per
-    data-parallel rank. A checkpoint holds the position and a fingerprint; resuming costs the same at any position.
+    Epoch e visits a map-style data set in an order that is computed from (seed, e). The order is cut into global
+    batches (batch size x data-parallel ranks x accumulation), these into micro-batches, these into one contiguous slice
+    per data-parallel rank. A checkpoint holds the position and a fingerprint.
+
+    An iterable data set divides itself among ranks and workers, as under a stock Trainer. A checkpoint holds the state
+    of each rank after the batches of the completed steps. The Trainer's epoch ends with the data; with an integer
+    ``limit_train_batches`` it has that many batches, and the data goes on in the next one.
 
     Override ``train_dataset()`` and ``val_dataset()`` instead of passing data sets where they are made after
     ``prepare_data``. Give a data set a method ``fingerprint() -> str`` to have changes noticed that keep its length.
 
     Args:
-        train_dataset: Anything with ``__len__`` and ``__getitem__``.
-        val_dataset: Likewise; read in order, every sample once.
+        train_dataset: Anything with ``__len__`` and ``__getitem__``; or an iterable with ``state_dict()`` and
+            ``load_state_dict(state)``, among them a ``StatefulDataLoader``, nodes of ``torchdata.nodes``, and the
+            ``StreamingDataLoader`` of litdata.
+        val_dataset: Likewise; read in order, every sample once. An iterable needs no state.
         batch_size: Samples per data-parallel rank and micro-batch.
         val_batch_size: The same for validation; None means ``batch_size``.
         shuffle: False reads the training data in its own order.
@@ -53,12 +69,23 @@ class ResumableDataModule(ExactDataModule):
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
+        weights: Draw the samples of an epoch in proportion to these, one finite number >= 0 per sample of the data set,
+            shape (len(train_dataset),), as ``WeightedRandomSampler`` does.
+        replacement: With ``weights``: whether a sample may be drawn twice in an epoch.
+        num_samples: With ``weights``: samples of an epoch; None: as many as the data set has (without replacement: as
+            many as have a weight above 0).
+        lengths: Group samples of similar length into global batches, one number per sample, shape
+            (len(train_dataset),). Another global batch gives another order.
+        sampler: A function (seed, epoch) -> dataset indices of the epoch, of shape (num_samples,), or of shape
+            (num_batches, batch_size), whose rows are micro-batches. It must depend on its arguments alone.
+        batched: The iterable yields batches of ``batch_size`` samples, which are passed on as they are.
+        allow_stateless: Take iterable training data that has no state; a resumed run then begins it anew.
     """
 
     def __init__(
         self,
-        train_dataset: Dataset[Any] | None = None,
-        val_dataset: Dataset[Any] | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
         *,
         batch_size: int,
         val_batch_size: int | None = None,
@@ -75,6 +102,13 @@ class ResumableDataModule(ExactDataModule):
         base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
+        weights: Any = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
+        lengths: Any = None,
+        sampler: Callable[[int, int], Any] | None = None,
+        batched: bool = False,
+        allow_stateless: bool = False,
     ) -> None:
         super().__init__(
             micro_batch=batch_size,
@@ -95,9 +129,26 @@ class ResumableDataModule(ExactDataModule):
         self._uneven = uneven
         self._collate_fn = collate_fn
         self._seed_samples = seed_samples
+        self._sampling_options = SamplingOptions(
+            weights=weights,
+            replacement=replacement,
+            num_samples=num_samples,
+            lengths=lengths,
+            sampler=sampler,
+            shuffle=shuffle,
+        )
+        self._sampling: Sampling | None = None
+        self._batched = batched
+        self._allow_stateless = allow_stateless
         self._datasets: dict[str, Any] = {}
+        self._iterable: IterableTraining | None = None
         if val_dataset is None and type(self).val_dataset is ResumableDataModule.val_dataset:
             self._hide_validation()
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the training data can only be read from front to back."""
+        return is_iterable(self._dataset("train"))
 
     def train_dataset(self) -> Any:
         """The training data; override this or pass it to the constructor."""
@@ -112,33 +163,147 @@ class ResumableDataModule(ExactDataModule):
         self._datasets = {}
         super().setup(stage)
 
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Gathers the states of iterable data from all ranks."""
+        if self._iterable is not None:
+            mine = self._iterable.packed(self.position().total_batches)
+            states = gather_for_checkpoint(self._joined().trainer.strategy, "state of the training data", mine)
+            checkpoint[_STATES] = self._iterable.to_checkpoint(states)
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes this rank's state of iterable data.
+
+        Raises:
+            DatasetMismatch: There is none, or it was saved by another number of ranks or workers.
+        """
+        if self._iterable is not None:
+            trainer = self._joined().trainer
+            self._iterable.from_checkpoint(checkpoint.get(_STATES), trainer.global_rank, trainer.world_size)
+
     def _dataset(self, stage: str) -> Any:
         if stage not in self._datasets:
             dataset = self.train_dataset() if stage == "train" else self.val_dataset()
-            _require_map_style(dataset, stage)
+            _require_data(dataset, stage)
             self._datasets[stage] = dataset
+            if stage == "train":
+                self._iterable = self._read_iterable(dataset) if is_iterable(dataset) else None
+                size = None if self._iterable is not None else len(dataset)
+                self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
         return self._datasets[stage]
+
+    def _training_loader(self) -> Any:
+        if self._iterable is None:
+            return super()._training_loader()
+        trainer = self._joined().trainer
+        return self._iterable.loader(
+            self.position().total_batches,
+            begin=self._begin_stream,
+            oldest=lambda: self.position().total_batches,
+            num_done=lambda: trainer.fit_loop.epoch_loop.batch_progress.total.processed,
+            is_endless=self._is_endless,
+        )
+
+    def _validation_loader(self) -> Any:
+        dataset = self._dataset("val")
+        if not is_iterable(dataset):
+            return super()._validation_loader()
+        if isinstance(dataset, DataLoader):
+            return dataset
+        return StreamPasses(self._validation_reader, options=self._worker_options())
+
+    def _epoch_samples(self) -> int:
+        """Samples of an epoch before it is cut into global batches."""
+        size = len(self._dataset("train"))
+        return size if self._sampling is None else self._sampling.num_samples
+
+    def _read_iterable(self, dataset: Any) -> IterableTraining:
+        before, cursor = self._iterable, self._cursor
+        if before is not None and before.data is dataset and cursor is not None and cursor.trainer is self.trainer:
+            return before  # a Trainer that fits again goes on
+        if is_overfitting(self.trainer):
+            raise ValueError(
+                "overfit_batches takes the same batches in every epoch, and iterable training data goes on. Overfit on "
+                "a list of its first samples."
+            )
+        options = IterableOptions(
+            batch_size=self._micro_batch,
+            batched=self._batched,
+            uneven=self._uneven,
+            collate_fn=self._collate_fn,
+            seed=self._seed if self._seed_samples else None,
+            allow_stateless=self._allow_stateless,
+            workers=self._worker_options(),
+        )
+        return IterableTraining(dataset, options, data_parallel(self.trainer), before)
+
+    def _validation_reader(self, starts: Any, last_worker: int) -> StreamReader:
+        return StreamReader(
+            Stateful(self._dataset("val"), allow_stateless=True),
+            batch_size=None if self._batched else self._val_batch_size,
+            collate=self._collate_fn,
+            rest="pad" if self._uneven == "pad" else "keep",
+            seed=self._seed,
+            starts=starts,
+            last_worker=last_worker,
+        )
+
+    def _is_endless(self) -> bool:
+        """Whether the Trainer says how many batches an epoch has: iterable data begins anew where it ends before."""
+        trainer: Any = self.trainer
+        return isinstance(trainer.limit_train_batches, int)
+
+    def _begin_stream(self) -> int | None:
+        """Called when an iteration begins, also where Lightning looks ahead before the states are restored."""
+        cursor = self._joined()
+        if self._loaded is not None:
+            position = self.position()
+            return None if position.is_epoch_done else position.total_batches
+        if cursor.is_placed_at_end():
+            return None
+        epochs = cursor.trainer.fit_loop.epoch_progress.current
+        if epochs.ready > epochs.processed:  # else the epoch that the batches are for has not begun yet
+            cursor.begin_epoch()
+        return int(cursor.trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+
+    def _end_of_data(self) -> Callable[[int], bool] | None:
+        if self._iterable is None or self._is_endless():
+            return None
+        return self._iterable.is_end
+
+    def _close(self) -> None:
+        if self._iterable is not None and "train" in self._loaders:
+            self._iterable.close(self.position().total_batches)
+        super()._close()
 
     def _identity(self) -> dict[str, Any]:
         dataset = self._dataset("train")
         fingerprint = getattr(dataset, "fingerprint", None)
         return {
             "fingerprint": str(fingerprint())[:64] if callable(fingerprint) else None,
-            "num_samples": len(dataset),
+            "num_samples": None if self._iterable is not None else len(dataset),
             "seed": self._seed,
-            "shuffle": self._shuffle,
+            "shuffle": None if self._iterable is not None else self._shuffle,
+            "sampling": None if self._sampling is None else self._sampling.fingerprint(),
         }
 
     def _num_global_batches(self, geometry: Geometry) -> int:
-        return num_global_batches(len(self._dataset("train")), geometry, self._uneven)
+        return num_global_batches(self._epoch_samples(), geometry, self._uneven)
+
+    def _num_batches(self, geometry: Geometry) -> int | float:
+        self._dataset("train")
+        return math.inf if self._iterable is not None else super()._num_batches(geometry)
 
     def _order(self, position: Position) -> tuple[Order, int]:
         size = len(self._dataset("train"))
+        if self._sampling is not None:
+            global_batch = self.geometry.global_batch
+            sampled = self._sampling.order(seed=self._seed, epoch=position.epoch, global_batch=global_batch)
+            return sampled, position.offset
         order = EpochOrder(num_samples=size, seed=self._seed, epoch=position.epoch, shuffle=self._shuffle)
         return order, position.offset
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        size = len(self._dataset("train"))
+        size = self._epoch_samples()
         for positions, ids in plan:
             yield Request(ids, positions, epoch, self._weights(positions, size))
 
@@ -162,7 +327,11 @@ class ResumableDataModule(ExactDataModule):
         return (positions < num_samples).astype(np.float32) if self._uneven == "pad" else None
 
     def _require_reachable(self, position: Position, global_batch: int) -> None:
-        size = len(self._dataset("train"))
+        if self._iterable is not None:
+            return
+        if self._sampling is not None and position.offset:
+            self._sampling.require_same_batch(global_batch, self.geometry.global_batch)
+        size = self._epoch_samples()
         if position.offset >= size + global_batch:
             raise DatasetMismatch(
                 f"The checkpoint stands at sample {position.offset} of epoch {position.epoch}, and an epoch of this "
@@ -170,15 +339,10 @@ class ResumableDataModule(ExactDataModule):
             )
 
 
-def _require_map_style(dataset: Any, stage: str) -> None:
+def _require_data(dataset: Any, stage: str) -> None:
     if dataset is None and stage == "train":
         raise ValueError(
             "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."
         )
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            f"The {stage} data {type(dataset).__name__} is iterable, so that no position can be reached without "
-            "reading up to it. Pass a data set with __len__ and __getitem__."
-        )
-    if dataset is not None and not hasattr(dataset, "__len__"):
+    if dataset is not None and not is_iterable(dataset) and not hasattr(dataset, "__len__"):
         raise ValueError(f"The {stage} data {type(dataset).__name__} has no __len__. Define it.")

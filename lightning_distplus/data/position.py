@@ -42,6 +42,7 @@ class Position:
         steps: Optimizer steps done.
         is_validated: Whether the validation that is due here, if any, has run.
         validation_batches: Validation batches that have run in this epoch.
+        is_epoch_done: Whether iterable data ended here; with map-style data this follows from ``batches``.
     """
 
     epoch: int = 0
@@ -52,6 +53,7 @@ class Position:
     steps: int = 0
     is_validated: bool = False
     validation_batches: int = 0
+    is_epoch_done: bool = False
 
 
 def read_state(state: Mapping[str, Any]) -> Position:
@@ -67,7 +69,8 @@ def read_state(state: Mapping[str, Any]) -> Position:
                 f"{' and '.join(map(str, ours))}. "
                 "Resume with the version of lightning_distplus that wrote the checkpoint."
             )
-    return Position(**{name: state[name] for name in Position.__dataclass_fields__})
+    names = Position.__dataclass_fields__.keys() - {"is_epoch_done"}  # which older states lack
+    return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
 
 
 def require_same_data(saved: Mapping[str, Any], ours: Mapping[str, Any], *, ignore_fingerprint: bool) -> None:

@@ -10,6 +10,7 @@ their public attributes, as 2.6 defines them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +38,22 @@ class Cursor:
     Args:
         trainer: A Lightning Trainer that fits.
         geometry: Batch sizes of this fit.
+        is_end: Whether iterable data ended before the micro-batch of a number, counted over the whole run; None where
+            the Trainer knows how many micro-batches an epoch has.
         consumed_samples: What earlier fits of the same Trainer consumed.
     """
 
-    def __init__(self, trainer: Any, geometry: Geometry, consumed_samples: int = 0) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        geometry: Geometry,
+        *,
+        is_end: Callable[[int], bool] | None = None,
+        consumed_samples: int = 0,
+    ) -> None:
         self.trainer = trainer
         self.geometry = geometry
+        self.is_end = is_end
         self._is_placed = False
         self._validations: list[_Validation] = []
         # The position at which iteration began: all later ones follow from it by counting micro-batches.
@@ -58,7 +69,9 @@ class Cursor:
         anchor, fit = self._anchor, self.trainer.fit_loop
         counters = fit.epoch_loop.batch_progress
         num_done = counters.total.processed - anchor.total_batches
-        is_epoch_done = anchor.batches + num_done >= self.trainer.num_training_batches
+        batches = anchor.batches + num_done
+        has_ended = self.is_end is not None and batches > 0 and self.is_end(counters.total.processed)
+        is_epoch_done = has_ended or batches >= self.trainer.num_training_batches
         num_whole, num_steps = self.geometry.whole_windows(anchor.consumed_samples, num_done)
         if is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
             num_steps += num_whole < num_done
@@ -72,11 +85,12 @@ class Cursor:
             consumed_samples=anchor.consumed_samples + num_samples,
             total_batches=anchor.total_batches + num_done,
             steps=anchor.steps + num_steps,
+            is_epoch_done=has_ended,
         )
         is_epoch_closed = is_epoch_done and fit.epoch_progress.current.processed > anchor.epoch
         is_epoch_left = counters.current.processed > counters.current.started  # on_train_batch_start returned -1
         if is_epoch_closed or is_epoch_left:
-            return replace(here, epoch=anchor.epoch + 1, batches=0, offset=0)
+            return replace(here, epoch=anchor.epoch + 1, batches=0, offset=0, is_epoch_done=False)
         return self._with_validation(here)
 
     def begin_epoch(self) -> Position:
@@ -92,6 +106,7 @@ class Cursor:
                 batches=batches,
                 offset=batches * self.geometry.micro_step,
                 total_batches=counters.total.processed,
+                is_epoch_done=False,
             )
             self._validations = []
         self._is_placed = False
@@ -104,13 +119,13 @@ class Cursor:
         """
         fit = self.trainer.fit_loop
         loop = fit.epoch_loop
-        position = replace(position, batches=min(position.batches, int(self.trainer.num_training_batches)))
+        position = replace(position, batches=min(position.batches, self.trainer.num_training_batches))
         is_inside = position.batches > 0
         for tracker in (fit.epoch_progress.total, fit.epoch_progress.current):
             _set(tracker, done=position.epoch, begun=position.epoch + is_inside)
         _set(loop.batch_progress.total, done=position.total_batches)
         _set(loop.batch_progress.current, done=position.batches)
-        loop.batch_progress.is_last_batch = position.batches == self.trainer.num_training_batches
+        loop.batch_progress.is_last_batch = _is_at_end(self.trainer, position)
         _drop_unfinished_window(loop.automatic_optimization.optim_progress.optimizer)
         is_due = is_inside and _validation_is_due(self.trainer, position)
         _place_validation(loop.val_loop.batch_progress, position, is_pending=is_due and not position.is_validated)
@@ -124,6 +139,13 @@ class Cursor:
         if position.is_validated:
             done = _Validation(position.total_batches, position.validation_batches, is_finished=True)
             self._validations.append(done)
+
+    def is_placed_at_end(self) -> bool:
+        """Whether the run was resumed after the last batch of an epoch, and is still there."""
+        fit = self.trainer.fit_loop
+        is_here = fit.epoch_loop.batch_progress.total.processed == self._anchor.total_batches
+        is_open = fit.epoch_progress.current.processed == self._anchor.epoch
+        return self._is_placed and is_here and is_open and _is_at_end(self.trainer, self._anchor)
 
     def begin_window(self) -> None:
         """Follows a schedule of global batches, at the first micro-batch of a step."""
@@ -165,9 +187,13 @@ def _validation_is_due(trainer: Any, position: Position) -> bool:
     if every is not None and (position.epoch + 1) % every:
         return False
     if trainer.val_check_batch == float("inf"):
-        return bool(position.batches == trainer.num_training_batches)
+        return _is_at_end(trainer, position)
     num_done = position.total_batches if every is None else position.batches
     return bool(num_done % trainer.val_check_batch == 0)
+
+
+def _is_at_end(trainer: Any, position: Position) -> bool:
+    return position.is_epoch_done or bool(position.batches == trainer.num_training_batches)
 
 
 def _place_validation(progress: Any, position: Position, *, is_pending: bool) -> None:

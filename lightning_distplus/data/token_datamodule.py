@@ -211,7 +211,7 @@ class TokenDataModule(ExactDataModule):
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
 
-    def _num_batches(self, geometry: Geometry) -> int:
+    def _num_batches(self, geometry: Geometry) -> int | float:
         """Under a schedule the epoch is the whole run: so many micro-batches as ``max_steps`` take."""
         if geometry.schedule is None:
             return super()._num_batches(geometry)

@@ -68,7 +68,7 @@ class TokenFetcher:
         request.ids: (num_samples, 2), source and index.
         """
         ids = request.ids
-        sources = np.unique(ids[:, 0]).tolist()
+        sources = sorted(set(ids[:, 0].tolist()))
         if len(sources) == 1:
             return TokenBlocks(self._gather(sources[0], ids[:, 1]), self._documents(ids))
         blocks = np.empty((len(ids), self._seq_len + 1), dtype=self._dtype)
@@ -79,12 +79,12 @@ class TokenFetcher:
 
     def finish(self, taken: TokenBlocks, *, pin_memory: bool) -> dict[str, torch.Tensor]:
         """The batch, in the training process: tensors, all int64 of shape (num_samples, seq_len)."""
-        tokens, documents = torch.from_numpy(taken.tokens), taken.documents
+        tokens, documents = taken
         batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
         if self._document_ids and documents is not None:
-            batch["document_ids"] = torch.from_numpy(documents)
+            batch["document_ids"] = documents
         if self._position_ids and documents is not None:
-            batch["position_ids"] = torch.from_numpy(_positions(documents))
+            batch["position_ids"] = _positions(documents)
         return {name: _as_int64(one, pin_memory) for name, one in batch.items()}
 
     def check_documents(self) -> None:
@@ -131,9 +131,10 @@ class TokenFetcher:
         return blocks
 
 
-def _as_int64(values: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+def _as_int64(values: NDArray[np.integer[Any]], pin_memory: bool) -> torch.Tensor:
     result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
-    return result.copy_(values)
+    np.copyto(result.numpy(), values)  # torch converts uint16 in half the speed
+    return result
 
 
 def _positions(documents: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_distplus import _compat
 from lightning_distplus.control import Point, Points
-from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.naming import NamesPeers, naming_peers
 from lightning_distplus.trees import describe, describe_tensor
 from lightning_distplus.watchdog.stacks import stack_of, user_location
@@ -32,7 +31,6 @@ class ChecksCollectives(NamesPeers):
     A call on a part of the ranks is not compared.
     """
 
-    phases: Phases
     _points: Points | None = None
     _is_covered = False
 
@@ -112,20 +110,19 @@ class ChecksCollectives(NamesPeers):
             return
         point = make_point()
         with self._covered(str(point)):
-            points.meet(point, self.phases.patience)
+            points.meet(point)
             yield
 
     @contextmanager
     def _covered(self, operation: str) -> Iterator[None]:
         was_covered, self._is_covered = self._is_covered, True
-        before = self._marks.read().operation
-        self._marks.set(operation)
+        outer = self._marks.enter(operation)
         try:
             with naming_peers(self._plane):
                 yield
         finally:
             self._is_covered = was_covered
-            self._marks.set(before)
+            self._marks.leave(outer)
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == self.world_size

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_distplus.calibration import Calibration
+from lightning_distplus.checkpoint.linking import link
+from lightning_distplus.errors import SaveFailed
 from lightning_distplus.phases import Phases
+from lightning_distplus.strategies.failing_saves import FailingSaves
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.timeouts import Phase, Timeouts
 from lightning_distplus.watchdog import Marks
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
@@ -29,6 +33,7 @@ class CommitsCheckpoints(_Base):
     _marks: Marks
     _saves: CommittedSaves | None
     _calibration: Calibration | None
+    _failing_saves: FailingSaves
 
     def _note(self, kind: str, **fields: Any) -> None:
         raise NotImplementedError
@@ -41,23 +46,36 @@ class CommitsCheckpoints(_Base):
         assert self._saves is not None
         return self._saves
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parent's part. A save begins with it: callbacks then add their state, before anything is written."""
+        self._marks.set("the model's state for a checkpoint")
+        self.phases.enter(Phase.CHECKPOINT)
+        return super().lightning_module_state_dict()
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Saves through the parent into a stage beside the target, and commits what all ranks have written.
 
         Raises:
-            PeerFailed: A rank could not save; the previous checkpoint is untouched.
+            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
+                is untouched.
         """
         step, began_at = checkpoint.get("global_step"), time.monotonic()
         self._marks.set(f"save {filepath}")
-        self._committed_saves.save(
-            checkpoint,
-            filepath,
-            lambda stage: super(CommitsCheckpoints, self).save_checkpoint(checkpoint, stage, storage_options),
-            data=self._place_in_data(checkpoint),
-            deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
-        )
+        try:
+            self._committed_saves.save(
+                checkpoint,
+                filepath,
+                lambda stage: super(CommitsCheckpoints, self).save_checkpoint(checkpoint, stage, storage_options),
+                data=self._place_in_data(checkpoint),
+                deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
+            )
+        except SaveFailed as error:
+            self._note("save_failed", path=str(filepath), global_step=step, error=str(error)[:1000])
+            self._failing_saves.failed(str(filepath), error)
+            return
+        self._failing_saves.succeeded()
         self._note_duration(Phase.CHECKPOINT, began_at)
         self._note("saved", path=str(filepath), global_step=step)
 
@@ -77,13 +95,23 @@ class CommitsCheckpoints(_Base):
         checkpoint = self._committed_saves.load(
             checkpoint_path,
             lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
+            fitting=self._fitting_checkpoint,
         )
         found = self._committed_saves.loaded_deadlines_s
         if self._calibration is not None and found:
             self.timeouts = self._calibration.adopt(found)
             self.phases.replace(self.timeouts)
+            self._note("calibrated", **self._calibration.to_event())
         self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
+
+    def _fitting_checkpoint(self, path: Path) -> Path:
+        """What this run can read of a verified checkpoint; rank 0 is asked.
+
+        Raises:
+            CheckpointMismatch: It is of another number of ranks, and the parent cannot redistribute it.
+        """
+        return path
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """The parent's part.
@@ -95,6 +123,22 @@ class CommitsCheckpoints(_Base):
             super().load_model_state_dict(checkpoint, strict)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint together with its manifest."""
+        """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
+        if "://" in str(filepath):
+            super().remove_checkpoint(filepath)
+            return
+        if self._failing_saves.is_failing and self._failing_saves.keep(str(filepath)):
+            return
         if self.is_global_zero:
-            self._committed_saves.remove(filepath)
+            self._committed_saves.remove(filepath, postpone=self._failing_saves.is_failing)
+
+    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
+        if self.is_global_zero:
+            link(Path(filepath), Path(linkpath))
+        self.barrier("ModelCheckpoint.link")
+
+    @property
+    def num_failed_saves(self) -> int:
+        """How many saves have failed in the fit that runs, or ran last."""
+        return self._failing_saves.num_failed

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+from typing import Any
+
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_distplus import env
+from lightning_distplus import _compat, env
+from lightning_distplus.errors import CheckpointMismatch
+from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
 from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
 from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.universal import converted_beside, is_universal, num_shards
 
 __all__ = ["ResilientDeepSpeed"]
+
+log = logging.getLogger(__name__)
 
 
 class _DeepSpeedOnAnyDevice(DeepSpeedStrategy):
@@ -42,11 +51,46 @@ class _DeepSpeedOnAnyDevice(DeepSpeedStrategy):
         else:
             super().setup_distributed()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        with raising_after_the_barriers(self.deepspeed_engine):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_universal(Path(checkpoint_path)):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        with _compat.loading_universal(self.deepspeed_engine):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
 
 class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
-    """``DeepSpeedStrategy`` with deadlines, a step gate and committed checkpoints."""
+    """``DeepSpeedStrategy`` with deadlines, a step gate and committed checkpoints.
+
+    Args:
+        convert_checkpoint: Whether rank 0 converts a checkpoint of another number of ranks before it is loaded, beside
+            it, once; otherwise it is refused with the command that does so.
+        **kwargs: Everything that ``ResilientStrategy`` and ``DeepSpeedStrategy`` take.
+    """
 
     strategy_name = "resilient_deepspeed"
+
+    def __init__(self, *, convert_checkpoint: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.convert_checkpoint = convert_checkpoint
+
+    def _fitting_checkpoint(self, path: Path) -> Path:
+        num_ranks = num_shards(path)
+        is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
+        if num_ranks in (0, self.world_size) or not (is_fitting or self.zero_stage_3):
+            return path
+        if self.convert_checkpoint:
+            log.info("%s is of %d ranks; it is converted for %d", path, num_ranks, self.world_size)
+            return converted_beside(path)
+        target = path.with_name(f"{path.stem}-universal{path.suffix}")
+        raise CheckpointMismatch(
+            f"The checkpoint {path} holds ZeRO's shards of {num_ranks} ranks; this run has {self.world_size}, which "
+            f"cannot read them. Convert it, and resume from the result: distplus export --universal {path} {target}. "
+            "ResilientDeepSpeed(convert_checkpoint=True) does that by itself."
+        )
 
     def setup_environment(self) -> None:
         """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""

@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import Preempted
+from lightning_distplus.errors import DistplusError, Preempted
+from lightning_distplus.strategies.naming import naming_peers
 
 __all__ = ["FirstWord"]
 
@@ -37,7 +38,8 @@ class FirstWord(Callback):
                 filepath,
             )
             return
-        error = self._plane.report_failure(exception) or exception
+        cause = self._cause_of(exception)
+        error = self._plane.report_failure(cause or exception) or exception
         rank = getattr(error, "rank", self._plane.world.rank)
         trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
             "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks",
@@ -45,3 +47,24 @@ class FirstWord(Callback):
             filepath,
             rank,
         )
+
+    def _cause_of(self, exception: BaseException) -> DistplusError | None:
+        """What a peer did, where the exception is only what a collective made of it; it becomes its ``__cause__``.
+
+        A collective that is called through the strategy raises the cause itself; one that a callback or a model calls
+        through ``torch.distributed`` gets here.
+        """
+        trace = exception.__traceback__
+        try:
+            with naming_peers(self._plane):
+                raise exception
+        except DistplusError as cause:
+            if cause is exception:
+                return None
+            cause.__cause__ = None
+            exception.__cause__ = exception.__cause__ or cause
+            return cause
+        except BaseException:
+            return None
+        finally:
+            exception.__traceback__ = trace

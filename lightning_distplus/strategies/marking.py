@@ -37,7 +37,7 @@ class MarkingProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         """Marks the end and stops the user's profiler."""
-        self._marks.set(f"after {action_name}")
+        self._marks.ended(action_name)
         self.inner.stop(action_name)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]

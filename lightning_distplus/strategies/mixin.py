@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -15,21 +15,25 @@ from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, Preempted
+from lightning_distplus.errors import DistplusError, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
+from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.saving import CommittedSaves
+from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
     check_number_of_processes,
     refuse_unknown_arguments,
+    samples_in_hand,
+    tell_launcher,
     world_of,
 )
+from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.watchdog import Marks, Watchdog
 
@@ -51,6 +55,10 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             run), or None (torch's own time-outs).
         preflight: Whether the launch is checked before the first process group is formed.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
+            the next save is the retry; ``"raise"`` ends the run.
+        verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
+            sizes, ``"off"`` looks at manifest and marker only.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -63,6 +71,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
         preflight: bool = True,
         on_hang: OnHang = "abort",
+        on_save_failure: OnSaveFailure = "continue",
+        verify: Verification = "full",
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -71,6 +81,10 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
         self.on_hang: OnHang = on_hang
+        if verify not in get_args(Verification):
+            raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
+        self.verify: Verification = verify
+        self._failing_saves = FailingSaves(on_save_failure)
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
@@ -128,11 +142,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
+        self._open_ledger()
+        if self._plane.is_attended:
+            self.phases.expect_people()
         self._start_watchdog(self._plane)
+        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
+        stream_single_files(self)
         if self.world_size > 1:
-            self._points = Points(self._plane, locate=line_of_the_caller)
-            self._points.begin(self.phases.patience)
-        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__)
+            self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            self._points.begin()
         self.accelerator.setup_device(self.root_device)
         self._form_default_group()
         install_exit_codes()  # torch has just chained a hook of its own
@@ -145,6 +163,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         module = self.lightning_module
         if module is not None:
             _compat.replace_preparation_barrier(module.trainer, self._preparation_barrier)
+            _compat.agree_on_resume(module.trainer, self._committed_saves.agree_on_path)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self._marks.set("prepare_data")
@@ -152,7 +171,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
-        self._open_ledger(trainer)
         self._put_into_trainer(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
@@ -186,9 +204,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         folder = self.lightning_module.trainer.default_root_dir
         return Path("distplus") if "://" in folder else Path(folder) / "distplus"
 
-    def _open_ledger(self, trainer: Trainer) -> None:
+    def _open_ledger(self) -> None:
+        """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
+        assert self.lightning_module is not None
+        function = self.lightning_module.trainer.state.fn
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
-        self._note("start", function=trainer.state.fn, strategy=type(self).__name__, world_size=self.world_size)
+        if self.local_rank == 0:
+            tell_launcher(self._home())
+        self._note("start", function=function, strategy=type(self).__name__, world_size=self.world_size)
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
@@ -220,6 +243,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.lightning_module is not None
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
+        self._failing_saves.begin(self.lightning_module.trainer)
         self._committed_saves.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:
@@ -242,12 +266,21 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
             self.timeouts = self._calibration.settle(ranks)
             self.phases.replace(self.timeouts)
-            self._note("calibrated", deadlines_s=self._calibration.deadlines_s)
+            self._note("calibrated", **self._calibration.to_event())
             log.info("rank %d: %s", self.global_rank, self._calibration.describe())
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:
         if self._calibration is not None:
             self._calibration.note(phase, time.monotonic() - began_at)
+
+    def on_train_end(self) -> None:
+        """The parent's part.
+
+        Raises:
+            SaveFailed: The last save of the run failed, and none has succeeded since.
+        """
+        super().on_train_end()
+        self._failing_saves.end()
 
     def on_validation_end(self) -> None:
         """Notes how long the validation took."""
@@ -277,10 +310,17 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_exception(exception)
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
-        self._note("failed", error=f"{type(exception).__name__}: {exception}"[:1000])
+        is_own = not isinstance(exception, (PeerError, SystemExit))
+        self._note(
+            "failed",
+            error=f"{type(exception).__name__}: {exception}"[:1000],
+            global_step=self._marks.global_step,
+            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+        )
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
         self._has_failed = True
+        self._failing_saves.abandon()
         if self._plane is not None:
             self._plane.report_failure(exception)
 
@@ -290,6 +330,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._watchdog.stop()
             self._watchdog = None
         self._take_out_of_trainer()
+        self._failing_saves.abandon()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -304,6 +345,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _put_into_trainer(self, trainer: Any) -> None:
         trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)
         trainer.callbacks.insert(0, FirstWord(self.plane))
+        for callback in trainer.checkpoint_callbacks:
+            _compat.replace_checkpoint_link(callback, self._link_checkpoint)
         trainer.save_checkpoint = self._announcing(trainer.save_checkpoint)
 
     def _take_out_of_trainer(self) -> None:
@@ -314,6 +357,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             trainer.profiler = trainer.profiler.inner
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
         vars(trainer).pop("save_checkpoint", None)
+        for callback in trainer.checkpoint_callbacks:
+            _compat.restore_checkpoint_link(callback)
 
     def _leave(self, plane: ControlPlane) -> None:
         if self._has_failed:

@@ -82,8 +82,7 @@ class NamesPeers(_Base):
 
     def backward(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
-        self._marks.set(f"backward{self._batch}")
-        return self._named(super().backward, *arguments, **named)
+        return self._marked(f"backward{self._batch}", super().backward, *arguments, **named)
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part."""
@@ -101,8 +100,14 @@ class NamesPeers(_Base):
         """The parent's step, whose second argument is the batch's index where the user's step takes one."""
         number = arguments[1] if len(arguments) > 1 else None
         self._batch = f" batch {number}" if isinstance(number, int) else ""
-        self._marks.set(f"{name}{self._batch}")
-        return self._named(method, *arguments, **named)
+        return self._marked(f"{name}{self._batch}", method, *arguments, **named)
+
+    def _marked(self, operation: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        outer = self._marks.enter(operation)
+        try:
+            return self._named(method, *arguments, **named)
+        finally:
+            self._marks.leave(outer)
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with naming_peers(self._plane):

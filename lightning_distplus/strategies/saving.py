@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
+from lightning_distplus.checkpoint.files import Sync
+from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.checkpoint.protocol import SaveInfo, commit
+from lightning_distplus.checkpoint.retention import is_last_valid
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state, set_rng_state
 from lightning_distplus.timeouts import Phase
 
-__all__ = ["CommittedSaves"]
+__all__ = ["CommittedSaves", "Verification"]
 
 log = logging.getLogger(__name__)
+
+Verification = Literal["full", "size", "off"]
+"""Before a load: every byte is read, sizes are compared, or only manifest and marker are looked at."""
 
 _KEY = "lightning_distplus"
 _VERSION = 1
@@ -43,13 +50,20 @@ class CommittedSaves:
         plane: The control plane over which the ranks agree.
         phases: The deadlines.
         strategy: The name of the strategy, for the manifest.
+        verification: What is checked before a load.
     """
 
-    def __init__(self, plane: ControlPlane, phases: Phases, *, strategy: str) -> None:
+    def __init__(
+        self, plane: ControlPlane, phases: Phases, *, strategy: str, verification: Verification = "full"
+    ) -> None:
         self._plane = plane
         self._phases = phases
         self._strategy = strategy
+        self._verification = verification
         self._rng: dict[str, bytes] | None = None
+        self._postponed: list[Path] = []
+        self.sync: Sync = os.fsync
+        """Forces what is saved to the disk."""
         self._loaded: str | Path = ""
         self.loaded_deadlines_s: dict[str, float] = {}
         """Calibrated deadlines of the checkpoint that was loaded."""
@@ -73,7 +87,7 @@ class CommittedSaves:
             deadlines_s: The calibrated deadlines, for the run that resumes.
 
         Raises:
-            PeerFailed: Another rank could not save; what was at the target is untouched.
+            SaveFailed: A rank could not save; what was at the target is untouched.
         """
         path = _local(target)
         if path is None:
@@ -89,12 +103,24 @@ class CommittedSaves:
             strategy=self._strategy,
             data=_plain(data),
         )
-        commit(path, write, rank=self._rank, gather=self._gather, info=info)
+        commit(path, write, rank=self._rank, gather=self._gather, info=info, sync=self.sync)
+        self._remove_postponed(path)
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
 
-    def load(self, path: str | Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def load(
+        self,
+        path: str | Path,
+        read: Callable[[Path], dict[str, Any]],
+        *,
+        fitting: Callable[[Path], Path] = lambda path: path,
+    ) -> dict[str, Any]:
         """Verifies and reads what rank 0 has chosen.
+
+        Args:
+            path: The checkpoint.
+            read: The parent's own load, given the verified checkpoint.
+            fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
 
         Raises:
             CheckpointCorrupt: A file is torn, missing or changed.
@@ -107,9 +133,9 @@ class CommittedSaves:
             checkpoint = read(path)  # type: ignore[arg-type]
         else:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
-            self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            found = self._agree("checkpoint-verdict", lambda: self._verify(chosen, fitting))
             with self.refusing_another_model(chosen):
-                checkpoint = read(chosen)
+                checkpoint = read(Path(found["path"]))
         self._remember(checkpoint)
         return checkpoint
 
@@ -131,15 +157,43 @@ class CommittedSaves:
                 "Build the model that was saved, or start without ckpt_path."
             ) from error
 
+    def agree_on_path(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another."""
+        mine = None if path is None else str(path)
+        chosen: str | None = self._plane.gather_json(
+            "checkpoint-choice", {"path": mine}, self._phases.patience_in(Phase.RESUME)
+        )[0]["path"]
+        if chosen != mine:
+            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
+        return chosen
+
     def restore_rng(self) -> None:
         """Puts this rank's generators back to where the checkpoint left them."""
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
 
-    def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint together with its manifest."""
-        remove(Path(path))
+    def remove(self, path: str | Path, *, postpone: bool = False) -> None:
+        """Removes a checkpoint together with its manifest, on rank 0.
+
+        The last valid one of its folder stays until another one is committed.
+
+        Args:
+            path: The checkpoint.
+            postpone: Whether it stays until then in any case.
+        """
+        local = Path(path)
+        if postpone or is_last_valid(local):
+            log.warning("%s is kept until another checkpoint is committed", local)
+            self._postponed.append(local)
+        else:
+            remove(local)
+
+    def _remove_postponed(self, saved: Path) -> None:
+        postponed, self._postponed = self._postponed, []
+        for path in postponed:
+            if path.absolute() != saved.absolute():
+                self.remove(path)
 
     @property
     def _rank(self) -> int:
@@ -171,22 +225,34 @@ class CommittedSaves:
             raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
         return answer
 
-    def _verify(self, path: Path) -> dict[str, Any]:
+    def _verify(self, path: Path, fitting: Callable[[Path], Path]) -> dict[str, Any]:
         if not path.exists():
             raise CheckpointMismatch(
                 f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
             )
-        if state(path) is CheckpointState.UNMANIFESTED:
-            log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
-            return {}
-        verify_or_raise(path)
+        found = state(path)
+        if found is CheckpointState.UNMANIFESTED:
+            self._check_unmanifested(path)
+            return {"path": str(fitting(path))}
+        if found is not CheckpointState.COMMITTED or self._verification != "off":
+            verify_or_raise(path, "size" if self._verification == "size" else "full")
         saved_by = read_manifest(path).strategy
         if path.is_dir() and saved_by != self._strategy:
             raise CheckpointMismatch(
                 f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
-                f"shards. Resume with {saved_by}, or save a full checkpoint there and load that."
+                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
+                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
             )
-        return {}
+        return {"path": str(fitting(path))}
+
+    def _check_unmanifested(self, path: Path) -> None:
+        findings = () if self._verification == "off" else check_unmanifested(path)
+        if findings:
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
+                "Give another checkpoint, or restore the file from a copy."
+            )
+        log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
 
     def _remember(self, checkpoint: dict[str, Any]) -> None:
         ours = checkpoint.get(_KEY)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -13,7 +16,17 @@ from lightning_distplus.control import Address
 from lightning_distplus.errors import PreflightError
 from lightning_distplus.world import World
 
-__all__ = ["address_of", "check_number_of_processes", "refuse_unknown_arguments", "world_of"]
+__all__ = [
+    "address_of",
+    "check_number_of_processes",
+    "refuse_unknown_arguments",
+    "samples_in_hand",
+    "tell_launcher",
+    "world_of",
+]
+
+
+_ATTEMPTS = (env.DISTPLUS_ATTEMPT, env.TORCHELASTIC_RESTART_COUNT, env.SLURM_RESTART_COUNT)
 
 
 def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
@@ -70,6 +83,22 @@ def world_of(strategy: Any) -> World:
     )
 
 
+def tell_launcher(home: Path) -> None:
+    """Tells ``distplus launch``, where it has started this rank, in which folder the artefacts are."""
+    if file := env.DISTPLUS_HOME_FILE.get():
+        stage = Path(f"{file}.{os.getpid()}")
+        stage.write_text(json.dumps({"home": str(home.absolute())}))
+        stage.rename(file)
+
+
+def samples_in_hand(trainer: Any) -> list[Any]:
+    """The ids of the batch at which this rank stands, where its data module knows them; never raises."""
+    try:
+        return list(trainer.datamodule.sample_ids(trainer.fit_loop.epoch_loop.batch_idx))
+    except Exception:  # on the way out, with whatever data module the user has
+        return []
+
+
 def address_of(strategy: Any) -> Address:
     """Where the job's store is, by its launcher's variables."""
     environment = strategy.cluster_environment
@@ -78,5 +107,5 @@ def address_of(strategy: Any) -> Address:
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
-        attempt=env.TORCHELASTIC_RESTART_COUNT.integer() or env.SLURM_RESTART_COUNT.integer() or 0,
+        attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )

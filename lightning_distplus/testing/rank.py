@@ -116,6 +116,9 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)  # a rank has no terminal, also where the test runner has one
+    os.dup2(nothing, 0)
+    os.close(nothing)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 

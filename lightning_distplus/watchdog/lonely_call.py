@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from lightning_distplus.control.whereabouts import sides
-
-if TYPE_CHECKING:
-    from lightning_distplus.watchdog.verdict import Evidence
+from lightning_distplus.watchdog.evidence import Evidence
 
 __all__ = ["REMEDY", "lonely_call"]
 

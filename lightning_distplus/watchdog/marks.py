@@ -37,6 +37,8 @@ class Marks:
     def __init__(self, phase: Callable[[], str]) -> None:
         self._phase = phase
         self.global_step = 0
+        self.within = ""
+        """The operation to which the mark returns when a part of it has ended."""
         self._number = 0
         self._last = (0, "start", time.monotonic())
 
@@ -44,6 +46,25 @@ class Marks:
         """Says that the training thread has entered an operation."""
         self._number += 1
         self._last = (self._number, operation, time.monotonic())
+
+    def enter(self, operation: str) -> str:
+        """Says that the training thread has entered an operation that has parts with marks of their own.
+
+        Returns:
+            What ``leave`` needs at its end.
+        """
+        outer, self.within = self.within, operation
+        self.set(operation)
+        return outer
+
+    def leave(self, outer: str) -> None:
+        """Says that the operation entered last has ended."""
+        ended, self.within = self.within, outer
+        self.ended(ended)
+
+    def ended(self, operation: str) -> None:
+        """Says that an operation has ended: the mark is again that of the one of which it is a part."""
+        self.set(self.within or f"after {operation}")
 
     def read(self) -> Mark:
         """The last mark; from any thread."""

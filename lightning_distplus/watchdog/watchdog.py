@@ -13,15 +13,24 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
+from lightning_distplus import flight_recorder
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import ExitCode
-from lightning_distplus.liveness import ProcessState
+from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
+from lightning_distplus.host_load import HostLoad
+from lightning_distplus.liveness import ProcessState, is_traced
 from lightning_distplus.timeouts import Duration, parse_duration
-from lightning_distplus.watchdog import stacks
-from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.aborting import ABORTED, Abort
+from lightning_distplus.watchdog.board import BEAT_S, Board
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.far_stacks import StackPrinter
+from lightning_distplus.watchdog.judging import judge
 from lightning_distplus.watchdog.marks import Marks
-from lightning_distplus.watchdog.verdict import Evidence, Verdict, judge
+from lightning_distplus.watchdog.stacks import is_debugged
+from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.witness import Witness
 
 __all__ = ["Watchdog"]
 
@@ -30,11 +39,19 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _ALERT_AFTER_S = 1.0
 _COLLECT_S = 0.7  # how long the ranks have to send their evidence
+_COLLECT_BUSY_S = 1.8  # the same for ranks whose beats say that their Python runs
+_MOVED_S = 1.0  # a rank whose silence is shorter than the deadline by more than this has moved
+_UNSEEN_S = _ALERT_AFTER_S + BEAT_S + 0.3  # so much of a peer's silence goes by before this rank first looks
+_STEP_IN_S = 5.0
 _SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
+_JOIN_S = 3.0  # a verdict may be under way
 _LAST_S = 0.5  # the process that serves the store ends last
 
+_LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
+
 _INCIDENT = "hang"
+_JUDGED = "the watchdogs have judged:\n"
 
 
 class Watchdog:
@@ -49,6 +66,7 @@ class Watchdog:
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
+        has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
     """
 
     def __init__(
@@ -60,32 +78,51 @@ class Watchdog:
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
+        has_process: bool = True,
     ) -> None:
         self._plane = plane
+        self._world = plane.world
         self._marks = marks
         self._deadline = deadline
         self._report_after = None if report_after is None else parse_duration(report_after)
         self._ends_run = ends_run
         self._folder = folder
-        self._board = Board(plane.second_line(), marks)
-        self._watched = threading.get_ident()
+        self._has_process = has_process
+        armed = StackPrinter.arm() if has_process else None
+        self._printer: StackPrinter | None = armed[0] if armed else None
+        self._printed: IO[bytes] | None = armed[1] if armed else None
+        thread = threading.get_ident()
+        self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer)
+        self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
+        self._line = plane.second_line()
+        self._abort = Abort(plane, self._witness, on_told=self._judge_abort)
         self._stopping = threading.Event()
+        self._heard_at: float | None = None
         self._reported_at = -1
         self._judged_at = -1
+        self._posted_at = -1
+        self._posted: Evidence | None = None
         self._awake_since = time.monotonic()
         self._last_tick = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="distplus-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts to watch the thread that made this object."""
+        """Starts to watch the thread that made this object; call it before the first collective."""
+        if self._has_process:
+            flight_recorder.arm()
+            self._abort.arm()
         self._board.start()
         self._thread.start()
 
     def stop(self) -> None:
         """Ends both threads; nothing is judged any more."""
         self._stopping.set()
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=_JOIN_S)
         self._board.stop()
+        self._abort.disarm()
+        if self._printer is not None and self._printed is not None:
+            self._printer.disarm(self._printed)
+            self._printer = None
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -93,19 +130,39 @@ class Watchdog:
         try:
             self._watch_until_stopped()
         except Exception:  # the root of the thread: training goes on without a watchdog, and says so
-            log.exception("rank %d: the watchdog has failed; nobody watches this rank", self._plane.world.rank)
+            log.exception("rank %d: the watchdog has failed; nobody watches this rank", self._world.rank)
 
     def _watch_until_stopped(self) -> None:
-        heard_at: float | None = None
         while not self._stopping.wait(_TICK_S):
             self._notice_suspension()
-            error = self._plane.first_error
-            if error is not None and error.rank != self._plane.world.rank:
-                heard_at = heard_at or time.monotonic()
-                if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
-                    self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
-            elif error is None:
+            if self._plane.first_error is None:
                 self._look_at_silence()
+            self._heed_peers()
+        self._heed_peers()  # the training thread may have raised what a peer has judged, and be on its way out
+
+    def _heed_peers(self) -> None:
+        error = self._plane.first_error
+        if error is None or error.rank == self._world.rank:
+            return
+        if self._heard_at is None:
+            self._heard_at = time.monotonic()
+            self._join(error)
+        self._end_after_grace(error, self._heard_at)
+
+    def _join(self, error: FirstError) -> None:
+        """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
+        if error.type == ABORTED:
+            self._judge_abort()
+        elif error.message.startswith(_JUDGED):
+            with suppress(PeerError):
+                told = self._line.read(f"watchdog/verdict/{error.rank}")
+                if told is not None:
+                    self._give(Verdict.from_json(told))
+
+    def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
+        """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
+        if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
+            self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
 
     def _notice_suspension(self) -> None:
         now = time.monotonic()
@@ -118,8 +175,11 @@ class Watchdog:
         silence_s = min(mark.silence_s, time.monotonic() - self._awake_since)
         if silence_s < _ALERT_AFTER_S:
             self._board.alert.clear()
+            self._board.is_asked = False
             return
         self._board.alert.set()
+        if self._board.is_asked:  # a peer considers a verdict
+            self._post(mark.number)
         report_s = None if self._report_after is None else self._report_after.total_seconds()
         if report_s is not None and silence_s > report_s and self._reported_at != mark.number:
             self._reported_at = mark.number
@@ -128,110 +188,129 @@ class Watchdog:
         if deadline is not None and silence_s > deadline.total_seconds() and self._judged_at != mark.number:
             self._consider(mark.number, deadline.total_seconds())
 
+    def _post(self, number: int) -> None:
+        if self._posted_at != number:
+            self._posted_at = number
+            self._posted = self._witness.own()
+            self._board.post_evidence(number, asdict(self._posted))
+
     def _report_stall(self, silence_s: float) -> None:
-        lowest = min((rank for rank, seen in self._board.sightings.items()), default=self._plane.world.rank)
-        if self._plane.world.rank == lowest:
-            lines = [one.describe() for one in self._all_evidence().values()]
+        if not self._board.reads:
+            return
+        lowest = min((rank for rank, seen in self._board.sightings.items()), default=self._world.rank)
+        if self._world.rank == lowest:
             log.warning(
-                "no progress for %.0f s (nothing is ended by this report):\n  %s", silence_s, "\n  ".join(lines)
+                "no progress for %.0f s (nothing is ended by this report):\n  %s\n  load of host %s: %s",
+                silence_s,
+                "\n  ".join(self._witness.brief()),
+                self._world.host,
+                HostLoad.now().describe(),
             )
+
+    # -- the verdict -------------------------------------------------------------------------------------------------
 
     def _consider(self, number: int, deadline_s: float) -> None:
         """Gives the verdict, unless somebody moves."""
-        self._board.post_evidence(number, asdict(self._own_evidence()))
-        end = time.monotonic() + _COLLECT_S
-        others = set(self._plane.world.ranks) - {self._plane.world.rank}
-        while time.monotonic() < end and not self._stopping.is_set() and others - set(self._board.evidence):
-            time.sleep(_TICK_S / 2)
-        moving = [
-            rank
-            for rank, seen in self._board.sightings.items()
-            if rank not in self._board.evidence and rank != self._plane.world.rank and seen.silence_s < deadline_s - 1.5
-        ]
-        if moving or self._marks.read().number != number or self._stopping.is_set():
+        self._post(number)
+        if not self._board.reads and not self._must_read(deadline_s):
             return
-        evidence = self._all_evidence()
-        if any(is_debugged(one.stack) for one in evidence.values()):
-            self._judged_at = number
+        self._board.ask(number)
+        self._collect(_COLLECT_S)
+        self._witness.probe_hosts()
+        if self._somebody_moves(deadline_s) or self._marks.read().number != number or self._stopping.is_set():
+            return
+        evidence = self._evidence()
+        self._judged_at = number
+        if any(self._is_debugged(one) for one in evidence.values()):
             log.warning("a rank stands in a debugger; nothing is ended")
             return
-        self._judged_at = number
         self._give(judge(evidence, f"{_INCIDENT}-{int(time.time())}"))
 
-    # -- evidence ----------------------------------------------------------------------------------------------------
+    def _evidence(self) -> dict[int, Evidence]:
+        """What the peers know of this rank holds for this rank as well: all judge by the same."""
+        own = {} if self._posted is None else {self._world.rank: self._posted}
+        return {**self._witness.of_peers(), **own}
 
-    def _own_evidence(self) -> Evidence:
-        mark, world = self._marks.read(), self._plane.world
-        stack = stacks.stack_of(self._watched)
-        return Evidence(
-            rank=world.rank,
-            host=world.host,
-            pid=world.pid,
-            state=ProcessState.RUNNING.value,
-            answers=True,
-            phase=mark.phase,
-            operation=mark.operation,
-            global_step=mark.global_step,
-            silence_s=mark.silence_s,
-            waits=stacks.is_waiting_for_peers(stack),
-            location=stacks.user_location(stack),
-            stack="".join(stacks.format_stack(stack)),
-        )
+    def _must_read(self, deadline_s: float) -> bool:
+        """Of many ranks the first ones judge; where they do not, one rank of each host does."""
+        if self._marks.read().silence_s > deadline_s + _STEP_IN_S and self._world.local_rank == 0:
+            self._board.reads = True
+        return self._board.reads
 
-    def _all_evidence(self) -> dict[int, Evidence]:
-        found = {self._plane.world.rank: self._own_evidence()}
-        for rank in self._plane.world.ranks:
-            if rank in self._board.evidence and rank not in found:
-                found[rank] = Evidence(**self._board.evidence[rank])
-            elif rank not in found:
-                found[rank] = self._seen_from_here(rank)
-        return dict(sorted(found.items()))
+    def _collect(self, seconds: float) -> None:
+        """Waits for the evidence of the others; longer for those that beat, which can still speak on a busy host."""
+        begin = time.monotonic()
+        others = set(self._world.ranks) - {self._world.rank}
+        while (missing := others - set(self._board.evidence)) or not self._board.has_posted:
+            seen = [self._board.sightings.get(rank) for rank in missing]
+            can_speak = any(one is not None and one.beats for one in seen)
+            if time.monotonic() - begin > (_COLLECT_BUSY_S if can_speak else seconds):
+                return
+            time.sleep(_TICK_S / 4)
 
-    def _seen_from_here(self, rank: int) -> Evidence:
-        """A rank that has sent nothing: what its last mark and this host's system say."""
-        peer, seen = self._board.peers.get(rank), self._board.sightings.get(rank)
-        mark = None if seen is None else seen.mark
-        return Evidence(
-            rank=rank,
-            host=peer.host if peer else "unknown",
-            pid=peer.pid if peer else 0,
-            state=(peer.state() if peer else ProcessState.UNKNOWN).value,
-            answers=False,
-            phase=mark.phase if mark else "",
-            operation=mark.operation if mark else "",
-            global_step=mark.global_step if mark else 0,
-            silence_s=seen.silence_s if seen else 0.0,
-        )
+    def _somebody_moves(self, deadline_s: float) -> bool:
+        for rank, seen in self._board.sightings.items():
+            posted = self._board.evidence.get(rank)
+            if rank == self._world.rank:
+                continue
+            if posted is None and seen.silence_s < deadline_s - (_MOVED_S if seen.beats else _UNSEEN_S):
+                return True
+            if posted is not None and seen.beats and seen.silence_s < deadline_s - _MOVED_S:
+                return True
+        return False
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    def _is_debugged(self, one: Evidence) -> bool:
+        peer = self._board.peers.get(one.rank)
+        return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
+
+    def _judge_abort(self) -> None:
+        """C++ ends the process of a rank, this one or a peer: all ranks say where they are before it is gone."""
+        self._board.alert.set()
+        self._post(self._marks.read().number)
+        self._collect(_COLLECT_S)
+        verdict = judge(self._evidence(), f"abort-{int(time.time())}")
+        if self._speaks_for_host(verdict):
+            self._tell(verdict)
 
     def _give(self, verdict: Verdict) -> None:
         if self._speaks_for_host(verdict):
-            with suppress(OSError):
-                path = verdict.write(self._folder, self._plane.world.host)
-                _say(f"{verdict.render()}\n  file:  {path}")
+            self._tell(verdict)
         if self._ends_run:
+            self._tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
-            if self._plane.world.rank == 0:
-                time.sleep(_LAST_S)
+            time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
             self._end(None, ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+
+    def _tell_peers(self, verdict: Verdict) -> None:
+        """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
+        kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
+        error = kind(f"{_JUDGED}{verdict.render()}", verdict.culprits)
+
+        def tell() -> None:
+            with suppress(PeerError):
+                self._line.send(f"watchdog/verdict/{self._world.rank}", verdict.to_json().encode())
+                self._plane.report_failure(error)
+
+        teller = threading.Thread(target=tell, daemon=True)  # it may have to wait for the store
+        teller.start()
+        teller.join(timeout=_LINGER_S)
+
+    def _tell(self, verdict: Verdict) -> None:
+        with suppress(OSError):
+            path = verdict.write(self._folder, self._world.host)
+            _say(f"{verdict.render()}\n  file:  {path}")
 
     def _speaks_for_host(self, verdict: Verdict) -> bool:
         """The lowest rank of this host whose Python runs."""
-        host = self._plane.world.host
-        able = [
-            rank
-            for rank, name in ((int(rank), name) for rank, name in verdict.hosts.items())
-            if name == host and (rank == self._plane.world.rank or rank in self._board.evidence)
-        ]
-        return self._plane.world.rank == min(able)
+        here = [int(rank) for rank, host in verdict.hosts.items() if host == self._world.host]
+        return self._world.rank == min(set(here) - set(verdict.silent) | {self._world.rank})
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
-        for rank in verdict.culprits:
+        for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
             peer = self._board.peers.get(rank)
-            if peer is None or rank in self._board.evidence or rank == self._plane.world.rank:
-                continue
-            if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # the very process, on this host
+            if peer is not None and peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
                 with suppress(ProcessLookupError):
                     os.kill(peer.pid, signal.SIGKILL)
 
@@ -249,8 +328,3 @@ def _say(text: str) -> None:
     """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def is_debugged(stack: str) -> bool:
-    """Whether a stack stands in Python's debugger."""
-    return any(name in stack for name in ("/pdb.py", "/bdb.py", "/debugpy/", "/ipdb/"))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import PreemptionHandler, ResumableDataModule, newest_valid
 from lightning_distplus.testing import weights_digest
@@ -74,6 +75,9 @@ class Asks(Callback):
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
         self.ask(trainer, "sanity check", self.step)
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.ask(trainer, "train start", trainer.global_step)
+
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         trainer.datamodule.dataset.on_read = lambda: self.ask(trainer, "data", trainer.global_step)
         self.ask(trainer, "start", trainer.global_step)
@@ -117,6 +121,18 @@ class Slow(jobs.Model):
         return super().training_step(batch, batch_idx)
 
 
+class StockData(LightningDataModule):
+    """The same numbers of batches from loaders that keep no state."""
+
+    dataset = Numbered()
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(16, jobs.NUM_FEATURES), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(4, jobs.NUM_FEATURES), batch_size=2)
+
+
 def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any) -> tuple[Any, Any, Any]:
     """Trainer, model and data of the run."""
     settings = {"stage": 2} if "DeepSpeed" in name else {}
@@ -124,6 +140,7 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
         settings["timeout"] = "60s"
     num_workers = arguments.pop("num_workers", 0)
     world_size = arguments.pop("world_size", 2)
+    is_stock = arguments.pop("is_stock", False)
     defaults = {"max_steps": STEPS, "val_check_interval": 3, "num_sanity_val_steps": 1, "enable_checkpointing": True}
     saver = ModelCheckpoint(dirpath=Path(folder) / "checkpoints", every_n_train_steps=5, save_top_k=-1)
     trainer = jobs.trainer(
@@ -136,7 +153,7 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
     dataset = Numbered()
     data = ResumableDataModule(dataset, torch.ones(8, jobs.NUM_FEATURES), batch_size=2, num_workers=num_workers, seed=5)
     data.dataset = dataset
-    return trainer, Slow(), data
+    return trainer, Slow(), StockData() if is_stock else data
 
 
 def train(name: str, folder: str, asks: Asks | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +166,25 @@ def train(name: str, folder: str, asks: Asks | None, arguments: dict[str, Any]) 
     found = newest_valid(Path(folder) / "checkpoints")
     trainer.fit(model, datamodule=data, ckpt_path=str(found) if found else None)
     resumed_at = -1 if found is None else int(found.stem.rpartition("=")[2])
-    return {"weights": weights_digest(model), "step": trainer.global_step, "resumed_at": resumed_at}
+    return {
+        "weights": weights_digest(model),
+        "step": trainer.global_step,
+        "resumed_at": resumed_at,
+        "counters": counters(trainer),
+    }
+
+
+def counters(trainer: Any) -> dict[str, Any]:
+    """Where the Trainer's loops stand."""
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
+    return {
+        "epochs": fit.epoch_progress.state_dict(),
+        "batches": loop.batch_progress.state_dict(),
+        "steps": loop.automatic_optimization.optim_progress.optimizer.step.total.state_dict(),
+        "validation": loop.val_loop.batch_progress.total.state_dict(),
+        "logged": loop._batches_that_stepped,
+    }
 
 
 def train_until_asked(name: str, folder: str, asks: Asks, arguments: dict[str, Any]) -> None:

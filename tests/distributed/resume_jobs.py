@@ -53,7 +53,8 @@ class Diary(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         ids = batch[:, 0].int().tolist()
-        assert ids == self.trainer.datamodule.sample_ids(batch_idx)
+        if not self.trainer.datamodule.is_iterable:
+            assert ids == self.trainer.datamodule.sample_ids(batch_idx)
         counted = self.trainer.fit_loop.epoch_loop.batch_idx
         self.note("train", batch_idx, counted, tuple(ids), tuple(batch[:, 1].tolist()))
         return self.layer(batch).pow(2).mean()

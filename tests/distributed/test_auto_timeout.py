@@ -30,3 +30,6 @@ def test_auto_measures_the_steps_and_a_resumed_run_knows_from_the_start(tmp_path
     assert resumed.results[1]["step"] == 60.0
     settled = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "calibrated"]
     assert {event["deadlines_s"]["step"] for event in settled} == {60.0}
+    reasons = [event["reasons"]["step"] for event in settled]
+    assert sum("times the longest" in reason for reason in reasons) == 2
+    assert sum("from the checkpoint" in reason for reason in reasons) == 2

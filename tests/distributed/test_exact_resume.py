@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_distplus.data import ResumableDataModule, SampleAudit
+from lightning_distplus.data.audit_merge import audit
+from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import assert_same_on_all_ranks, spawn
 from tests.distributed.resume_jobs import (
+    Augmented,
     Diary,
     FailsOnce,
     SampleDiary,
@@ -38,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "validation in every second epoch": {"max_epochs": 4, "num_samples": 9, "check_val_every_n_epoch": 2},
     "schedule planned beforehand": {"max_epochs": 2, "plans_schedule": True, "accumulate_grad_batches": 2},
     "limited validation": {"max_epochs": 2, "limit_val_batches": 1, "val_check_interval": 3},
+    "limited, and no validation at the end": {"max_epochs": 4, "limit_train_batches": 5, "check_val_every_n_epoch": 2},
     "limited by a share": {"max_epochs": 2, "limit_train_batches": 0.7, "limit_val_batches": 0.5},
     "loaders made anew in each epoch": {"max_epochs": 3, "num_samples": 9, "reload_dataloaders_every_n_epochs": 1},
     "loaders made anew in every second": {"max_epochs": 4, "num_samples": 9, "reload_dataloaders_every_n_epochs": 2},
@@ -57,6 +63,44 @@ def arguments_of(case: str) -> tuple[Any, dict[str, Any]]:
 def test_save_after_each_batch_resumes_exactly(case: str, tmp_path: Path) -> None:
     make_data, arguments = arguments_of(case)
     assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, **arguments) >= 10
+
+
+def rolled(seed: int, epoch: int) -> Any:
+    return np.roll(np.arange(17), seed + 5 * epoch)[:16].reshape(8, 2)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"weights": np.arange(17.0), "num_samples": 20},
+        {"weights": np.arange(17.0), "replacement": False},
+        {"lengths": np.arange(17) % 5},
+        {"sampler": rolled},
+    ],
+    ids=["with replacement", "without", "by length", "batches of a function"],
+)
+def test_weights_lengths_and_samplers_resume_exactly_and_audit_clean(sampling: dict[str, Any], tmp_path: Path) -> None:
+    make_data = lambda: ResumableDataModule(Augmented(17), batch_size=2, seed=3, **sampling)  # noqa: E731
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 7}
+    assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, **arguments) == 14
+    records = str(tmp_path / "audit")
+    fit(make_data(), callbacks=[SampleAudit(records)], max_epochs=2, max_steps=9)
+    fit(make_data(), callbacks=[SampleAudit(records)], max_epochs=2, ckpt_path=None)
+    assert audit(records).ok
+
+
+def test_weights_are_part_of_the_identity_and_lengths_are_tied_to_the_global_batch(tmp_path: Path) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    (tmp_path / "ends").mkdir()
+    ends = SaveAt("on_train_epoch_end", tmp_path / "ends")
+    fit(map_data(17, lengths=np.arange(17)), callbacks=[saver, ends], max_epochs=2)
+    inside, between = saver.saves[2][0], ends.saves[0][0]
+    with pytest.raises(DatasetMismatch, match=r"sampling: 'lengths .* in the checkpoint, 'weights .* in this run"):
+        fit(map_data(17, weights=np.ones(17)), ckpt_path=inside, max_epochs=2)
+    other = {"lengths": np.arange(17), "batch_size": 4, "allow_global_batch_change": True}
+    with pytest.raises(DatasetMismatch, match="grouped by length into global batches of 2 samples; this run has 4"):
+        fit(map_data(17, **other), ckpt_path=inside, max_epochs=2)
+    assert len(samples(fit(map_data(17, **other), ckpt_path=between, max_epochs=2))) == 4
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,8 +137,9 @@ class Disagreeing(jobs.Model):
         self.hook = hook
         self.reached_at = 0.0
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._strike("on_train_batch_start", batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._strike("training_step", batch_idx)
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._strike("on_train_batch_end", batch_idx)
@@ -219,7 +221,7 @@ def test_calls_in_another_order_are_found_at_the_first_of_them(tmp_path: Path) -
 
 def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
     trainer = trainer_of(strategy, world_size, folder, {"step": DEADLINE_S, "setup": "60s"})
-    model = Disagreeing(lonely_save, hook="on_train_batch_start")
+    model = Disagreeing(lonely_save, hook="training_step")  # behind the gate of the batch
     trainer.fit(model, jobs.loader())
 
 
@@ -228,7 +230,7 @@ def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
     [
         ("ResilientDDP", 3, "ranks 1-2 in backward batch 2"),
         ("ResilientDDP", 2, "rank 1 in backward batch 2"),
-        ("ResilientFSDP", 2, "rank 1 in training_step batch 2"),
+        ("ResilientFSDP", 2, "rank 1 in backward batch 2"),
     ],
 )
 def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stand_in_the_engine(
@@ -298,7 +300,7 @@ def healthy(name: str, folder: str) -> int:
     def setup(fitted: Any) -> None:
         begin(fitted)
         met = strategy._points.meet
-        strategy._points.meet = lambda point, deadline: (counted.append(str(point)), met(point, deadline))
+        strategy._points.meet = lambda point: (counted.append(str(point)), met(point))
 
     strategy.setup = setup
     trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(16))
@@ -342,5 +344,5 @@ def test_stock_takes_different_dtypes_and_says_nothing(tmp_path: Path) -> None:
 def test_stock_waits_for_the_time_out_and_names_no_rank(fault: str, tmp_path: Path) -> None:
     for error in in_stock(fault, tmp_path).check().results.values():
         assert error["seconds"] >= DEADLINE_S
-        assert "timed out" in error["text"].lower() or "timeout" in error["text"]
-        assert "rank" not in error["text"]
+        assert re.search("Timed out|timeout|Connection closed by peer", error["text"])
+        assert not re.search(r"rank \d", error["text"])

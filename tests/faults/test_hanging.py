@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
@@ -54,6 +57,12 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, tmp_path:
     assert verdict["phase"] == "step"
     assert "FaultCallback" in verdict["operation"]
     assert "deeds.py" in verdict["stacks"]["1"]
+    (load,) = verdict["load"].values()
+    assert load["num_cores"] > 0
+    assert load["memory_bytes"] > load["memory_used_bytes"] > 0
+    assert load["num_files"] > 0
+    assert "load:" in result.logs[0]
+    assert len(result.logs[0][result.logs[0].index("=== hang") :].splitlines()) <= 30
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     assert "rank 1 to blame" in result.logs[0]
     assert "to blame" not in result.logs[1]
@@ -66,6 +75,9 @@ def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, tmp_
     verdict = verdict_in(tmp_path)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [rank])
     assert "stopped" in verdict["cause"]
+    if rank == 1:  # what rank 0 said last is in the store that it serves, and that does not answer
+        assert "last seen at" in verdict["lines"][0]
+        assert verdict["location"].startswith(__file__)
     assert result.exit_codes == {rank: -signal.SIGKILL, 1 - rank: int(ExitCode.HANG)}
     assert seconds < DEADLINE_S + 6
 
@@ -75,6 +87,8 @@ def test_a_call_that_holds_the_global_lock_is_named(tmp_path: Path) -> None:
     verdict = verdict_in(tmp_path)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert "lock" in verdict["cause"]
+    assert "deeds.py" in verdict["stacks"]["1"]  # it was asked from outside, while it held the lock
+    assert "in _hold_gil" in verdict["stacks"]["1"]
     assert result.exit_codes == {0: int(ExitCode.HANG), 1: -signal.SIGKILL}
 
 
@@ -114,6 +128,40 @@ def test_the_death_of_rank_0_which_serves_the_store_is_named_too(tmp_path: Path)
     assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
     assert "rank 0" in result.logs[1]
     assert seconds < 6
+
+
+class HangsAtSample(Dataset[torch.Tensor]):
+    """One rank's data worker never returns from one sample."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 40 and int(os.environ["RANK"]) == self.rank:
+            time.sleep(1000)  # the sample
+        return torch.ones(jobs.NUM_FEATURES)
+
+
+def train_with_workers(folder: str) -> None:
+    timeout = {"step": DEADLINE_S, "setup": "60s"}
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout=timeout), 2, folder, max_steps=30)
+    trainer.fit(jobs.Model(), DataLoader(HangsAtSample(rank=1), batch_size=4, num_workers=2))
+
+
+def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(tmp_path: Path) -> None:
+    result = spawn(train_with_workers, 2, args=(str(tmp_path),), deadline="50s")
+    verdict = verdict_in(tmp_path)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sample"))
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
+    assert verdict["location"] == f"{__file__}:{line}"
+    assert "dataloader" in verdict["operation"]
+    assert "the data worker, pid" in verdict["stacks"]["1"]
+    assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
+    assert result.alive == {}
 
 
 def slow(folder: str) -> int:

@@ -22,11 +22,11 @@ PREEMPTED = {0: 143, 1: 143}
 
 
 @functools.cache
-def undisturbed(name: str) -> list[str]:
-    """Each rank's weights, or shard of them, after the run that nobody asks to stop."""
+def undisturbed(name: str, **arguments: Any) -> dict[int, Any]:
+    """Each rank's weights, or shard of them, and its counters, after the run that nobody asks to stop."""
     with tempfile.TemporaryDirectory() as folder:
-        run = spawn(train, 2, args=(name, folder, None, {}), deadline="120s").check()
-    return [run.results[rank]["weights"] for rank in (0, 1)]
+        run = spawn(train, 2, args=(name, folder, None, arguments), deadline="120s").check()
+    return {rank: {key: result[key] for key in ("weights", "counters")} for rank, result in run.results.items()}
 
 
 def stop(name: str, folder: Path, asks: Asks, **arguments: Any) -> SpawnResult:
@@ -50,15 +50,15 @@ def assert_one_checkpoint(folder: Path) -> int:
 
 
 def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: Any) -> None:
-    run = spawn(train, 2, args=(name, str(folder), None, arguments), deadline="120s").check()
-    assert [run.results[rank]["weights"] for rank in (0, 1)] == undisturbed(name)
+    run = spawn(train, 2, args=(name, str(folder), None, dict(arguments)), deadline="120s").check()
+    for rank, expected in undisturbed(name).items():
+        assert {key: run.results[rank][key] for key in expected} == expected
     assert {(result["step"], result["resumed_at"]) for result in run.results.values()} == {(STEPS, step)}
 
 
 @pytest.mark.parametrize(
     ("moment", "asked", "ranks", "stops"),
     [
-        ("sanity check", 4, (1,), {0}),
         ("data", 3, (0,), {3, 4}),
         ("forward", 4, (1,), {5}),
         ("backward", 7, (0, 1), {8}),
@@ -73,6 +73,32 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continu
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
     assert_continues_exactly("ResilientDDP", tmp_path, step)
+
+
+@pytest.mark.parametrize("asked", [5, 6, 7])
+def test_the_counters_go_on_with_loaders_that_keep_no_state(asked: int, tmp_path: Path) -> None:
+    """Stops after a validation, with the last batch of the epoch fetched, and between two epochs."""
+    stop("ResilientDDP", tmp_path, Asks("backward", (0,), asked), is_stock=True)
+    assert assert_one_checkpoint(tmp_path) == asked + 1
+    run = spawn(train, 2, args=("ResilientDDP", str(tmp_path), None, {"is_stock": True}), deadline="120s").check()
+    for rank, expected in undisturbed("ResilientDDP", is_stock=True).items():
+        assert run.results[rank]["counters"] == expected["counters"]
+
+
+def assert_nothing_saved(folder: Path) -> None:
+    assert not (folder / "checkpoints").exists()
+    assert [event["path"] for event in read_events(folder / "distplus") if event["kind"] == "preempted"] == [None] * 2
+
+
+def test_before_the_first_step_there_is_nothing_to_save_and_after_a_resume_nothing_new(tmp_path: Path) -> None:
+    stop("ResilientDDP", tmp_path, Asks("sanity check", (1,), 4))
+    assert_nothing_saved(tmp_path)
+    stop("ResilientDDP", tmp_path, Asks("forward", (1,), 6))
+    (saved,) = (tmp_path / "checkpoints").glob("preempt-step=7.ckpt")
+    before = saved.stat().st_mtime_ns
+    stop("ResilientDDP", tmp_path, Asks("train start", (0,), 7))
+    assert saved.stat().st_mtime_ns == before
+    assert_continues_exactly("ResilientDDP", tmp_path, 7)
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES[1:])
@@ -216,6 +242,9 @@ def test_signals_at_random_times(
 ) -> None:
     asked = 4 if moment in ("sanity check", "validation", "save") else 3 + number % 5
     asks = Asks(moment, (0,) if to_launcher else ranks, asked, to_launcher=to_launcher, spread_s=0.2)
-    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.02)
+    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.06)
     assert run.elapsed_s < 60
-    assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))
+    if moment == "sanity check":
+        assert_nothing_saved(tmp_path)
+    else:
+        assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_distplus import newest_valid
-from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerError, PeerFailed
+from lightning_distplus import newest_valid, verify
+from lightning_distplus.checkpoint import read_manifest
+from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -54,7 +58,7 @@ def save_twice(name: str, folder: str) -> tuple[str, list[int]]:
     return "saved", []
 
 
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_previous_one(name: str, tmp_path: Path) -> None:
     run = spawn(save_twice, 2, args=(name, str(tmp_path)), deadline="60s").check()
     for message, ranks in run.results.values():
@@ -63,31 +67,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_previous_one(
     assert newest_valid(tmp_path) == tmp_path / "last.ckpt"
     report = spawn(load, 2, args=(name, name, str(tmp_path / "last.ckpt"), str(tmp_path))).check()
     assert set(report.results.values()) == {("resumed", 2)}
-
-
-def save_with_a_short_deadline(folder: str) -> str:
-    trainer = jobs.trainer(
-        jobs.strategy("ResilientDeepSpeed", stage=2, timeout={"checkpoint": "3s"}),
-        2,
-        folder,
-        max_steps=4,
-        callbacks=[BadSave(rank=0)],
-    )
-    trainer.fit(jobs.Model(), jobs.loader())
-    try:
-        trainer.save_checkpoint(str(Path(folder) / "last.ckpt"))
-    except PeerError as error:
-        return f"{type(error).__name__} {error.ranks}"
-    return "saved"
-
-
-def test_a_deepspeed_save_that_fails_on_one_rank_ends_at_the_deadline_with_its_name(tmp_path: Path) -> None:
-    # DeepSpeed's save has barriers inside, and nothing frees the rank that waits in one before its peer ends.
-    run = spawn(save_with_a_short_deadline, 2, args=(str(tmp_path),), deadline="50s")
-    assert run.results[0] == "PeerMissing [1]"
-    assert run.results.get(1) != "saved"
-    assert run.alive == {}
-    assert newest_valid(tmp_path) is None
 
 
 def save(name: str, path: str, folder: str) -> None:
@@ -106,8 +85,8 @@ class Wider(jobs.Model):
             self.extra = torch.nn.Linear(3, 3)
 
 
-def load(name: str, saved_by: str, path: str, folder: str, wider: bool = False) -> tuple[str, Any]:
-    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name)), 2, folder, max_steps=2)
+def load(name: str, saved_by: str, path: str, folder: str, wider: bool = False, **more: Any) -> tuple[str, Any]:
+    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name), **more), 2, folder, max_steps=2)
     try:
         trainer.fit(Wider() if wider else jobs.Model(), jobs.loader(), ckpt_path=path)
     except (CheckpointCorrupt, CheckpointMismatch) as error:
@@ -124,6 +103,7 @@ def saved(name: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_changed_byte_is_refused_on_all_ranks_by_file(name: str, tmp_path: Path) -> None:
     path = saved(name, tmp_path)
+    every_damage_is_found(path)
     payload = path if path.is_file() else max((file for file in path.rglob("*") if file.is_file()), key=size_of)
     data = bytearray(payload.read_bytes())
     data[len(data) // 2] ^= 1
@@ -133,6 +113,24 @@ def test_a_changed_byte_is_refused_on_all_ranks_by_file(name: str, tmp_path: Pat
         assert kind == "CheckpointCorrupt"
         assert payload.name in message
     assert payload.read_bytes() == data
+
+
+def every_damage_is_found(path: Path) -> None:
+    """A bit at a random place of every file, a file cut short, missing, or in the place of another one."""
+    files = [path] if path.is_file() else [path / entry.path for entry in read_manifest(path).files]
+    contents = {file: file.read_bytes() for file in files}
+    random = Random(len(contents))
+    for file, content in contents.items():
+        position = random.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << (position % 8)
+        other = next((found for found in contents.values() if found != content), b"")
+        for damaged in (bytes(flipped), content[:-1], other, None):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            (finding,) = verify(path).findings
+            assert path.name in finding.file
+            file.write_bytes(content)
+    assert verify(path).ok
 
 
 def size_of(file: Path) -> int:
@@ -174,3 +172,60 @@ def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(tmp_path
     run = spawn(load, 2, args=("ResilientFSDP", "", str(path), str(tmp_path))).check()
     assert set(run.results.values()) == {("resumed", 2)}
     assert "unverified" in run.logs[0]
+
+
+def load_verifying(mode: str, path: str, folder: str) -> tuple[str, Any]:
+    return load("ResilientDDP", "", path, folder, verify=mode)
+
+
+def test_how_much_is_verified_before_a_load_is_an_argument(tmp_path: Path) -> None:
+    path = saved("ResilientDDP", tmp_path)
+    flip_in_largest_member(path)
+    for mode, expected in {"full": "CheckpointCorrupt", "size": "resumed", "off": "resumed"}.items():
+        run = spawn(load_verifying, 2, args=(mode, str(path), str(tmp_path)))
+        assert {kind for kind, _ in run.results.values()} == {expected}
+
+
+def resume_from_different(rank: int, name: str, paths: list[str | None], folder: str) -> tuple[str, int]:
+    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name)), 2, folder, max_steps=3)
+    trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=paths[rank])
+    return str(trainer.ckpt_path), trainer.global_step
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
+def test_all_ranks_resume_from_what_rank_0_has_found(name: str, tmp_path: Path) -> None:
+    path = str(saved(name, tmp_path))
+    for choices in ([path, None], [None, path], [path, str(tmp_path / "none.ckpt")]):
+        run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path))).check()
+        assert set(run.results.values()) == {(str(choices[0]), 3)}
+        assert "it follows rank 0" in run.logs[1]
+
+
+def flip_in_largest_member(path: Path) -> None:
+    """One bit in the middle of the largest tensor of a file that torch.save has written; torch loads it."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.file_size * (not member.filename.endswith("pkl")))
+        offset = path.read_bytes().index(archive.read(largest))
+    content = bytearray(path.read_bytes())
+    content[offset + largest.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_foreign_checkpoints_that_cannot_be_loaded_are_one_clear_error_on_all_ranks(tmp_path: Path) -> None:
+    sound = tmp_path / "sound.ckpt"
+    torch.save({"weights": torch.arange(4096)}, sound)
+    damaged, empty, text, folder = (tmp_path / f"{name}.ckpt" for name in ("damaged", "empty", "text", "folder"))
+    shutil.copy(sound, damaged)
+    flip_in_largest_member(damaged)
+    assert torch.load(damaged)["weights"].sum() != torch.load(sound)["weights"].sum()  # nobody else looks
+    empty.write_bytes(b"")
+    text.write_text("weights")
+    folder.mkdir()
+    reasons = {damaged: "CRC", empty: "an empty file", text: "a whole zip file", folder: "none of them"}
+    for path, reason in reasons.items():
+        run = spawn(load, 2, args=("ResilientDDP", "", str(path), str(tmp_path)))
+        for kind, message in run.results.values():
+            assert kind == "CheckpointCorrupt"
+            assert reason in message
+            assert path.name in message
+    assert check_unmanifested(sound) == ()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
+from lightning_distplus.testing import spawn
 
 NAMES = [
     # torch: process groups and stores
@@ -23,11 +27,14 @@ NAMES = [
     "torch._C._distributed_c10d:PrefixStore.clone",
     "torch._C._distributed_c10d:TCPStore.clone",
     "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_get_default_timeout",
     "torch.distributed:ProcessGroup._get_backend",
     "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",
     "torch._C._distributed_c10d:ProcessGroupGloo.options",
     "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch.utils.data._utils.signal_handling:_set_worker_signal_handlers",
+    "torch._C._distributed_c10d:_dump_fr_trace_json",
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
@@ -199,6 +206,23 @@ def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, cap
     assert len(_warnings(caplog)) == 1
 
 
+def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    module = importlib.import_module("torch.utils.data._utils.signal_handling")
+    called: list[str] = []
+    monkeypatch.setattr(module, "_set_worker_signal_handlers", torchs := lambda: called.append("torch"))
+    assert _compat.add_to_worker_signals(lambda: called.append("ours"))
+    module._set_worker_signal_handlers()
+    assert called == ["torch", "ours"]
+    for _ in range(2):
+        _compat.restore_worker_signals()
+    assert module._set_worker_signal_handlers is torchs
+    monkeypatch.delattr(module, "_set_worker_signal_handlers")
+    for _ in range(2):
+        assert not _compat.add_to_worker_signals(lambda: None)
+    assert len(_warnings(caplog)) == 1
+
+
 def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, caplog) -> None:
     monkeypatch.setattr(_compat, "_warned", set())
     monkeypatch.delattr("lightning.pytorch.overrides.distributed._register_ddp_comm_hook")
@@ -242,6 +266,59 @@ def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monk
         assert not _compat.replace_preparation_barrier(trainer, object)
     assert len(_warnings(caplog)) == 1
     assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
+
+
+def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, caplog) -> None:
+    connector = trainer._checkpoint_connector
+    resumed = []
+    monkeypatch.setattr(type(connector), "resume_start", lambda self, path, **named: resumed.append((path, named)))
+    assert _compat.agree_on_resume(trainer, lambda path: f"agreed {path}")
+    connector.resume_start("mine", weights_only=None)
+    connector.resume_start("mine")
+    assert resumed == [("agreed mine", {"weights_only": None}), ("mine", {})]
+    monkeypatch.delattr(type(connector), "resume_start")
+    for _ in range(2):
+        assert not _compat.agree_on_resume(trainer, str)
+    assert len(_warnings(caplog)) == 1
+
+
+def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch, caplog) -> None:
+    saver = ModelCheckpoint(save_last="link")
+    links = []
+    assert _compat.replace_checkpoint_link(saver, lambda *arguments: links.append(arguments))
+    saver._link_checkpoint("trainer", "from", "to")
+    assert links == [("trainer", "from", "to")]
+    _compat.restore_checkpoint_link(saver)
+    assert saver._link_checkpoint is ModelCheckpoint._link_checkpoint
+    monkeypatch.delattr(ModelCheckpoint, "_link_checkpoint")
+    for _ in range(2):
+        assert not _compat.replace_checkpoint_link(saver, print)
+    assert len(_warnings(caplog)) == 1
+    assert not _compat.replace_checkpoint_link(object(), print)
+
+
+def throws_in_cpp(words: str) -> None:
+    import ctypes
+
+    assert _compat.on_terminate(lambda exception: Path(words).write_text(f"ended by {exception!r}")) is not None
+    _compat.on_terminate(lambda exception: None)()  # type: ignore[misc]  # chained and taken out again
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # std::terminate
+
+
+def test_the_end_that_cpp_decides_is_heard_and_stays_what_it_was(tmp_path: Path) -> None:
+    run = spawn(throws_in_cpp, 1, args=(str(tmp_path / "words"),))
+    assert run.exit_codes == {0: -signal.SIGABRT}
+    assert (tmp_path / "words").read_text() == "ended by ''"
+    assert "terminate called" in run.logs[0]
+
+
+def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compat.flight_recorder_dumps(with_collectives=False)[0]["version"].startswith("2.")
+    from torch._C import _distributed_c10d as module
+
+    monkeypatch.delattr(module, "_dump_fr_trace_json")
+    assert _compat.flight_recorder_dumps(with_collectives=True) == []
+    assert "does not know the ranks' collectives" in caplog.text
 
 
 def test_schedulers_inside_a_sequence_are_found() -> None:
@@ -303,3 +380,14 @@ def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -
     for _ in range(2):
         assert not _compat.discard_next_deepspeed_step(engine)
     assert len(_warnings(caplog)) == 1
+
+
+def test_an_engine_reads_universal_checkpoints_in_a_block_only() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engine = SimpleNamespace(_config=SimpleNamespace(load_universal_checkpoint=False))
+    with _compat.loading_universal(engine):
+        assert DeepSpeedEngine.load_universal_checkpoint(engine)
+    assert not DeepSpeedEngine.load_universal_checkpoint(engine)
+    with pytest.raises(RuntimeError, match="load_universal"), _compat.loading_universal(SimpleNamespace()):
+        pass

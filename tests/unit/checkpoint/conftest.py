@@ -92,7 +92,7 @@ def save() -> Callable[..., Any]:
 
     def run(target: Path, step: int, content: bytes = b"weights", kind: str = "file", **fields: Any) -> Any:
         info = SaveInfo(global_step=step, epoch=0, strategy="resilient_ddp", packages={}, **fields)
-        return commit(target, WRITERS[kind](content), rank=0, gather=gather_alone, info=info, durable=False)
+        return commit(target, WRITERS[kind](content), rank=0, gather=gather_alone, info=info, sync=None)
 
     return run
 

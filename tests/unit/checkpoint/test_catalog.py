@@ -290,3 +290,28 @@ def test_killed_removal_leaves_no_half_checkpoint(tmp_path: Path, save: Any, in_
                 break
         assert status == 0
         assert index > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_changed_field_of_a_manifest_is_refused(tmp_path: Path, save: Any, kind: str) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, step=1, kind=kind)
+    file = meta(path) / "manifest.json"
+    original = file.read_bytes()
+    fields = [(key,) for key in json.loads(original)] + [("files", 0, key) for key in json.loads(original)["files"][0]]
+    for field in fields:
+        for change in (lambda value: [value], lambda value: f"{value}0", None):
+            document = json.loads(original)
+            place = document
+            for key in field[:-1]:
+                place = place[key]
+            if change is None:
+                del place[field[-1]]
+            else:
+                place[field[-1]] = change(place[field[-1]])
+            file.write_text(json.dumps(document, indent=2))
+            assert state(path) is CheckpointState.TORN, field
+            with pytest.raises(CheckpointCorrupt, match=r"expected|manifest version"):
+                verify_or_raise(path)
+    file.write_bytes(original)
+    assert verify(path).ok

@@ -21,7 +21,7 @@ from lightning_distplus.checkpoint import (
     state,
     verify,
 )
-from lightning_distplus.errors import ExitCode, PeerFailed, PeerMissing
+from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
 
 INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
 
@@ -105,7 +105,7 @@ def test_failing_rank_is_named_on_all_ranks_and_the_previous_checkpoint_stays(
     assert not ranks.results
     assert len({str(error) for error in ranks.errors.values()}) == 1
     for rank, error in ranks.errors.items():
-        assert isinstance(error, PeerFailed)
+        assert isinstance(error, SaveFailed)
         assert error.ranks == [guilty]
         assert f"rank {guilty} failed first, in phase 'write', with OSError: [Errno 28]" in str(error)
         assert isinstance(error.__cause__, OSError) == (rank == guilty)
@@ -131,7 +131,7 @@ def test_first_of_several_failing_ranks_is_named(tmp_path: Path, as_ranks: Any) 
 
 
 def test_save_that_leaves_no_file_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(PeerFailed, match="left no file"):
+    with pytest.raises(SaveFailed, match="left no file"):
         commit(tmp_path / "x.ckpt", lambda path: None, rank=0, gather=gather_alone, info=INFO)
     assert newest_valid(tmp_path) is None
 
@@ -163,7 +163,7 @@ def test_file_that_still_grows_is_refused(tmp_path: Path) -> None:
                 file.write(b"more")
         return [value]
 
-    with pytest.raises(PeerFailed, match="had 4 bytes when the save ended on all ranks and has 8 bytes now"):
+    with pytest.raises(SaveFailed, match="had 4 bytes when the save ended on all ranks and has 8 bytes now"):
         commit(tmp_path / "x.ckpt", lambda path: path.write_bytes(b"part"), rank=0, gather=grow, info=INFO)
     assert newest_valid(tmp_path) is None
 
@@ -236,7 +236,7 @@ def test_target_folder_that_is_a_file_fails_on_all_ranks(tmp_path: Path, as_rank
     (tmp_path / "folder").write_bytes(b"")
     target = tmp_path / "folder" / "x.ckpt"
     ranks = as_ranks(2, lambda rank, gather: commit(target, shard_writer(rank), rank=rank, gather=gather, info=INFO))
-    assert [type(error) for error in ranks.errors.values()] == [PeerFailed, PeerFailed]
+    assert [type(error) for error in ranks.errors.values()] == [SaveFailed, SaveFailed]
     assert "in phase 'begin', with NotADirectoryError" in str(ranks.errors[1])
 
 
@@ -258,7 +258,7 @@ def test_full_disk_fails_on_all_ranks_and_leaves_the_old_one(
             return commit(target, write if rank == 0 else shard_writer(rank), rank=rank, gather=gather, info=INFO)
 
         ranks = as_ranks(2, failing_save)
-        assert [type(ranks.errors[rank]) for rank in range(2)] == [PeerFailed, PeerFailed]
+        assert [type(ranks.errors[rank]) for rank in range(2)] == [SaveFailed, SaveFailed]
         assert "rank 0 failed first, in phase 'write', with OSError: [Errno 27] File too large" in str(ranks.errors[1])
 
     assert in_child(child) == 0
@@ -306,11 +306,12 @@ def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        # The next run resumes and saves under the same name: nothing of the killed one is left.
+        # The next run resumes and saves under the same name: what the killed one has written is in quarantine.
         save(target, step=10, content=b"next", kind=new)
         assert newest_valid(folder) == target
         assert content_of(target) == b"next"
-        assert names_in(folder / ".distplus") <= {"last.ckpt"} | {p.name for p in folder.glob(".distplus/*.removed-*")}
+        kept = {path.name for role in ("removed", "torn") for path in folder.glob(f".distplus/*.{role}-*")}
+        assert names_in(folder / ".distplus") <= {"last.ckpt"} | kept
     assert status == 0
     assert index > 10
     assert seen == {b"old" if old else None, b"new"}
@@ -337,7 +338,7 @@ def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
             at_change(index, refuse)
             try:
                 save(target, step=9, content=b"new", kind=new)
-            except PeerFailed as error:
+            except SaveFailed as error:
                 (tmp_path / f"failed-{index}").write_text(str(error))
 
         assert in_child(child) == 0
@@ -384,6 +385,6 @@ def test_durable_commit_leaves_the_same_as_a_fast_one(tmp_path: Path, save: Any)
         target = tmp_path / kind
         for content in (b"old", b"new"):
             writer = {"file": lambda p, c=content: p.write_bytes(c), "directory": shard_writer(1)}[kind]
-            commit(target, writer, rank=0, gather=gather_alone, info=INFO, durable=True)
+            commit(target, writer, rank=0, gather=gather_alone, info=INFO)
         assert is_committed(target)
         assert verify(target).ok

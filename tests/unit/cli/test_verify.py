@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone
+from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone, quarantine
 from lightning_distplus.cli.__main__ import main
 
 
@@ -54,3 +54,16 @@ def test_no_checkpoint_at_all_is_exit_code_1(name: str, tmp_path: Path, capsys: 
     (tmp_path / "empty").mkdir()
     assert main(["verify", str(tmp_path / name)]) == 1
     assert name in capsys.readouterr().err
+
+
+def test_deep_reads_the_crc_of_what_has_no_manifest_and_quarantine_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "foreign.ckpt").write_bytes(b"PK\x03\x04 torn")
+    quarantine(save(tmp_path / "bad.ckpt", 1))
+    assert main(["verify", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "BadZipFile" not in output
+    assert "1 torn or damaged in quarantine" in output
+    assert main(["verify", "--deep", str(tmp_path)]) == 1
+    assert "BadZipFile" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
+from lightning_distplus.errors import CheckpointCorrupt, DivergenceError, PeerFailed, PeerMissing
 
 
 def _becomes_true(condition, seconds: float = 5.0) -> bool:
@@ -156,3 +156,11 @@ def test_ranks_that_differ_are_told_to_all_with_field_and_values(listening) -> N
     assert isinstance(heard, DivergenceError)
     assert (heard.ranks, heard.field, heard.values) == ([1], "shape", {0: 1.5, 1: "(2,)"})
     assert "they differ (Told by rank 0, host host0" in str(heard)
+
+
+def test_a_checkpoint_that_one_rank_refuses_is_refused_by_all(listening) -> None:
+    listening.planes[1].report_failure(CheckpointCorrupt("step=10.ckpt/__0_0.distcp: another digest"))
+    assert _becomes_true(lambda: listening.planes[3].first_error is not None)
+    heard = listening.planes[3].first_error.as_heard()
+    assert isinstance(heard, CheckpointCorrupt)
+    assert "__0_0.distcp: another digest (Told by rank 1" in str(heard)

@@ -22,14 +22,16 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Runs a function of (points, plane) on every rank, each on a thread of its own."""
     all_points: list[Points] = []
 
-    def make(size: int) -> Callable[[Callable[[Points, ControlPlane], Any]], list[Any]]:
+    def make(size: int, patience_s: float = 15.0) -> Callable[[Callable[[Points, ControlPlane], Any]], list[Any]]:
         ranks = make_ranks(size)
 
         def call(function: Callable[[Points, ControlPlane], Any]) -> list[Any]:
             def on_rank(plane: ControlPlane) -> Any:
                 plane.listen()
-                points = Points(plane, locate=lambda: f"user.py:{plane.world.rank}", name="run")
-                points.begin(timedelta(seconds=15))
+                patience = timedelta(seconds=patience_s)
+                locate = lambda: f"user.py:{plane.world.rank}"  # noqa: E731
+                points = Points(plane, patience=lambda: patience, locate=locate, name="run")
+                points.begin()
                 all_points.append(points)
                 return function(points, plane)
 
@@ -58,7 +60,7 @@ def test_equal_points_pass_however_many_there_are_and_leave_few_keys(make_job: A
 
     def pass_many(points: Points, plane: ControlPlane) -> str:
         for number in range(50):
-            points.meet(Point(operation="barrier", name=str(number)), later)
+            points.meet(Point(operation="barrier", name=str(number)))
         return "passed"
 
     assert job(pass_many) == ["passed"] * 3
@@ -69,8 +71,8 @@ def test_another_point_at_the_same_number_is_an_error_on_all_ranks_with_both_sid
     make_job: Any, later: timedelta
 ) -> None:
     def differ(points: Points, plane: ControlPlane) -> None:
-        points.meet(BARRIER, later)
-        points.meet(GATHER if plane.world.rank == 1 else BARRIER, later)
+        points.meet(BARRIER)
+        points.meet(GATHER if plane.world.rank == 1 else BARRIER)
 
     errors = make_job(3)(differ)
     assert [type(error) for error in errors] == [DivergenceError] * 3
@@ -89,12 +91,12 @@ def test_a_rank_at_a_point_while_the_others_wait_at_the_gate_is_named_on_all(
     guilty: int, make_job: Any, later: timedelta
 ) -> None:
     def wander(points: Points, plane: ControlPlane) -> None:
-        points.meet(GATHER, later)
+        points.meet(GATHER)
         gate = gate_of(points, plane, later)
         gate.exchange(record(), later)
         started.append(time.monotonic())
         if plane.world.rank == guilty:
-            points.meet(BARRIER, later)
+            points.meet(BARRIER)
         gate.exchange(record(1), later)
 
     started: list[float] = []
@@ -111,7 +113,7 @@ def test_a_run_that_has_ended_on_one_rank_is_seen_by_those_who_wait(make_job: An
         if plane.world.rank == 0:
             points.end()
             return
-        points.meet(BARRIER, later)
+        points.meet(BARRIER)
 
     ended, waited = make_job(2)(end_early)
     assert ended is None
@@ -122,9 +124,9 @@ def test_a_run_that_has_ended_on_one_rank_is_seen_by_those_who_wait(make_job: An
 def test_alone_and_early_is_a_missing_peer_only_after_the_deadline(make_job: Any) -> None:
     def come_late(points: Points, plane: ControlPlane) -> None:
         if plane.world.rank == 0:
-            points.meet(BARRIER, timedelta(seconds=1.2))
+            points.meet(BARRIER)
 
-    alone, _ = make_job(2)(come_late)
+    alone, _ = make_job(2, patience_s=1.2)(come_late)
     assert isinstance(alone, PeerMissing)
     assert alone.ranks == [1]
     assert "barrier 'x'" in str(alone)
@@ -136,7 +138,7 @@ def test_a_rank_that_comes_late_to_points_and_gates_raises_no_alarm(make_job: An
         for step in range(2):
             if plane.world.rank == step:
                 time.sleep(1.0)
-            points.meet(BARRIER, later)
+            points.meet(BARRIER)
             if plane.world.rank == 1 - step:
                 time.sleep(1.0)
             gate.exchange(record(step), later)
@@ -151,7 +153,7 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
     def be_signalled(points: Points, plane: ControlPlane) -> str:
         gate = gate_of(points, plane, later)
         if plane.world.rank == 0:
-            points.meet(BARRIER, later)
+            points.meet(BARRIER)
             gate.exchange(record(), later)
             return "passed"
         points.enter_gate(record())
@@ -160,7 +162,7 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
             points._while_waiting(time.monotonic() - since)
             time.sleep(0.01)
         points.leave_gate()
-        points.meet(BARRIER, later)
+        points.meet(BARRIER)
         points._gates -= 1
         gate.exchange(record(), later)
         return "passed"
@@ -174,7 +176,7 @@ def test_a_rank_that_has_failed_takes_part_no_more_and_the_others_hear_of_it(mak
             assert points.are_due
             plane.report_failure(ValueError("mine"))
             return points.are_due
-        points.meet(BARRIER, later)
+        points.meet(BARRIER)
         return None
 
     failed, heard = make_job(2)(fail)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch.distributed import HashStore, PrefixStore
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.peers import Peer
 from lightning_distplus.watchdog.board import Board
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.world import World
@@ -25,6 +26,8 @@ def test_evidence_of_an_earlier_silence_is_dropped_once_the_rank_has_moved() -> 
     planes = [ControlPlane(PrefixStore("job", store), World(rank=rank, size=2)) for rank in range(2)]
     marks = [Marks(phase=lambda: "step") for _ in planes]
     boards = [Board(plane, mark) for plane, mark in zip(planes, marks, strict=True)]
+    for rank in range(2):
+        planes[0].send(f"hello/{rank}", Peer(host="node0", pid=100 + rank).to_json().encode())
     try:
         for board in boards:
             board.alert.set()

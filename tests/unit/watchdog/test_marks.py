@@ -26,6 +26,20 @@ def test_a_mark_tells_what_and_since_when() -> None:
     assert 0.01 <= mark.silence_s < 5
 
 
+def test_when_a_part_has_ended_the_mark_is_again_that_of_the_whole() -> None:
+    marks = Marks(phase=lambda: "step")
+    seen = []
+    outer = marks.enter("backward batch 4")
+    marks.set("a hook")
+    marks.ended("a hook")
+    seen.append(marks.read().operation)
+    marks.leave(outer)
+    seen.append(marks.read().operation)
+    marks.ended("the next hook")
+    seen.append(marks.read().operation)
+    assert seen == ["backward batch 4", "after backward batch 4", "after the next hook"]
+
+
 def test_a_mark_costs_a_few_microseconds_at_most() -> None:
     marks = Marks(phase=lambda: "step")
     best_s = min(_seconds_for(marks, 2000) for _ in range(5)) / 2000

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.watchdog.verdict import Evidence, Verdict, judge
+from lightning_distplus.flight_recorder import Collective
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.verdict import Verdict
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:
@@ -87,6 +90,63 @@ def test_the_printed_verdict_has_at_most_thirty_lines_and_the_file_everything(tm
     assert set(written["stacks"]) == {str(rank) for rank in range(64)}
     assert Verdict.from_json(path.read_text()) == verdict
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def call(op: str, seq: int = 5, **changes: Any) -> dict[str, Any]:
+    return vars(Collective(**{"group": "0", "seq": seq, "op": op, "inputs": [[4]], "dtypes": ["Float"], **changes}))
+
+
+def test_a_host_that_does_not_answer_is_a_lost_peer_and_all_its_ranks_are_named() -> None:
+    far = {"host": "node1", "answers": False, "is_unreachable": True, "state": "unknown"}
+    verdict = judged(evidence(0), evidence(1), evidence(2, **far), evidence(3, **far))
+    assert (verdict.kind, verdict.culprits) == ("peer_lost", [2, 3])
+    assert "no packet comes back from host node1 to node0" in verdict.cause
+
+
+def test_ranks_of_which_no_word_comes_because_the_store_is_silent_are_not_blamed() -> None:
+    quiet = {"answers": False, "is_unheard": True}
+    verdict = judged(evidence(0, state="stopped", **quiet), evidence(1), evidence(2, **quiet))
+    assert verdict.culprits == [0]
+    assert "the store does not answer" in verdict.lines[2]
+
+
+def test_the_call_that_differs_is_shown_and_its_rank_blamed() -> None:
+    ranks = [
+        evidence(rank, stands_in=one, recording={"calls": [list(one.values())], "groups": {"0": [0, 1, 2]}})
+        for rank, one in enumerate([call("all_reduce"), call("all_reduce"), call("barrier")])
+    ]
+    verdict = judged(*ranks)
+    assert (verdict.culprits, verdict.is_decided, verdict.mismatch and verdict.mismatch["kind"]) == ([2], True, "order")
+    assert "rank 2: barrier #5 on group 0" in verdict.render()
+    assert judged(*(ranks[rank] for rank in (0, 2))).culprits == [0, 2]
+    assert "(undecided)" in judged(*(ranks[rank] for rank in (0, 2))).render()
+
+
+def test_a_process_that_cpp_ends_blames_the_rank_whose_call_differs_and_else_itself() -> None:
+    assert judged(evidence(0, was_ended_by="std::bad_alloc"), evidence(1)).culprits == [0]
+    odd = call("all_reduce", inputs=[[8]])
+    groups = {"0": [0, 1, 2]}
+    ranks = [
+        evidence(rank, stands_in=one, recording={"calls": [list(one.values())], "groups": groups}, **ended)
+        for rank, (one, ended) in enumerate(
+            [(call("all_reduce"), {"was_ended_by": "gloo::EnforceNotMet"}), (call("all_reduce"), {}), (odd, {})]
+        )
+    ]
+    assert (judged(*ranks).kind, judged(*ranks).culprits) == ("exception", [2])
+
+
+def test_a_cycle_is_drawn_with_a_line_per_rank() -> None:
+    ring = [evidence(rank, location=f"ring.py:{rank}", stands_in=call("send", peer=1 - rank)) for rank in range(2)]
+    verdict = judged(*ring, evidence(2))
+    assert (verdict.culprits, verdict.waiting, verdict.cycles) == ([0, 1], [2], [[0, 1]])
+    assert verdict.findings == ["rank 0 (send at ring.py:0) -> rank 1 (send at ring.py:1) -> rank 0"]
+
+
+def test_the_load_of_the_culprits_host_is_printed() -> None:
+    verdict = judged(evidence(0, load={"load_1m": 9.0, "num_cores": 2}), evidence(1, waits=False, host="node1"))
+    assert verdict.load_of_culprit == ""
+    verdict = judged(evidence(0, load={"load_1m": 9.0, "num_cores": 2}), evidence(1, waits=False))
+    assert "load:  load 9.0 on 2 cores" in verdict.render()
 
 
 AT_A_CALL = {"operation": "barrier 'x'", "stack": 'File "/lightning_distplus/control/points.py", line 9, in meet'}

@@ -1,0 +1,103 @@
+"""``distplus export``: a checkpoint as one file, or in the layout of DeepSpeed that any number of ranks can read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_distplus.checkpoint import CheckpointState, commit, gather_alone, info_like, state, verify_or_raise
+from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
+
+__all__ = ["main"]
+
+_WEIGHTS = ".safetensors"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 where the export is written, 1 where something is in its way."""
+    arguments = _parser().parse_args(argv)
+    source, target = arguments.checkpoint, arguments.target
+    if target.exists():
+        print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
+        return 1
+    _verify(source)
+    if arguments.universal:
+        _export_universal(source, target)
+    elif target.suffix == _WEIGHTS:
+        _export_weights(source, target)
+    else:
+        _export_whole(source, target)
+    print(f"{source} -> {target}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distplus export",
+        description="Writes a sharded checkpoint as one file: the whole state (.ckpt) or the weights (.safetensors).",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
+    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    parser.add_argument(
+        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
+    )
+    return parser
+
+
+def _verify(source: Path) -> None:
+    found = state(source)
+    if found is not CheckpointState.UNMANIFESTED:
+        verify_or_raise(source)
+        return
+    if findings := check_unmanifested(source):
+        raise CheckpointCorrupt(f"{source} cannot be exported: {findings[0]}. Give another checkpoint.")
+    print(f"{source} was not committed by lightning_distplus; it is exported unverified", file=sys.stderr)
+
+
+def _export_universal(source: Path, target: Path) -> None:
+    from lightning_distplus.strategies.universal import convert, is_universal, num_shards
+
+    if not num_shards(source) or is_universal(source):
+        raise CheckpointMismatch(
+            f"{source} holds no shards of DeepSpeed's ZeRO, so that there is nothing to convert. Leave --universal out."
+        )
+    convert(source, target)
+
+
+def _export_weights(source: Path, target: Path) -> None:
+    from lightning_distplus.checkpoint import consolidating
+
+    if not source.is_dir():
+        weights, parts = consolidating.weights_of_file(source)
+    elif consolidating.is_sharded(source):
+        weights, parts = consolidating.weights_of_shards(source)
+    else:
+        from lightning_distplus.strategies.universal import weights_of_zero
+
+        weights = weights_of_zero(source)
+        parts = iter([weights])
+    consolidating.write_safetensors(target, weights, parts)
+
+
+def _export_whole(source: Path, target: Path) -> None:
+    import torch
+
+    from lightning_distplus.checkpoint import consolidating
+
+    if not source.is_dir():
+        raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
+    if consolidating.is_sharded(source):
+        commit(
+            target,
+            lambda stage: torch.save(consolidating.read_sharded(source), stage),
+            rank=0,
+            gather=gather_alone,
+            info=info_like(source),
+        )
+    else:
+        from lightning_distplus.strategies.universal import write_whole
+
+        commit(target, lambda stage: write_whole(source, stage), rank=0, gather=gather_alone, info=info_like(source))

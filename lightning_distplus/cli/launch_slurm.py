@@ -1,0 +1,50 @@
+"""``distplus launch slurm``: prints a batch script, every line explained; ``sbatch`` takes it from standard input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_distplus.cli.launch import resuming
+from lightning_distplus.launch.slurm import SlurmJob
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the script; ``argv`` is what follows ``slurm``."""
+    parser = argparse.ArgumentParser(
+        prog="distplus launch slurm",
+        usage="distplus launch slurm [options] -- fit ... > job.sh && sbatch job.sh",
+        description="Print a batch script that starts one task per rank and is requeued after a committed save.",
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="hosts (default: 1)")
+    add("--ranks-per-node", type=int, help="tasks on each host (default: its GPUs, else 1)")
+    add("--gpus-per-node", type=int, default=0, help="GPUs of each host (default: 0)")
+    add("--time", default="1-00:00:00", help="limit of one start, as Slurm writes it (default: 1-00:00:00)")
+    add(
+        "--grace", type=int, default=300, metavar="SECONDS", help="how long before it the ranks are told (default: 300)"
+    )
+    add("--name", default="distplus", help="name of the job")
+    add("--max-requeues", type=int, default=100, help="so often at most (default: 100)")
+    add("--srun", action="append", default=[], metavar="ARGUMENT", help="further argument of srun; may be repeated")
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(list(argv[:split]))
+    command = list(argv[split + 1 :])
+    if not command:
+        parser.error("there is no command; write it behind `--`: ... -- fit --config x.yaml")
+    job = SlurmJob(
+        command=resuming(command)(False)[2:],
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node or arguments.gpus_per_node or 1,
+        gpus_per_node=arguments.gpus_per_node,
+        time=arguments.time,
+        grace_s=arguments.grace,
+        name=arguments.name,
+        max_requeues=arguments.max_requeues,
+        srun=arguments.srun,
+    )
+    sys.stdout.write(job.script())
+    return 0

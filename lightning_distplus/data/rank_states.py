@@ -1,0 +1,75 @@
+"""Every rank's bytes on every rank, for what goes into a checkpoint: with a deadline, also on a stock strategy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_distplus import _compat
+from lightning_distplus.control import ControlPlane, connected
+from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
+from lightning_distplus.phases import Phases
+from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.world import World
+
+__all__ = ["MAX_BYTES", "gather_for_checkpoint"]
+
+MAX_BYTES = 256 * MAX_MESSAGE_BYTES
+
+# The plane on a stock strategy, and the process group for which it was made.
+_stock: tuple[Any, ControlPlane] | None = None
+
+
+def gather_for_checkpoint(strategy: Any, name: str, value: bytes) -> list[bytes]:
+    """Every rank's value, in rank order; all ranks call it in the same save.
+
+    Under a Resilient strategy the messages travel through its control plane with the deadline of the checkpoint phase,
+    otherwise through the store of torch's default process group with the same deadline. No collective is issued.
+
+    Args:
+        strategy: The Trainer's strategy.
+        name: What is gathered, for messages.
+        value: At most 256 MiB; what is larger than 1 MiB goes in several messages.
+
+    Raises:
+        ValueError: The value is too large.
+        PeerMissing, PeerFailed, PeerLost: A peer did not come; ``.ranks`` names it.
+    """
+    if len(value) > MAX_BYTES:
+        raise ValueError(
+            f"The {name} of this rank has {len(value)} bytes; a checkpoint gathers at most {MAX_BYTES} from each rank. "
+            "Let its state hold positions, not data."
+        )
+    plane, deadline = _plane(strategy)
+    if plane is None:
+        return [value]
+    sizes = [int(size) for size in plane.gather(f"{name}-size", str(len(value)).encode(), deadline)]
+    values: list[list[bytes]] = [[] for _ in sizes]
+    for start in range(0, max(sizes), MAX_MESSAGE_BYTES):
+        for parts, part in zip(
+            values, plane.gather(name, value[start : start + MAX_MESSAGE_BYTES], deadline), strict=True
+        ):
+            parts.append(part)
+    return [b"".join(parts) for parts in values]
+
+
+def _plane(strategy: Any) -> tuple[ControlPlane | None, timedelta]:
+    phases = getattr(strategy, "phases", None)
+    if isinstance(phases, Phases) and (plane := connected()) is not None:
+        phases.enter(Phase.CHECKPOINT)
+        return plane, phases.patience_in(Phase.CHECKPOINT)
+    deadline = Timeouts().deadline(Phase.CHECKPOINT)
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None, deadline
+    return _plane_of_stock_strategy(), deadline
+
+
+def _plane_of_stock_strategy() -> ControlPlane:
+    global _stock
+    group = dist.group.WORLD
+    if _stock is None or _stock[0] is not group:
+        store = _compat.PrefixStore("lightning_distplus", _compat.default_store().clone())
+        _stock = group, ControlPlane(store, World(rank=dist.get_rank(), size=dist.get_world_size()))
+    return _stock[1]

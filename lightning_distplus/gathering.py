@@ -1,0 +1,200 @@
+"""Gathering nested results of all ranks, also where the ranks hold different numbers of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_distplus.control import Point, active_points
+from lightning_distplus.control.whereabouts import sides
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.trees import flatten
+
+__all__ = ["gather"]
+
+_ALIGNMENT_BYTES = 16  # every dtype can be read at a multiple of it
+_SHOWN_LEAVES = 6
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leaf:
+    """What one rank holds in one place of its tree."""
+
+    path: str
+    dtype: str
+    """Of the tensor; for what cannot be gathered, the name of its type."""
+    num_rows: int
+    row: tuple[int, ...]
+    """The shape without the first dimension."""
+    is_single: bool
+    """Whether it is a number, or a tensor without dimensions: one row."""
+    is_refused: bool = False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be the same on all ranks: everything but the number of rows."""
+        return self.path, self.dtype, self.row, self.is_single, self.is_refused
+
+    def describe(self) -> str:
+        shape = "" if self.is_refused else "[]" if self.is_single else f"[{', '.join(map(str, ('*', *self.row)))}]"
+        return f"{self.path}{': ' if self.path else ''}{self.dtype}{shape}"
+
+
+def gather(tree: Any) -> Any:
+    """Collects a tree of tensors from all ranks, on all ranks; for evaluation: no gradients flow through it.
+
+    All ranks of the default process group call it at the same place. It works under every strategy, and without a
+    process group, where the tree is that of the only rank.
+
+    Args:
+        tree: Tensors and numbers in dictionaries, lists, tuples and named tuples. Keys, lengths of lists, dtypes and
+            all dimensions but the first must be the same on all ranks; the first may differ, and may be 0.
+
+    Returns:
+        The same containers (mappings become plain dictionaries). A tensor of shape (rows, ...) becomes (rows of all
+        ranks, ...), rank 0's rows first. A number, or a tensor without dimensions, becomes (ranks,); bool, int and
+        float become torch.bool, torch.int64 and torch.float64. A tensor is on the device of the one that was given.
+
+    Raises:
+        DivergenceError: The ranks hold different structures, or one of them holds something that cannot be gathered; on
+            all ranks, with both sides.
+    """
+    places, rebuild = flatten(tree)
+    rows = [_as_rows(value) for _, value in places]
+    mine = [_leaf(path, value, tensor) for (path, value), tensor in zip(places, rows, strict=True)]
+    all_leaves = _exchange_leaves(mine)
+    _refuse_differences(all_leaves)
+    tensors = [tensor for tensor in rows if tensor is not None]
+    return rebuild(_concatenated(tensors, _exchange_bytes(tensors, all_leaves), all_leaves))
+
+
+def _as_rows(value: Any) -> torch.Tensor | None:
+    """The value with a first dimension of rows; None: it cannot be gathered."""
+    if type(value) in _NUMBERS:
+        return torch.tensor([value], dtype=_NUMBERS[type(value)])
+    if type(value) not in _PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized:
+        return None
+    plain: torch.Tensor = value.detach().resolve_conj().resolve_neg()
+    return plain.reshape(1) if plain.ndim == 0 else plain
+
+
+def _leaf(path: str, value: Any, tensor: torch.Tensor | None) -> _Leaf:
+    if tensor is None:
+        return _Leaf(path=path, dtype=type(value).__name__, num_rows=0, row=(), is_single=True, is_refused=True)
+    return _Leaf(
+        path=path,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        num_rows=len(tensor),
+        row=tuple(tensor.shape[1:]),
+        is_single=not isinstance(value, torch.Tensor) or value.ndim == 0,
+    )
+
+
+def _exchange_leaves(mine: list[_Leaf]) -> list[list[_Leaf]]:
+    """What every rank holds, in rank order."""
+    if not dist.is_initialized():
+        return [mine]
+    points = active_points()
+    if points is not None and points.are_due:
+        points.meet(Point(operation="gather"))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
+def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
+    """Raises, on all ranks alike, where the trees do not fit together."""
+    refused = {
+        rank: _shown("holds", [leaf for leaf in leaves if leaf.is_refused])
+        for rank, leaves in enumerate(all_leaves)
+        if any(leaf.is_refused for leaf in leaves)
+    }
+    if refused:
+        raise DivergenceError(
+            f"lightning_distplus.gather takes plain tensors and numbers: {sides(refused)}. Nothing was exchanged. "
+            "Leave it out, or exchange it with torch.distributed.all_gather_object.",
+            ranks=refused,
+            field="structure",
+            values=refused,
+        )
+    kinds = [tuple(leaf.kind for leaf in leaves) for leaves in all_leaves]
+    (common, count), *others = Counter(kinds).most_common()
+    if not others:
+        return
+    is_tie = others[0][1] == count
+    wrong = [rank for rank, kind in enumerate(kinds) if is_tie or kind != common]
+    shared = set(kinds[0]).intersection(*kinds[1:])
+    texts = {
+        rank: _shown("holds", [leaf for leaf in leaves if leaf.kind not in shared])
+        for rank, leaves in enumerate(all_leaves)
+    }
+    raise DivergenceError(
+        f"The trees that the ranks gather differ in more than the number of rows: {sides(texts)}. Nothing was "
+        "exchanged. Make keys, lengths of lists, dtypes and all dimensions but the first the same; a rank without rows "
+        "gathers torch.empty((0, ...)).",
+        ranks=wrong,
+        field="structure",
+        values=texts,
+    )
+
+
+def _shown(verb: str, leaves: Sequence[_Leaf]) -> str:
+    texts = [leaf.describe() for leaf in leaves[:_SHOWN_LEAVES]] or ["nothing in that place"]
+    more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
+    return f"{verb} {', '.join(texts)}{more}"
+
+
+def _exchange_bytes(tensors: Sequence[torch.Tensor], all_leaves: Sequence[Sequence[_Leaf]]) -> list[torch.Tensor]:
+    """All leaves of each rank as one buffer, padded to the longest: one collective, whatever the dtypes."""
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    sizes = [[_padded(leaf.num_rows * _row_bytes(leaf)) for leaf in leaves] for leaves in all_leaves]
+    device = _device_of_the_group()
+    buffer = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
+    start = 0
+    for part in parts:
+        buffer[start : start + len(part)] = part.to(device)
+        start += _padded(len(part))
+    if not dist.is_initialized() or not len(buffer):
+        return [buffer] * len(all_leaves)
+    buffers = [torch.empty_like(buffer) for _ in all_leaves]
+    dist.all_gather(buffers, buffer)
+    return buffers
+
+
+def _concatenated(
+    tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], all_leaves: Sequence[Sequence[_Leaf]]
+) -> Iterator[torch.Tensor]:
+    """Each leaf with the rows of all ranks, cut out of their buffers."""
+    starts = [0] * len(buffers)
+    for number, tensor in enumerate(tensors):
+        pieces = []
+        for rank, buffer in enumerate(buffers):
+            leaf = all_leaves[rank][number]
+            num_bytes = leaf.num_rows * _row_bytes(leaf)
+            piece = buffer[starts[rank] : starts[rank] + num_bytes].view(tensor.dtype)
+            pieces.append(piece.reshape(leaf.num_rows, *leaf.row).to(tensor.device))
+            starts[rank] += _padded(num_bytes)
+        yield torch.cat(pieces)
+
+
+def _row_bytes(leaf: _Leaf) -> int:
+    dtype: torch.dtype = getattr(torch, leaf.dtype)
+    return torch.Size(leaf.row).numel() * dtype.itemsize
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _device_of_the_group() -> torch.device:
+    """Where the default group moves its data: the GPU with NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

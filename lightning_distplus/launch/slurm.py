@@ -1,0 +1,95 @@
+"""A batch script for Slurm in which every line is explained: one task per rank, requeued after a committed save."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_distplus.errors import ExitCode
+
+__all__ = ["SlurmJob"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What the script asks Slurm for."""
+
+    command: Sequence[str]
+    """A command of ``distplus``."""
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_node: int = 0
+    time: str = "1-00:00:00"
+    """Slurm's own notation: minutes, ``H:MM:SS`` or ``D-HH``."""
+    grace_s: int = 300
+    """How long before the limit the ranks are told."""
+    name: str = "distplus"
+    max_requeues: int = 100
+    srun: Sequence[str] = ()
+    """Further arguments for srun: a container, a partition of its own."""
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.ranks_per_node, self.grace_s) < 1 or min(self.gpus_per_node, self.max_requeues) < 0:
+            raise ValueError(
+                f"nodes is {self.nodes}, ranks_per_node is {self.ranks_per_node}, grace_s is {self.grace_s}: each is "
+                f"at least 1. gpus_per_node is {self.gpus_per_node}, max_requeues is {self.max_requeues}: none is "
+                "negative."
+            )
+
+    def script(self) -> str:
+        """The batch script."""
+        preempted, hang, lost = int(ExitCode.PREEMPTED), int(ExitCode.HANG), int(ExitCode.PEER_LOST)
+        lines = [
+            "#!/bin/bash",
+            *_directive(f"--job-name={self.name}", "how squeue shows it"),
+            *_directive(f"--nodes={self.nodes}", "Trainer(num_nodes=...) is the same number"),
+            *_directive(
+                f"--ntasks-per-node={self.ranks_per_node}", "one task is one rank; Trainer(devices=...) is the same"
+            ),
+            *self._gpus(),
+            *_directive(f"--time={self.time}", "Slurm ends the job then"),
+            *_directive(
+                f"--signal=USR1@{self.grace_s}",
+                f"{self.grace_s} s earlier every rank gets SIGUSR1; PreemptionHandler saves and ends with {preempted}",
+            ),
+            *_directive("--requeue", "Slurm may start this script again, and a node that fails makes it do so"),
+            *_directive("--open-mode=append", "the restarted job writes behind what is there"),
+            *_directive("--output=%x-%j.log", "one log for all starts: the number of the job stays"),
+            "",
+            "# One port per job: two jobs on one host do not meet.",
+            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+            "",
+            "# srun starts one process per task on all nodes; without it there would be one process in all.",
+            "# --kill-on-bad-exit=0: the ranks name a lost peer and end by themselves; Slurm does not kill them first.",
+            shlex.join(["srun", "--kill-on-bad-exit=0", *self.srun, "distplus", *self.command]),
+            "code=$?",
+            "",
+            f"# {preempted}: saved and stopped when asked. {hang}, {lost}: a rank hung or was lost. They continue from",
+            "# the newest valid checkpoint. Any other code needs a person: the job ends with it.",
+            f'case "$code" in {preempted} | {hang} | {lost})',
+            f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {self.max_requeues} ]; then',
+            "    # A task of an array is requeued by its own name; the job id alone would name the whole array.",
+            '    job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"',
+            "    # This script runs once, on the first node, after all ranks have ended: exactly one requeue.",
+            '    if scontrol requeue "${job:-$SLURM_JOB_ID}"; then',
+            "      sleep 60 # Slurm ends this start of the script meanwhile",
+            "    else",
+            '      echo "scontrol is missing here or refused: the job is not requeued; submit it again" >&2',
+            "    fi",
+            "  fi",
+            "  ;;",
+            "esac",
+            'exit "$code"',
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _gpus(self) -> list[str]:
+        if not self.gpus_per_node:
+            return []
+        return _directive(f"--gpus-per-node={self.gpus_per_node}", "one for each rank")
+
+
+def _directive(text: str, why: str) -> list[str]:
+    """Slurm reads a directive up to the end of the line, so that its comment stands above it."""
+    return [f"# {why}", f"#SBATCH {text}"]

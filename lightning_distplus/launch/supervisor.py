@@ -1,0 +1,168 @@
+"""The attempts of a job, one after the other: what was started, what ended it, and why it goes on or stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_distplus import env
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.events import EventLog
+from lightning_distplus.launch.agent import Hosts, Stop, run_attempt
+from lightning_distplus.launch.history import History, read_history
+from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.watchdog import Verdict
+
+__all__ = ["Job", "supervise"]
+
+log = logging.getLogger(__name__)
+
+_SHOWN_SAMPLES = 16
+_LAUNCHER = -1  # its rank in the ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What ``distplus launch`` starts."""
+
+    command: Callable[[bool], Sequence[str]]
+    """What follows the interpreter; told whether this job has committed a checkpoint already."""
+    hosts: Hosts
+    policy: RestartPolicy
+    log_dir: Path
+    run_id: str = ""
+
+
+def supervise(job: Job) -> int:
+    """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
+    return _Supervisor(job).run()
+
+
+class _Supervisor:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._run_id = job.run_id or uuid.uuid4().hex[:8]
+        self._home_file = job.log_dir / "home"
+        self._asked: str | None = None
+        self._has_saved = False
+
+    def run(self) -> int:
+        self._job.log_dir.mkdir(parents=True, exist_ok=True)
+        env.DISTPLUS_HOME_FILE.set(str(self._home_file))
+        number = 0
+        while True:
+            began_at = time.time()
+            try:
+                failures = self._run_attempt(number)
+            except Stop:
+                return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
+            history = read_history(self._home, number, began_at)
+            self._has_saved = self._has_saved or history.has_saved
+            if not failures:
+                return self._end_well(number)
+            culprit = self._culprit(failures, history)
+            if self._asked is not None and all(code in (143, -15, -2, -10, -12) for code in failures.values()):
+                code = culprit.exit_code if self._asked == "SIGINT" and culprit.code < 0 else int(ExitCode.PREEMPTED)
+                return self._end(number, code, f"stopped by {self._asked}")
+            attempt = Attempt(
+                number=number,
+                culprit=culprit,
+                ended_at=time.monotonic(),
+                has_started=history.has_started,
+                step=history.step,
+            )
+            refusal = self._job.policy.refusal(attempt)
+            if refusal is not None:
+                code, why = refusal
+                if code == ExitCode.NO_PROGRESS:
+                    why = self._explain_no_progress(why, attempt, history)
+                return self._end(number, code, f"{culprit}; {why}")
+            number += 1
+            self._say(f"attempt {number - 1} ended at step {attempt.step} ({culprit}); attempt {number} begins")
+            self._note("restart", number, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
+
+    def _run_attempt(self, number: int) -> dict[int, int]:
+        env.DISTPLUS_ATTEMPT.set(number)
+        return run_attempt(
+            self._job.command(self._has_saved),
+            self._job.hosts,
+            run_id=f"{self._run_id}-{number}",
+            log_dir=self._job.log_dir / f"attempt-{number}",
+            write=sys.stderr.write,
+            on_signal=self._note_signal,
+        )
+
+    def _note_signal(self, name: str) -> None:
+        self._asked = name
+
+    def _culprit(self, failures: dict[int, int], history: History) -> Culprit:
+        """A hang ends with 170, however the rank that hung was ended."""
+        culprit = find_culprit(failures, history.culprits)
+        if history.is_hang and history.culprits:
+            return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
+        return culprit
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end_well(self, number: int) -> int:
+        if self._asked is not None:
+            return self._end(number, ExitCode.PREEMPTED, f"stopped by {self._asked}, without a PreemptionHandler")
+        self._note("launch_end", number, exit_code=0)
+        return int(ExitCode.DONE)
+
+    def _end(self, number: int, code: int, why: str) -> int:
+        self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
+        self._say(f"the logs of all ranks are in {self._job.log_dir}")
+        self._note("launch_end", number, exit_code=int(code), reason=why)
+        return int(code)
+
+    def _explain_no_progress(self, why: str, attempt: Attempt, history: History) -> str:
+        """Names step, error and samples, and leaves a verdict."""
+        causes = {rank: error for rank, error in history.errors.items() if not error.startswith("Peer")}
+        lines = [f"rank {rank}: {error}" for rank, error in sorted((causes or history.errors).items())]
+        for rank, samples in sorted(history.samples.items()):
+            shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES])) + (", ..." if len(samples) > _SHOWN_SAMPLES else "")
+            lines.append(f"rank {rank}: the samples in hand were {shown}")
+        culprit = attempt.culprit.rank
+        verdict = Verdict(
+            incident=f"no-progress-{int(time.time())}",
+            kind="no_progress",
+            culprits=[culprit],
+            waiting=sorted(set(history.errors) - {culprit}),
+            phase="step",
+            operation=history.errors.get(culprit, str(attempt.culprit)),
+            location=None,
+            global_step=attempt.step or 0,
+            elapsed_s=0.0,
+            cause=f"{why}; the last one by {attempt.culprit}",
+            remedy="look at the samples and the error; a restart meets them again",
+            lines=lines,
+        )
+        if self._home is not None:
+            verdict.write(self._home, socket.gethostname())
+        return "\n  ".join([why, *lines, "do not requeue: a restart meets the same step again"])
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _home(self) -> Path | None:
+        """Where the ranks write their artefacts; a rank tells it when it sets up."""
+        if not self._home_file.exists():
+            return None
+        return Path(json.loads(self._home_file.read_text())["home"])
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"distplus launch: {text}\n")
+        sys.stderr.flush()
+
+    def _note(self, kind: str, attempt: int, **fields: object) -> None:
+        if self._home is not None:
+            with EventLog(self._home, _LAUNCHER, attempt=attempt) as events:
+                events.write(kind, **fields)

@@ -1,0 +1,78 @@
+"""A DeepSpeed save whose failure on one rank does not leave the others in DeepSpeed's own barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["raising_after_the_barriers"]
+
+
+@contextmanager
+def raising_after_the_barriers(engine: Any) -> Iterator[None]:
+    """Lets a save of ``engine`` in this block pass all of its barriers on every rank, and raises its error after them.
+
+    ``DeepSpeedEngine.save_checkpoint`` (deepspeed 0.19.8, ``engine.py``) begins and ends with barriers on the default
+    group, where a rank whose write fails never arrives. Everything that it writes goes through its checkpoint engine,
+    except the file ``latest``, which is written here instead.
+
+    Raises:
+        Exception: The first error of a write on this rank.
+    """
+    writer = _NotingWriter(engine.checkpoint_engine)
+    engine.checkpoint_engine = writer
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = writer.inner
+    writer.finish(engine.global_rank)
+
+
+class _NotingWriter:
+    """A checkpoint engine that keeps the first error of another one instead of raising it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self._info: Any = None
+        self._error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def create(self, info: Any) -> None:
+        """Notes what is saved; a decoupled engine commits by itself, later."""
+        self._info = info
+        self._note(self.inner.create, info)
+
+    def makedirs(self, *arguments: Any, **named: Any) -> None:
+        self._note(self.inner.makedirs, *arguments, **named)
+
+    def save(self, *arguments: Any, **named: Any) -> None:
+        self._note(self.inner.save, *arguments, **named)
+
+    def is_decoupled(self) -> bool:
+        """Yes: so that the engine leaves the commit and the file ``latest`` to `finish`."""
+        return True
+
+    def finish(self, rank: int) -> None:
+        """Does what the engine has left, and raises what went wrong.
+
+        Raises:
+            Exception: The first error of a write on this rank.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._info is not None and not self.inner.is_decoupled():
+            self.inner.commit(self._info)
+            if self._info.save_latest and rank == 0:
+                (Path(self._info.save_dir) / "latest").write_text(self._info.tag)
+
+    def _note(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        # After the first error nothing more is written: the stage is given up, and a full disk stays as it is.
+        if self._error is None:
+            try:
+                method(*arguments, **named)
+            except Exception as error:
+                self._error = error

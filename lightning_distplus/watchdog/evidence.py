@@ -1,0 +1,91 @@
+"""What is known of one rank when nobody has moved for too long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_distplus.flight_recorder import Collective, Recording
+from lightning_distplus.liveness import ProcessState
+
+__all__ = ["Evidence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One rank's place in an incident; plain values, so that it travels as JSON."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    """``ProcessState`` of its process, as its own host sees it."""
+    answers: bool
+    """Whether its Python still runs: its watchdog thread has sent its stack."""
+    is_unheard: bool = False
+    """Whether nothing can be said about its Python, because the store that carries the messages does not answer."""
+    is_unreachable: bool = False
+    """Whether no packet comes back from its host."""
+    phase: str = ""
+    operation: str = ""
+    global_step: int = 0
+    silence_s: float = 0.0
+    waits: bool = False
+    """Whether its training thread stands in a collective or in another wait for peers."""
+    location: str | None = None
+    stack: str = ""
+    stands_in: dict[str, Any] | None = None
+    """The ``Collective`` in which it waits."""
+    recording: dict[str, Any] = field(default_factory=dict)
+    """Its last collectives, as ``Recording.to_plain`` writes them."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """``HostLoad`` of its host at that moment."""
+    is_last_seen: bool = False
+    """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
+    was_ended_by: str = ""
+    """The C++ exception that ends its process, where that is what happened."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended."""
+        return self.state == ProcessState.GONE.value
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its process is stopped by a signal."""
+        return self.state == ProcessState.STOPPED.value
+
+    @property
+    def collective(self) -> Collective | None:
+        """The collective in which it waits, where it waits in one."""
+        return Collective(**self.stands_in) if self.waits and self.stands_in else None
+
+    @property
+    def calls(self) -> Recording:
+        """Its last collectives."""
+        return Recording.from_plain(self.recording)
+
+    def describe(self) -> str:
+        """Where it is, in one line."""
+        name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        return f"{name}: {self._state()}{self._place()}"
+
+    def _state(self) -> str:
+        if self.is_gone:
+            return "its process is gone"
+        if self.is_unreachable:
+            return "its host does not answer"
+        if self.is_stopped:
+            return "its process is stopped (SIGSTOP, a debugger or a terminal)"
+        if self.is_unheard:
+            return "no word from it, because the store does not answer"
+        if not self.answers:
+            return "its process runs, and its Python does not answer (a C call holds the GIL)"
+        return f"in {self.operation!r}, for {self.silence_s:.0f} s"
+
+    def _place(self) -> str:
+        collective = self.collective
+        call = f", in {collective.describe()}" if collective else ""
+        if self.location is None:
+            return call
+        return f"{call}, {'last seen ' if self.is_last_seen else ''}at {self.location}"

@@ -1,0 +1,113 @@
+"""Stacks of processes whose Python cannot be asked: one that holds the global lock, and data workers.
+
+``faulthandler`` prints all stacks from a C signal handler, without the lock. It is registered on a real-time signal
+that nobody uses, and prints into an unnamed file, which the peers of this host read through /proc. A data worker that
+is forked from this process inherits both.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_distplus.liveness import catches_signal
+
+__all__ = ["StackPrinter", "ask_for_stack"]
+
+_ANSWER_S = 0.3
+_POLL_S = 0.01
+_FIRST_SIGNAL = 10  # above SIGRTMIN, below which threading libraries and schedulers take theirs
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackPrinter:
+    """Where and how one process prints its stacks when a peer asks."""
+
+    number: int
+    """The signal."""
+    descriptor: int
+    """The file, by its number in that process."""
+    thread: int
+    """The thread that trains, as ``threading.get_ident`` names it."""
+
+    @classmethod
+    def arm(cls) -> tuple[StackPrinter, IO[bytes]] | None:
+        """Makes this process answer, and the calling thread the one that is asked for.
+
+        Returns:
+            How to ask, and the file to close after ``disarm``; None where no signal is free.
+        """
+        for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX):
+            if not catches_signal(os.getpid(), number):
+                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open as long as it is armed
+                faulthandler.register(number, file=file, all_threads=True, chain=False)
+                return cls(number=number, descriptor=file.fileno(), thread=threading.get_ident()), file
+        return None
+
+    def disarm(self, file: IO[bytes]) -> None:
+        """Takes the handler out again. A peer that asks too late would end this process, so it looks first."""
+        faulthandler.unregister(self.number)
+        file.close()
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummary]:
+    """The stack of the training thread of another process of this host, outermost frame first; empty: no answer.
+
+    Args:
+        pid: The process: a rank, or a worker that was forked from it.
+        printer: How that rank prints.
+    """
+    if not catches_signal(pid, printer.number):  # the signal would end it
+        return []
+    path = Path(f"/proc/{pid}/fd/{printer.descriptor}")
+    with suppress(OSError):
+        begin = path.stat().st_size
+        os.kill(pid, printer.number)
+        return _parse(_read_new(path, begin), printer.thread)
+    return []
+
+
+def _read_new(path: Path, begin: int) -> str:
+    """What is written from ``begin`` on, once it stops growing."""
+    end, size = time.monotonic() + _ANSWER_S, begin
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        now = path.stat().st_size
+        if now == size > begin:
+            break
+        size = now
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+
+
+def _parse(text: str, thread: int) -> list[traceback.FrameSummary]:
+    """The frames of one thread; of the only thread, where the process has but one."""
+    threads: dict[int, list[traceback.FrameSummary]] = {}
+    current: list[traceback.FrameSummary] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            current = threads.setdefault(int(found[1], 16), [])
+            current.clear()  # asked twice: the last answer holds
+        elif found := _FRAME.match(line):
+            number = int(found[2]) if found[2].isdigit() else 0
+            current.insert(0, traceback.FrameSummary(found[1], number, found[3]))
+    if thread in threads:
+        return threads[thread]
+    return next(iter(threads.values())) if len(threads) == 1 else []

@@ -1,0 +1,185 @@
+"""What this process can say of itself and of its peers, collected when nobody moves."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+from lightning_distplus import flight_recorder
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.peers import Peer
+from lightning_distplus.flight_recorder import Recording
+from lightning_distplus.host_load import HostLoad
+from lightning_distplus.liveness import ProcessState, children, host_answers
+from lightning_distplus.watchdog import stacks
+from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
+from lightning_distplus.watchdog.marks import Marks
+from lightning_distplus.watchdog.p2p import p2p_call, waits_for_work
+from lightning_distplus.watchdog.verdict import name_ranks
+
+__all__ = ["Witness"]
+
+_KEPT_CALLS = 256  # of each rank, for the comparison: some steps of a large model
+_FEW_RANKS = 64
+_KEPT_CALLS_OF_MANY = 32
+_BRIEF_LINES = 8
+_PROBE_S = 0.5
+_WAIT = ".wait("
+
+
+class Witness:
+    """Knows this process at first hand, and its peers by their messages, their host's system and their network.
+
+    Args:
+        plane: The control plane; only its world is used.
+        marks: This rank's marks.
+        board: What the peers have said.
+        thread: The thread that trains.
+        printer: How data workers that are forked from this process print their stacks.
+    """
+
+    def __init__(
+        self, plane: ControlPlane, marks: Marks, board: Board, *, thread: int, printer: StackPrinter | None
+    ) -> None:
+        self._world = plane.world
+        self._host_rank = plane.host_rank
+        self.ended_by = ""
+        """The C++ exception that ends this process; empty as long as it lives."""
+        self._marks = marks
+        self._board = board
+        self._thread = thread
+        self._printer = printer
+        self._answering_hosts: dict[str, bool] = {}
+
+    def own(self) -> Evidence:
+        """This rank, at this moment."""
+        mark = self._marks.read()
+        frame = stacks.frame_of(self._thread)
+        stack = stacks.stack_of(self._thread)
+        recording = flight_recorder.dump().last(_KEPT_CALLS if self._world.size <= _FEW_RANKS else _KEPT_CALLS_OF_MANY)
+        waits = stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
+        standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
+        text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
+        if not waits and stacks.is_fetching_data(stack) and (worker := self._hanging_worker()):
+            pid, of_worker = worker
+            text += f"the data worker, pid {pid}:\n{''.join(stacks.format_stack(of_worker))}"
+            location = stacks.user_location(of_worker) or location
+        return Evidence(
+            rank=self._world.rank,
+            host=self._world.host,
+            pid=self._world.pid,
+            state=ProcessState.RUNNING.value,
+            answers=True,
+            phase=mark.phase,
+            operation=mark.operation,
+            global_step=mark.global_step,
+            silence_s=mark.silence_s,
+            waits=waits,
+            location=location,
+            stack=text,
+            stands_in=None if standing is None else asdict(standing),
+            recording=recording.to_plain(),
+            load=HostLoad.now().to_plain(),
+            was_ended_by=self.ended_by,
+        )
+
+    def of_peers(self) -> dict[int, Evidence]:
+        """Every other rank: what it has said itself, else what can be seen of it from here."""
+        return {
+            rank: Evidence(**self._board.evidence[rank]) if rank in self._board.evidence else self._seen_from_here(rank)
+            for rank in self._world.ranks
+            if rank != self._world.rank
+        }
+
+    def brief(self) -> list[str]:
+        """Where the ranks are, those in the same place in one line, the smallest groups first; asks nobody."""
+        groups: dict[str, list[int]] = {}
+        for rank in self._world.ranks:
+            groups.setdefault(self._place_of(rank), []).append(rank)
+        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: len(one[1]))]
+        more = [f"and {len(lines) - _BRIEF_LINES} more places"] if len(lines) > _BRIEF_LINES else []
+        return [*lines[:_BRIEF_LINES], *more]
+
+    def _place_of(self, rank: int) -> str:
+        seen = self._board.sightings.get(rank)
+        if rank == self._world.rank:
+            mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
+        elif seen is not None and seen.beats and not self._board.is_silent:
+            mark, place = seen.mark, seen.place
+        else:
+            return self._seen_from_here(rank).describe().partition(": ")[2]
+        return f"in {mark.operation!r}" + (f" at {place}" if place else "")
+
+    def probe_hosts(self) -> None:
+        """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
+        quiet = {
+            peer.address
+            for rank, peer in self._board.peers.items()
+            if not peer.is_here and peer.address and not self._is_heard(rank)
+        }
+        threads = [threading.Thread(target=self._probe, args=(address,), daemon=True) for address in quiet]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=2 * _PROBE_S)
+
+    def _probe(self, address: str) -> None:
+        self._answering_hosts[address] = host_answers(address, _PROBE_S)
+
+    def _is_heard(self, rank: int) -> bool:
+        seen = self._board.sightings.get(rank)
+        return rank in self._board.evidence or (seen is not None and seen.beats and not self._board.is_silent)
+
+    def _seen_from_here(self, rank: int) -> Evidence:
+        """A rank that has sent nothing: what its last beat, this host's system and the network say."""
+        peer, seen = self._board.peers.get(rank), self._board.sightings.get(rank)
+        mark = None if seen is None else seen.mark
+        state = peer.state() if peer else ProcessState.UNKNOWN
+        stack: Sequence[traceback.FrameSummary] = []
+        if peer is not None and seen is not None and seen.printer is not None and state is ProcessState.RUNNING:
+            stack = ask_for_stack(peer.pid, seen.printer)
+        is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
+        return Evidence(
+            rank=rank,
+            host=peer.host if peer else "unknown",
+            pid=peer.pid if peer else 0,
+            state=self._state_without_word(rank, peer, state, is_unreachable),
+            answers=False,
+            is_unheard=self._board.is_silent,
+            is_unreachable=is_unreachable,
+            phase=mark.phase if mark else "",
+            operation=mark.operation if mark else "",
+            global_step=mark.global_step if mark else 0,
+            silence_s=seen.silence_s if seen else 0.0,
+            location=stacks.user_location(stack) if stack else seen.place if seen else None,
+            stack="".join(stacks.format_stack(stack)),
+            is_last_seen=not stack,
+        )
+
+    def _state_without_word(self, rank: int, peer: Peer | None, state: ProcessState, is_unreachable: bool) -> str:
+        """Its state; where the store is silent and its host is there, the process that serves it is stopped."""
+        serves = rank == self._host_rank and self._board.is_silent
+        is_far = peer is not None and not peer.is_here
+        return (ProcessState.STOPPED if serves and is_far and not is_unreachable else state).value
+
+    def _hanging_worker(self) -> tuple[int, list[traceback.FrameSummary]] | None:
+        """The first data worker of this process that reads a sample, and its stack."""
+        if self._printer is None:
+            return None
+        for pid in children(self._world.pid):
+            stack = ask_for_stack(pid, self._printer)
+            if stacks.is_fetching_data(stack):
+                return pid, stack
+        return None
+
+
+def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None, recording: Recording) -> bool:
+    """Whether the thread stands in ``work.wait()``, which has no frame of its own, for a call that is not complete."""
+    line: Any = stack[-1].line if stack else None
+    return bool(line) and _WAIT in line and (bool(recording.unfinished) or waits_for_work(frame))

@@ -1,0 +1,45 @@
+"""A run that ``distplus launch`` starts, as ``python -m tests.distributed.launch_jobs``, in the place of ``fit``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus import PreemptionHandler, newest_valid
+from lightning_distplus.ending import install_exit_codes
+from lightning_distplus.testing import FaultCallback, weights_digest
+from tests.distributed.preemption_jobs import make
+
+
+class PoisonedBatch(Callback):
+    """One rank cannot stand the batch of one step, however often it meets it."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank = rank
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            raise ArithmeticError("this batch is poison")
+
+
+def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
+    install_exit_codes()
+    callbacks = [PreemptionHandler(), FaultCallback(), PoisonedBatch(1, int(poisoned_step))]
+    trainer, model, data = make("ResilientDDP", folder, callbacks)
+    trainer.checkpoint_callbacks[0]._every_n_train_steps = 1
+    model.slow_s = float(slow_s)
+    found = newest_valid(Path(folder) / "checkpoints")
+    Path(folder, f"began-{trainer.global_rank}-{time.time()}").touch()
+    trainer.fit(model, datamodule=data, ckpt_path=str(found) if found else None)
+    result = {"weights": weights_digest(model), "step": trainer.global_step}
+    Path(folder, f"result-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,232 @@
+"""Disks that fail while a run saves: all ranks hear of it, training goes on, the next save is the retry."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_distplus import newest_valid
+from lightning_distplus.checkpoint import read_manifest
+from lightning_distplus.errors import SaveFailed
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+SMALL_DISK = "6m"
+NOBODY = 65534
+
+
+class Large(jobs.Model):
+    """State of 1.5 MB, so that a disk of 6 MB holds two checkpoints and not three."""
+
+    def configure_model(self) -> None:
+        is_new = self.net is None
+        super().configure_model()
+        if is_new:
+            self.ballast = torch.nn.Parameter(torch.zeros(128, 1024))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.ballast.sum()
+
+
+class FailingSync:
+    """A disk that answers EIO to fsync from the n-th on, until it is repaired."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.num_failed = 0
+
+    def __call__(self, descriptor: int) -> None:
+        if self.is_broken:
+            self.num_failed += 1
+            raise OSError(5, "Input/output error")
+        os.fsync(descriptor)
+
+
+class Spoils(Callback):
+    """Breaks this rank's disk before the save of one step, and repairs it before the next one."""
+
+    def __init__(self, fault: str, rank: int, step: int, folder: str) -> None:
+        self.fault, self.rank, self.step, self.folder = fault, rank, step, Path(folder)
+        self.sync = FailingSync()
+        self.limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.has_fired = False
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        trainer.strategy._committed_saves.sync = self.sync
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        # The save of a step comes at the end of its batch.
+        if trainer.global_rank != self.rank:
+            return
+        if trainer.global_step == self.step - 1:
+            self.has_fired = True
+            self.spoil()
+        elif trainer.global_step == self.step:
+            self.repair()
+
+    def spoil(self) -> None:
+        if self.fault == "EIO":
+            self.sync.is_broken = True
+        elif self.fault == "short write":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, self.limit[1]))
+        elif self.fault == "EACCES":
+            self.folder.chmod(0o500)
+            os.seteuid(NOBODY if os.geteuid() == 0 else os.geteuid())
+
+    def repair(self) -> None:
+        self.sync.is_broken = False
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
+        if self.fault == "EACCES":
+            os.seteuid(os.getuid())
+            self.folder.chmod(0o700)
+
+
+def run(name: str, fault: str, rank: int, folder: str, policy: str = "continue") -> dict[str, Any]:
+    """Saves at steps 2, 4 and 6 with ``save_top_k=1``; the save of step 4 fails."""
+    arguments = {"stage": 2} if "DeepSpeed" in name else {}
+    spoils = Spoils(fault, rank, 4, folder)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    strategy = jobs.strategy(name, on_save_failure=policy, **arguments)
+    trainer = jobs.trainer(
+        strategy, 2, folder, max_steps=6, callbacks=[spoils, Sees(folder), saver], enable_checkpointing=True
+    )
+    try:
+        trainer.fit(jobs.Model(), jobs.loader())
+    except SaveFailed as error:
+        return {"error": str(error), "ranks": error.ranks, "step": trainer.global_step}
+    seen = next(callback for callback in trainer.callbacks if isinstance(callback, Sees)).seen
+    return {
+        "step": trainer.global_step,
+        "failed": strategy.num_failed_saves,
+        "best": Path(saver.best_model_path).name,
+        "seen": seen,
+        "fired": spoils.has_fired,
+    }
+
+
+class Sees(Callback):
+    """Writes down which checkpoint is the newest valid one when step 5 begins."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.seen = folder, ""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+            self.seen = str(newest_valid(self.folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "rank"),
+    [
+        ("ResilientDDP", "EIO", 0),
+        ("ResilientDDP", "short write", 0),
+        ("ResilientFSDP", "short write", 1),
+        ("ResilientModelParallel", "EACCES", 1),
+        ("ResilientModelParallel", "EIO", 1),
+        ("ResilientDeepSpeed", "short write", 1),
+        ("ResilientDeepSpeed", "EACCES", 0),
+    ],
+)
+def test_training_goes_on_over_a_failed_save_and_the_next_one_retries(
+    name: str, fault: str, rank: int, tmp_path: Path
+) -> None:
+    begin = time.monotonic()
+    result = spawn(run, 2, args=(name, fault, rank, str(tmp_path)), deadline="50s").check()
+    assert time.monotonic() - begin < 50
+    old = tmp_path / "step=2.ckpt"
+    for number, outcome in result.results.items():
+        assert outcome["fired"] is (number == rank)
+        assert (outcome["step"], outcome["failed"], outcome["best"]) == (6, 1, "step=6.ckpt")
+        assert outcome["seen"] == str(old)
+        assert f"rank {rank} failed first" in result.logs[number]
+        assert "training goes on without the checkpoint" in result.logs[number]
+    assert newest_valid(tmp_path) == tmp_path / "step=6.ckpt"
+    assert not old.exists()
+    assert not (tmp_path / "step=4.ckpt").exists()
+
+
+def test_by_policy_a_failed_save_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    result = spawn(run, 2, args=("ResilientFSDP", "EIO", 0, str(tmp_path), "raise"), deadline="50s").check()
+    for outcome in result.results.values():
+        assert (outcome["ranks"], outcome["step"]) == ([0], 4)
+        assert "Input/output error" in outcome["error"]
+    assert newest_valid(tmp_path) == tmp_path / "step=2.ckpt"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 6 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("a disk that is really full needs the right to mount a tmpfs (root, or CAP_SYS_ADMIN)")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class MakesRoom(Callback):
+    """Fills the disk before the save of step 4, and empties it before the one of step 6."""
+
+    def __init__(self, folder: str) -> None:
+        self.ballast = Path(folder) / "somebody's.log"
+        self.best = ""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and trainer.global_step == 3:
+            with self.ballast.open("wb") as file:
+                file.truncate(0)
+                while True:
+                    try:
+                        os.write(file.fileno(), bytes(1 << 16))
+                    except OSError:
+                        break
+        if trainer.global_step == 5:
+            self.best = Path(trainer.checkpoint_callback.best_model_path).name
+            if trainer.is_global_zero:
+                self.ballast.unlink()
+
+
+def fill_a_disk(name: str, disk: str, folder: str) -> dict[str, Any]:
+    """Saves to a folder, with the best of one kept by a monitor; ``disk`` is full while step 4 is saved."""
+    tempfile.tempdir = disk
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=2, save_top_k=1, monitor="step", mode="max", save_last="link"
+    )
+    room = MakesRoom(disk)
+    strategy = jobs.strategy(name)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=6, callbacks=[room, saver], enable_checkpointing=True)
+    trainer.fit(Large(), jobs.loader())
+    return {"failed": strategy.num_failed_saves, "then": room.best, "at end": sorted(saver.best_k_models)}
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
+def test_a_full_disk_costs_one_checkpoint_and_not_the_run(name: str, small_disk: Path) -> None:
+    result = spawn(fill_a_disk, 2, args=(name, str(small_disk), str(small_disk)), deadline="50s").check()
+    newest = small_disk / "step=6.ckpt"
+    for outcome in result.results.values():
+        assert outcome == {"failed": 1, "then": "step=2.ckpt", "at end": [str(newest)]}
+    assert "No space left on device" in result.logs[0] + result.logs[1]
+    assert newest_valid(small_disk) == newest
+    assert read_manifest(small_disk / "last.ckpt").global_step == 6
+    assert {path.name for path in small_disk.iterdir()} == {".distplus", "distplus", "last.ckpt", "step=6.ckpt"}
+
+
+def test_a_full_temporary_folder_does_not_matter(small_disk: Path, tmp_path: Path) -> None:
+    # Lightning writes a single-file checkpoint to $TMPDIR first; here it is written where it shall be.
+    folder = tmp_path / "checkpoints"
+    result = spawn(fill_a_disk, 2, args=("ResilientDDP", str(small_disk), str(folder)), deadline="50s").check()
+    for outcome in result.results.values():
+        assert outcome == {"failed": 0, "then": "step=4.ckpt", "at end": [str(folder / "step=6.ckpt")]}

@@ -1,0 +1,147 @@
+"""Rows H5 and H7: what is slow, paused or debugged is reported where that is wanted, and never ended."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_distplus import _compat
+from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
+from tests.distributed import jobs
+
+DEADLINE_S = 1.5
+LONG_S = 3 * DEADLINE_S
+
+
+def fit(folder: str, *callbacks: Callback, data: Any = None, report_after: float | None = 30.0, **named: Any) -> int:
+    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": report_after}
+    trainer = jobs.trainer(
+        jobs.strategy("ResilientDDP", timeout=timeouts), 2, folder, max_steps=8, callbacks=list(callbacks), **named
+    )
+    trainer.fit(jobs.Model(), data or jobs.loader(), *([jobs.loader(8)] if "limit_val_batches" in named else []))
+    return trainer.global_step
+
+
+def slow_everywhere(folder: str) -> int:
+    """One run with a slow first step, a slow validation and a slow save, each three times the step's deadline."""
+    saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=6)
+    named = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    return fit(folder, FaultCallback(), saves, report_after=None, **named)
+
+
+def check_slow(folder: Path) -> None:
+    faults = FaultPlan().slow(rank=1, step=0, duration_s=LONG_S)
+    faults = faults.slow(rank=1, step=4, duration_s=LONG_S, where="validation")
+    faults = faults.slow(rank=1, step=6, duration_s=LONG_S, where="save")
+    run = spawn(slow_everywhere, 2, args=(str(folder),), faults=faults).check()
+    assert run.results == {0: 8, 1: 8}
+    assert not list(folder.glob("distplus/verdict-*"))
+    assert not any("no progress" in log for log in run.logs.values())  # report_after=None
+
+
+def test_a_slow_first_step_validation_and_save_end_nothing(tmp_path: Path) -> None:
+    check_slow(tmp_path)
+
+
+class SlowData(Dataset[torch.Tensor]):
+    """Every sample takes its time on one rank; no batch takes as long as the deadline."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(DEADLINE_S / 8 if os.environ["RANK"] == "1" else 0.0)
+        return torch.ones(jobs.NUM_FEATURES)
+
+
+def slow_data(folder: str) -> int:
+    return fit(folder, data=DataLoader(SlowData(), batch_size=4))
+
+
+def test_slow_data_that_comes_ends_nothing(tmp_path: Path) -> None:
+    assert spawn(slow_data, 2, args=(str(tmp_path),)).check().results == {0: 8, 1: 8}
+
+
+class Breakpoint(Callback):
+    """Rank 1 stops in pdb; somebody types "c" after a while."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal = terminal
+        self.group_timeout: timedelta | None = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.group_timeout = _compat.read_group_timeout(_compat.process_groups()[0])
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            person = threading.Timer(LONG_S, os.write, (self.terminal, b"c\n"))
+            person.start()
+            pdb.Pdb(nosigint=True).set_trace()
+            person.join()
+
+
+def debugged(rank: int, folder: str) -> tuple[int, timedelta | None]:
+    terminal, end = os.openpty()
+    if rank == 1:
+        os.dup2(end, 0)
+        sys.stdin = os.fdopen(0)
+    callback = Breakpoint(terminal)
+    return fit(folder, callback, report_after=1.0), callback.group_timeout
+
+
+def test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does(tmp_path: Path) -> None:
+    run = spawn(debugged, 2, args=(str(tmp_path),)).check()
+    assert run.results == {0: (8, timedelta(days=1)), 1: (8, timedelta(days=1))}
+    assert "no progress for" in run.logs[0]
+    assert "a rank stands in a debugger; nothing is ended" in run.logs[0]
+    assert not list(tmp_path.glob("distplus/verdict-*"))
+
+
+class Pause(Callback):
+    """Stops all ranks at once, as Ctrl-Z in a terminal does, and lets them go on later."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            said = trainer.strategy.plane.gather_json("pids", {"pid": os.getpid()}, timedelta(seconds=10))
+            pids = " ".join(str(one["pid"]) for one in said)
+            if trainer.global_rank == 0:
+                command = f"kill -STOP {pids}; sleep {LONG_S}; kill -CONT {pids}"
+                subprocess.Popen(["sh", "-c", command], start_new_session=True)
+
+
+def paused(folder: str) -> tuple[int, float]:
+    start = time.monotonic()
+    return fit(folder, Pause()), time.monotonic() - start
+
+
+def test_a_job_that_is_paused_goes_on(tmp_path: Path) -> None:
+    run = spawn(paused, 2, args=(str(tmp_path),)).check()
+    assert {steps for steps, _ in run.results.values()} == {8}
+    assert all(seconds > LONG_S for _, seconds in run.results.values())
+    assert not list(tmp_path.glob("distplus/verdict-*"))
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("number", range(10))
+def test_five_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
+    """With three kinds in the first run: 50 slow moments in all."""
+    for name, check in (
+        ("slow", check_slow),
+        ("data", test_slow_data_that_comes_ends_nothing),
+        ("debugged", test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does),
+        ("paused", test_a_job_that_is_paused_goes_on),
+    ):
+        (tmp_path / name).mkdir()
+        check(tmp_path / name)

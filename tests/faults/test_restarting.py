@@ -1,0 +1,134 @@
+"""Rows P4 and P5: under ``distplus launch`` a killed rank comes back, and a batch that always fails ends the job."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus.events import read_events
+from lightning_distplus.testing import FaultPlan, spawn
+from tests.distributed.preemption_jobs import STEPS, train
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = """
+import sys
+from lightning_distplus.cli import launch
+launch.resuming = lambda command: lambda has_saved: ["-m", "tests.distributed.launch_jobs", *command]
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def launch(
+    folder: Path,
+    *job: str,
+    options: tuple[str, ...] = (),
+    plan: FaultPlan | None = None,
+    then: Callable[[subprocess.Popen[str]], None] = lambda launcher: None,
+) -> tuple[int, str]:
+    """Exit code, and what the launcher wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if plan is not None:
+        environment["DISTPLUS_FAULTS"] = FaultPlan(plan.faults, str(folder / "faults")).to_json()
+    log = folder / "launcher.log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, "--nproc", "2", "--log-dir", str(folder / "logs"), *options, "--", *job],
+            cwd=ROOT, env=environment, stdout=file, stderr=file, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            then(launcher)
+            code = launcher.wait(timeout=150)
+        finally:
+            launcher.kill()
+    return code, log.read_text()
+
+
+def results(folder: Path) -> list[dict[str, object]]:
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@functools.cache
+def undisturbed() -> list[dict[str, object]]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = spawn(train, 2, args=("ResilientDDP", folder, None, {}), deadline="120s").check()
+    return [{"weights": run.results[rank]["weights"], "step": STEPS} for rank in (0, 1)]
+
+
+def assert_comes_back(folder: Path, *kills: tuple[int, int, str]) -> None:
+    plan = FaultPlan()
+    for rank, step, where in kills:
+        plan = plan.kill(rank, step=step, where=where)
+    code, log = launch(folder, str(folder), plan=plan, options=("--max-restarts", str(len(kills))))
+    assert code == 0, log
+    assert (folder / "faults").read_text().count("\n") == len(kills)
+    assert results(folder) == undisturbed()
+    events = read_events(folder / "distplus")
+    restarts = [event for event in events if event["kind"] == "restart"]
+    assert [(event["culprit"], event["exit_code"]) for event in restarts] == [(rank, 137) for rank, *_ in kills]
+    resumed = [event["attempt"] for event in events if event["kind"] == "loaded" and event["rank"] == 0]
+    assert resumed == list(range(1, len(kills) + 1))
+    for number, (rank, *_) in enumerate(kills, 1):
+        assert f"(rank {rank}, killed by SIGKILL); attempt {number} begins" in log
+
+
+def test_killed_ranks_come_back_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    assert_comes_back(tmp_path, (0, 6, "after_backward"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(50))
+def test_a_rank_killed_at_random_comes_back(number: int, tmp_path: Path) -> None:
+    chance = random.Random(number)
+    where = chance.choice(("batch_start", "before_backward", "after_backward", "before_optimizer_step", "batch_end"))
+    assert_comes_back(tmp_path, (chance.choice((0, 1)), chance.randrange(1, STEPS), where))
+
+
+def test_a_batch_that_fails_every_time_ends_the_job_with_its_samples(tmp_path: Path) -> None:
+    code, log = launch(tmp_path, str(tmp_path), "0", "2", options=("--max-restarts", "9", "--same-step", "2"))
+    assert code == 174, log
+    assert "2 attempts in a row ended at step 2" in log
+    assert "rank 1: the samples in hand were " in log
+    assert len(re.findall(r"^\[\d\] ArithmeticError: this batch is poison$", log, flags=re.MULTILINE)) == 2
+    (verdict,) = (tmp_path / "distplus").glob("verdict-no-progress-*.json")
+    written = json.loads(verdict.read_text())
+    assert (written["kind"], written["culprits"], written["global_step"]) == ("no_progress", [1], 2)
+
+
+@pytest.mark.soak
+def test_the_culprits_exit_code_is_returned_when_the_restarts_are_spent(tmp_path: Path) -> None:
+    plan = FaultPlan().kill(1, step=4)
+    code, log = launch(tmp_path, str(tmp_path), plan=plan, options=("--max-restarts", "0"))
+    assert code == 137, log
+    assert "all 0 restarts are spent" in log
+    assert {path.name for path in (tmp_path / "logs" / "attempt-0").glob("*.err")} == {"rank00000.err", "rank00001.err"}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SIGUSR1", "SIGINT"))])
+def test_a_signal_to_the_launcher_stops_all_ranks_with_one_checkpoint(name: str, tmp_path: Path) -> None:
+    def ask(launcher: subprocess.Popen[str]) -> None:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "checkpoints").glob("*step=2.ckpt")):
+            assert launcher.poll() is None, (tmp_path / "launcher.log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        launcher.send_signal(getattr(signal, name))
+
+    code, log = launch(tmp_path, str(tmp_path), "0.2", then=ask)
+    assert code == 143, log
+    (saved,) = (tmp_path / "checkpoints").glob("preempt-step=*.ckpt")
+    ended = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "preempted"]
+    assert [event["path"] for event in ended] == [str(saved)] * 2
+    assert ended[0]["global_step"] < STEPS

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus.calibration import Calibration
+from lightning_distplus.cli.__main__ import main
+from lightning_distplus.events import EventLog
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.judging import judge
+
+
+def a_run(folder: Path) -> Path:
+    """A run whose deadlines were measured, and which has ended with a verdict."""
+    home = folder / "distplus"
+    calibration = Calibration()
+    calibration.settle([{"step": 0.5}, {"step": 4.0, "validation": 0.25}])
+    with EventLog(home, 0) as log:
+        log.write("saved", path="a.ckpt", global_step=10)
+        log.write("calibrated", **calibration.to_event())
+        log.write("failed", error="RuntimeError: the first line\nthe second")
+    ranks = [
+        Evidence(rank=rank, host="node0", pid=7, state="running", answers=True, waits=rank == 0, operation="forward")
+        for rank in range(2)
+    ]
+    judge(dict(enumerate(ranks)), "hang-1").write(home, "node0")
+    return folder
+
+
+def test_a_run_is_shown_with_its_errors_its_deadlines_and_their_reasons_and_its_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(a_run(tmp_path))]) == 0
+    output = capsys.readouterr().out
+    assert "1 checkpoints saved" in output
+    assert "rank 0 failed at" in output
+    assert "RuntimeError: the first line\n" in output
+    assert "step              80 s   20 times the longest, 4.00 s on rank 1\n" in output
+    assert "validation        60 s   20 times the longest, 0.25 s on rank 1; that is the least\n" in output
+    assert "checkpoint      3600 s   the default: none in the first 50 steps\n" in output
+    assert "=== hang: rank 1 to blame, rank 0 waiting" in output
+    assert "verdict-hang-1-node0.json" in output
+
+
+def test_a_verdict_of_another_version_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = a_run(tmp_path) / "distplus"
+    (home / "verdict-later-node0.json").write_text(json.dumps({"version": 2}))
+    assert main(["report", str(home)]) == 0
+    output = capsys.readouterr().out
+    assert "version 2 of a verdict; this program reads version 1." in output
+    assert "=== hang" in output
+
+
+def test_a_folder_without_a_run_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "neither events nor verdicts" in capsys.readouterr().err

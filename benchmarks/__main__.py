@@ -25,8 +25,10 @@ NAMES = (
     "checked_collectives",
     "watchdog_scale",
     "flight_recorder_cost",
+    "mark_cost",
     "strategy_cost",
     "divergence_overhead",
+    "hangs",
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 

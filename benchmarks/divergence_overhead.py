@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from benchmarks import jobs, strategy_cost
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus import RankDivergenceMonitor, ResilientDDP
-from lightning_distplus.callbacks.check import Check
 from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
 from lightning_distplus.divergence.fingerprint import Windows
 from lightning_distplus.divergence.mailbox import Mailbox
@@ -69,20 +68,25 @@ class _Toggle(strategy_cost.Toggle):
     def __init__(self, schedule: list[str], monitor: RankDivergenceMonitor) -> None:
         super().__init__(schedule)
         self._monitor = monitor
-        self._checks: list[Check] = []
 
-    def choose(self, arm: str) -> Callable[[Any, int], None]:
-        """The gate of an arm; the checks rest in the others."""
-        monitor, is_on = self._monitor, arm == "ours"
-        if not self._checks:
-            self._checks = list(monitor.checks)
-        assert monitor._gate is not None
-        monitor._gate.is_open = is_on
-        monitor.checks = self._checks if is_on else []
-        for check in self._checks:
-            if isinstance(check, NonFiniteCheck) and check._bucket_hook is not None:
-                check._bucket_hook._is_retired = not is_on
-        return super().choose(arm)
+    def arms(self, trainer: Any) -> dict[str, Callable[[Any, int], None]]:
+        """The gates; the checks rest while another one than ours is called."""
+        return {arm: self._with_checks(gate, is_on=arm == "ours") for arm, gate in super().arms(trainer).items()}
+
+    def _with_checks(self, gate: Callable[[Any, int], None], *, is_on: bool) -> Callable[[Any, int], None]:
+        monitor, checks = self._monitor, list(self._monitor.checks)
+        hooks = [check._bucket_hook for check in checks if isinstance(check, NonFiniteCheck)]
+
+        def switched(batch: Any, batch_idx: int) -> None:
+            assert monitor._gate is not None
+            monitor._gate.is_open = is_on
+            monitor.checks = checks if is_on else []
+            for hook in hooks:
+                assert hook is not None
+                hook._is_retired = not is_on
+            gate(batch, batch_idx)
+
+        return switched
 
 
 def _fit(rank: int, alternations: int, work_s: float, folder: str) -> tuple[list[str], list[Any]]:

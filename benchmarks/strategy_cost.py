@@ -25,7 +25,7 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.testing import spawn
 
-__all__ = ["ARMS", "BLOCK", "WARM_UP", "Toggle", "blocks_of", "figures_of", "measure", "run"]
+__all__ = ["ARMS", "BLOCK", "WARM_UP", "Toggle", "blocks_of", "differences", "figures_of", "measure", "run"]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ResilientDDP": {},
@@ -49,19 +49,21 @@ def run(quick: bool) -> list[Figure]:
     return [figure for name in STRATEGIES for figure in figures_of(name, measure(name, 20 if quick else 100))]
 
 
-def measure(name: str, alternations: int, work_s: float = _WORK_S) -> dict[int, Blocks]:
+def measure(
+    name: str, alternations: int, work_s: float = _WORK_S, toggle: type[Toggle] | None = None
+) -> dict[int, Blocks]:
     """Per rank: what a step of each block took, in its order."""
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
-        result = spawn(_fit, 2, args=(name, alternations, work_s, folder), deadline="10m").check()
+        result = spawn(_fit, 2, args=(name, alternations, work_s, folder, toggle or Toggle), deadline="10m").check()
     return {rank: blocks_of(*result.results[rank]) for rank in sorted(result.results)}
 
 
 def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     """The figures of the rank to which the gate adds more wall time."""
-    worse = max(ranks, key=lambda rank: median(_differences(ranks[rank], "wall_us", "ours")))
+    worse = max(ranks, key=lambda rank: median(differences(ranks[rank], "wall_us", "ours")))
     arms = ranks[worse]
     wall, cpu, spread = (
-        _differences(arms, *pair) for pair in (("wall_us", "ours"), ("cpu_us", "ours"), ("wall_us", "control"))
+        differences(arms, *pair) for pair in (("wall_us", "ours"), ("cpu_us", "ours"), ("wall_us", "control"))
     )
     step_us = median(arms["stock"]["wall_us"])
     ratio, control = ([1 + value / step_us for value in values] for values in (wall, spread))
@@ -82,7 +84,7 @@ def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     ]
 
 
-def _differences(arms: Blocks, quantity: str, arm: str) -> list[float]:
+def differences(arms: Blocks, quantity: str, arm: str) -> list[float]:
     """``arm`` minus stock, one for each alternation."""
     return [mine - stock for mine, stock in zip(arms[arm][quantity], arms["stock"][quantity], strict=True)]
 
@@ -96,38 +98,38 @@ class Toggle(Callback):
         self._gates: dict[str, Callable[[Any, int], None]] = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Takes the gate's place, once."""
-        if self._gates:
-            return
+        """Takes its place at the first batch."""
+        if not self._gates:
+            self._gates = self.arms(trainer)
+            trainer.strategy.on_train_batch_start = self._pass  # type: ignore[method-assign]
+
+    def arms(self, trainer: pl.Trainer) -> dict[str, Callable[[Any, int], None]]:
+        """What stands in the place of the gate, by arm."""
         loop: Any = trainer.fit_loop.epoch_loop
         broadcast = type(loop)._broadcast_sigterm_tensor.__get__(loop)
 
         def stock(batch: Any, batch_idx: int) -> None:
             broadcast()
 
-        ours = trainer.strategy.on_train_batch_start
-        self._gates = {"ours": ours, "stock": stock, "control": stock}
-        trainer.strategy.on_train_batch_start = self._pass  # type: ignore[method-assign]
-
-    def choose(self, arm: str) -> Callable[[Any, int], None]:
-        """What is called in a step of this arm."""
-        return self._gates[arm]
+        return {"ours": trainer.strategy.on_train_batch_start, "stock": stock, "control": stock}
 
     def _pass(self, batch: Any, batch_idx: int) -> None:
         # The loop calls it once more than there are steps in the schedule: that mark ends the last step.
-        gate = self.choose(self.schedule[min(len(self.marks), len(self.schedule) - 1)])
+        gate = self._gates[self.schedule[min(len(self.marks), len(self.schedule) - 1)]]
         cpu, start = time.thread_time(), time.perf_counter()
         gate(batch, batch_idx)
         self.marks.append((start, cpu, time.perf_counter() - start))
 
 
-def _fit(rank: int, name: str, alternations: int, work_s: float, folder: str) -> tuple[list[str], list[Any]]:
+def _fit(
+    rank: int, name: str, alternations: int, work_s: float, folder: str, kind: type[Toggle]
+) -> tuple[list[str], list[Any]]:
     """One rank: the arm of each step, and the marks."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     order = random.Random(0)
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
-    toggle = Toggle([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
+    toggle = kind([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
     strategy = getattr(lightning_distplus, name)(**STRATEGIES[name])
     trainer = jobs.trainer(strategy, folder, max_steps=num_steps, callbacks=[toggle])

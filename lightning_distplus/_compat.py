@@ -545,18 +545,20 @@ def on_terminate(handler: Callable[[str], None]) -> Callable[[], None] | None:
             signature(previous)()
 
     entry = signature(terminate)
+    _entries.append(entry)
     previous: int = set_terminate(ctypes.cast(entry, ctypes.c_void_p))
 
     def restore() -> None:
         found = set_terminate(previous)
-        if found != ctypes.cast(entry, ctypes.c_void_p).value:  # somebody has chained his own since then
+        if found == ctypes.cast(entry, ctypes.c_void_p).value:
+            _entries.remove(entry)
+        else:  # somebody has chained his own since then, who may call ours
             set_terminate(found)
-            _kept_for_ever.append(entry)
 
     return restore
 
 
-_kept_for_ever: list[Any] = []  # C++ may still call it
+_entries: list[Any] = []  # C++ may call them, so they must live
 
 
 def _name_of_type(address: int | None) -> str:

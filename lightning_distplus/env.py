@@ -8,20 +8,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = [
+    "CROSS_RANK",
+    "CROSS_SIZE",
+    "CUDA_VISIBLE_DEVICES",
     "DISTPLUS_ATTEMPT",
     "DISTPLUS_FAULTS",
     "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "KUBERNETES_SERVICE_HOST",
+    "LAUNCH_VARIABLES",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NNODES",
     "NODE_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
     "OMP_NUM_THREADS",
+    "PET_NNODES",
+    "PMI_RANK",
+    "PMI_SIZE",
     "PYTHONBREAKPOINT",
     "RANK",
     "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
     "SLURM_RESTART_COUNT",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_NUM_TASKS",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -87,6 +107,35 @@ OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 
+# What launchers set, for the launch check. Slurm's job variables are in a batch script too; its step variables are only
+# where srun started the process.
+SLURM_NTASKS = Variable("SLURM_NTASKS", "number of Slurm tasks; Lightning takes it for the number of processes")
+SLURM_JOB_NAME = Variable("SLURM_JOB_NAME", "name of the Slurm job; to Lightning, bash is no batch job")
+SLURM_NNODES = Variable("SLURM_NNODES", "number of nodes of the Slurm job")
+SLURM_PROCID = Variable("SLURM_PROCID", "index of this Slurm task; Lightning takes it for the rank")
+SLURM_STEP_ID = Variable("SLURM_STEP_ID", "the srun step that started this process; unset in a batch script")
+SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", "number of processes that srun started")
+SLURM_STEP_NUM_NODES = Variable("SLURM_STEP_NUM_NODES", "number of nodes on which srun started them")
+GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", "number of torchrun agents, one a node")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "number of processes of this node, set by torchrun")
+OMPI_COMM_WORLD_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "number of processes that Open MPI started")
+OMPI_COMM_WORLD_RANK = Variable("OMPI_COMM_WORLD_RANK", "index of this process under Open MPI")
+PMI_SIZE = Variable("PMI_SIZE", "number of processes that MPICH or Intel MPI started")
+PMI_RANK = Variable("PMI_RANK", "index of this process under MPICH or Intel MPI")
+CROSS_SIZE = Variable("CROSS_SIZE", "number of nodes, set by DeepSpeed's launcher")
+CROSS_RANK = Variable("CROSS_RANK", "index of this node, set by DeepSpeed's launcher")
+NNODES = Variable("NNODES", "number of nodes, by the habit of many launch scripts")
+PET_NNODES = Variable("PET_NNODES", "number of nodes, set by Kubeflow for torchrun")
+KUBERNETES_SERVICE_HOST = Variable("KUBERNETES_SERVICE_HOST", "set in every pod of Kubernetes")
+CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the GPUs that this process may use")
+
+LAUNCH_VARIABLES = (
+    MASTER_ADDR, MASTER_PORT, NODE_RANK, GROUP_RANK, RANK, LOCAL_RANK, WORLD_SIZE, GROUP_WORLD_SIZE, LOCAL_WORLD_SIZE,
+    NNODES, PET_NNODES, TORCHELASTIC_RUN_ID, SLURM_JOB_ID, SLURM_NNODES, SLURM_NTASKS, SLURM_PROCID, SLURM_STEP_ID,
+    SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, PMI_SIZE, PMI_RANK,
+    CROSS_SIZE, CROSS_RANK, KUBERNETES_SERVICE_HOST, CUDA_VISIBLE_DEVICES,
+)  # fmt: skip
+"""What the launch check reads."""
 DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
 TORCH_FR_BUFFER_SIZE = Variable(

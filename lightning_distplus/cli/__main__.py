@@ -33,6 +33,8 @@ COMMANDS = {
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
+    "preflight": Command("preflight", "meet all ranks, and check every host"),
+    "doctor": Command("doctor", "what would go wrong on this host"),
     "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
     "verify": Command("verify", "check every checkpoint in a folder"),
     "export": Command("export", "write a sharded checkpoint as one file"),

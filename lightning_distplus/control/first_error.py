@@ -23,6 +23,8 @@ from lightning_distplus.errors import (
     PeerFailed,
     PeerLost,
     PeerMissing,
+    PreflightError,
+    RendezvousError,
 )
 from lightning_distplus.world import World
 
@@ -34,7 +36,8 @@ _KEY = "first-error"
 _HEARD_BY = "first-error/heard-by"
 _TEXT_BYTES = 64 << 10
 # What one rank finds out about what is no rank's own: whoever hears of it raises the same.
-_SHARED: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
+_SHARED_TYPES = (CheckpointCorrupt, CheckpointMismatch, PreflightError, RendezvousError)
+_SHARED: dict[str, type[DistplusError]] = {error.__name__: error for error in _SHARED_TYPES}
 # And about others.
 _VERDICT_TYPES = (PeerMissing, PeerLost, HangDetected)
 _VERDICTS: dict[str, type[PeerError]] = {error.__name__: error for error in _VERDICT_TYPES}

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
 from lightning_distplus.attended import is_attended
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.reach import SILENCE_S, explain_silence, is_local
+from lightning_distplus.control.refusals import Refusals
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.world import World
 
@@ -29,7 +32,8 @@ log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _CONNECT_EVERY_S = 0.05
 # A store answers in milliseconds, also while a thousand ranks come at once.
-_ANSWER_S = 20.0
+_ANSWER_S = 3.0
+_SECOND_ANSWER_S = 1.5  # for rank 0, which knows already that the port is taken
 _ANSWER_MARGIN_S = 0.5
 # Bounds calls that never wait in a healthy job (get of a key that is there, clone); our waits bring their own deadline.
 _CALL_TIMEOUT = timedelta(seconds=60)
@@ -88,7 +92,7 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         end = time.monotonic() + deadline.total_seconds()
         store = _open_store(world, address, deadline)
         plane = _introduce(store, world, address)
-        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())))
+        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())), _refusals(store, world, address))
         _plane = plane
         return plane
 
@@ -121,8 +125,12 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
 def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
     prefixed = PrefixStore(address.prefix, store)
     try:
-        _agree_on_job(store, world, address)
-        _claim_rank(prefixed, world, address.host)
+        try:
+            _agree_on_job(store, world, address)
+            _claim_rank(prefixed, world, address.host)
+        except RendezvousError as error:
+            _refusals(store, world, address).leave(str(error))
+            raise
         return ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
     except dist.DistNetworkError as error:
         raise PeerLost(
@@ -132,18 +140,29 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
         ) from error
 
 
-def _meet(plane: ControlPlane, deadline: timedelta) -> None:
+def _refusals(store: Store, world: World, address: Address) -> Refusals:
+    """Of this job and attempt only: what was refused for being of another job concerns nobody."""
+    return Refusals(store, f"distplus/{address.attempt}/refused/{address.job}", serves_store=world.rank == 0)
+
+
+def _meet(plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = None) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
     plane.listen()
+    plane.on_wait = None if refusals is None else refusals.raise_if_any
     try:
         if is_attended():
             plane.append(_ATTENDED, b"1")
         plane.barrier("rendezvous", deadline)
         plane.is_attended = plane.read(_ATTENDED) is not None
+    except RendezvousError:  # each rank reads it itself
+        plane.stop_listening()
+        raise
     except BaseException as error:
         plane.report_failure(error)
         plane.stop_listening()
         raise
+    finally:
+        plane.on_wait = None
 
 
 def disconnect() -> None:
@@ -173,17 +192,62 @@ def _serve(world: World, address: Address) -> TCPStore:
     try:
         listener = _listen(host, address.port)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            _refuse_second_rank_0(host, world, address)
         raise RendezvousError(
             f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {_port_remedy(error)}"
         ) from error
-    return TCPStore(
-        host,
+    is_elsewhere = host != _LOOPBACK and not is_local(host)
+    store = TCPStore(
+        _LOOPBACK if is_elsewhere else host,
         address.port,
         is_master=True,
         wait_for_workers=False,
         timeout=_CALL_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
+    if is_elsewhere:
+        _refuse_another_host(store, world, address)
+    return store
+
+
+def _refuse_second_rank_0(host: str, world: World, address: Address) -> None:
+    """Where another rank 0 serves this job's store already, both are named, there too."""
+    try:
+        store = _join(world, host, address, timedelta(seconds=_SECOND_ANSWER_S))
+    except RendezvousError:
+        return  # it is no store: the port is merely taken
+    if PrefixStore(address.prefix, store).check(["hello/0"]):
+        _introduce(store, world, address)
+
+
+def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None:
+    """Rank 0 serves on a host that the main address does not name: fine behind a service, else a mistake.
+
+    Raises:
+        RendezvousError: Another rank 0 answers at the main address, or nobody does.
+    """
+    mine.set("distplus/server", f"{world.host} {world.pid}")
+    error: OSError | None = None
+    end = time.monotonic() + SILENCE_S
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address.host, address.port), timeout=1.0).close()
+        except OSError as found:
+            error = found
+            time.sleep(_CONNECT_EVERY_S)
+            continue
+        there = _join(world, address.host, address, _CALL_TIMEOUT)
+        if not there.check(["distplus/server"]) or bytes(there.get("distplus/server")) != mine.get("distplus/server"):
+            _introduce(there, world, address)
+        return
+    if env.KUBERNETES_SERVICE_HOST.get() is None:
+        raise RendezvousError(
+            f"Rank 0 runs on {world.host}, and MASTER_ADDR={address.host} is another host, where nobody answers at "
+            f"port {address.port} ({error}). Set NODE_RANK=0 on {address.host}, or MASTER_ADDR to {world.host}, the "
+            "same on every node."
+        ) from error
+    log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, error)
 
 
 def _port_remedy(error: OSError) -> str:
@@ -209,13 +273,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _await_port(world: World, host: str, address: Address, deadline: timedelta) -> timedelta:
     """Tries until somebody listens; torch's own client overruns its time-out by seconds. Returns the time left."""
-    end = time.monotonic() + deadline.total_seconds()
+    begin = time.monotonic()
+    end = begin + deadline.total_seconds()
     while True:
         try:
             left_s = end - time.monotonic()
             socket.create_connection((host, address.port), timeout=min(max(left_s, 0.05), 1.0)).close()
             return timedelta(seconds=max(1.0, end - time.monotonic()))
         except OSError as error:
+            reason = explain_silence(world, host, address.port, error) if _is_silent(begin) else None
+            if reason is not None:
+                raise RendezvousError(reason) from error
             if time.monotonic() >= end:
                 raise PeerMissing(
                     f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
@@ -224,6 +292,10 @@ def _await_port(world: World, host: str, address: Address, deadline: timedelta) 
                     [0],
                 ) from error
             time.sleep(_CONNECT_EVERY_S)
+
+
+def _is_silent(since: float) -> bool:
+    return time.monotonic() - since >= SILENCE_S
 
 
 def _join(world: World, host: str, address: Address, deadline: timedelta) -> TCPStore:

@@ -43,6 +43,7 @@ class SampleAudit(Callback):
         self._loaded: dict[str, Any] | None = None
         self._request: Request | None = None
         self._step = 0
+        self._is_stream = False
         self._is_counted = True  # tensor-parallel peers get the same samples: the first of them counts
         # Of the steps that are done, and of the one that is not, on this rank; the loaded part counts on rank 0 alone.
         self._done = SampleSum()
@@ -71,13 +72,13 @@ class SampleAudit(Callback):
         self._window = []
         position, geometry = data.position(), data.geometry
         self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
-        is_stream = "sources" in data.identity
+        self._is_stream = "sources" in data.identity
         facts = {
             "version": _VERSION,
             "world_size": trainer.world_size,
             "data_parallel": [geometry.ranks.rank, geometry.ranks.size],
             "first_step": trainer.global_step,
-            "first": [0, position.consumed_samples] if is_stream else [position.epoch, position.offset],
+            "first": [0, position.consumed_samples] if self._is_stream else [position.epoch, position.offset],
             "epoch_samples": int(trainer.num_training_batches) * geometry.micro_step,
             "identity": data.identity,
             "loaded": loaded,
@@ -144,7 +145,7 @@ class SampleAudit(Callback):
 
     def _epoch(self, request: Request) -> int:
         """Positions of a stream count over all epochs."""
-        return request.epoch if request.ids.ndim == 1 else 0
+        return 0 if self._is_stream else request.epoch
 
 
 def _from_all_ranks(mine: list[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distplus.data.audit_records import AuditBatch, AuditFile, read_audit, sum_of_samples
+from lightning_distplus.data.combined import CombinedOrder
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.phases import order_of
 
@@ -213,5 +214,8 @@ def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.in
     if "sources" in identity:
         return order_of(identity)(positions)
     seed, shuffle = identity["seed"], identity["shuffle"]
+    if identity.get("parts"):
+        length = identity["num_samples"]
+        return CombinedOrder(identity["parts"], length=length, seed=seed, epoch=epoch, shuffle=shuffle)(positions)
     order = EpochOrder(num_samples=identity["num_samples"], seed=seed, epoch=epoch, shuffle=shuffle)
     return order(positions)[:, None]

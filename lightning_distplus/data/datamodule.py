@@ -96,10 +96,10 @@ class ExactDataModule(pl.LightningDataModule):
 
     @abstractmethod
     def _fetcher(self, stage: str) -> Any:
-        """Fetches a request of the stage, "train" or "val"."""
+        """Fetches a request of the stage, "train", "val", or "val/..." where there are several."""
 
     @abstractmethod
-    def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
+    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         """The validation batches, or None where there is no validation data."""
 
     @abstractmethod
@@ -211,14 +211,14 @@ class ExactDataModule(pl.LightningDataModule):
         geometry = self._joined().geometry
         return self._loader("train", self._begin_epoch, lambda: int(self._num_batches(geometry)))
 
-    def _validation_loader(self) -> Any:
-        plan = self._validation_plan(data_parallel(self.trainer))
+    def _validation_loader(self, stage: str = "val") -> Any:
+        plan = self._validation_plan(data_parallel(self.trainer), stage)
         if plan is None:
             return []
-        if "val" not in self._loaders:
+        if stage not in self._loaders:
             requests = _ValidationRequests(plan, self._validation_request)
-            self._loaders["val"] = self._loader("val", lambda: requests, lambda: len(plan))
-        return self._loaders["val"]
+            self._loaders[stage] = self._loader(stage, lambda: requests, lambda: len(plan))
+        return self._loaders[stage]
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""

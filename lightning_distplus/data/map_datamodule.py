@@ -2,12 +2,14 @@
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
+from lightning_distplus.data.combined import Combine, Combined, CombinedOrder, collate_parts
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
 from lightning_distplus.data.loader import Request, SampleFetcher, WorkerOptions
@@ -46,8 +48,10 @@ class ResumableDataModule(ExactDataModule):
     Args:
         train_dataset: Anything with ``__len__`` and ``__getitem__``; or an iterable with ``state_dict()`` and
             ``load_state_dict(state)``, among them a ``StatefulDataLoader``, nodes of ``torchdata.nodes``, and the
-            ``StreamingDataLoader`` of litdata.
-        val_dataset: Likewise; read in order, every sample once. An iterable needs no state.
+            ``StreamingDataLoader`` of litdata. A dict of map-style data sets is read side by side: a batch is a dict
+            with ``batch_size`` samples of each.
+        val_dataset: Likewise; read in order, every sample once. An iterable needs no state. Of a dict each is read by
+            itself, one after the other, and ``validation_step`` gets a ``dataloader_idx``.
         batch_size: Samples per data-parallel rank and micro-batch.
         val_batch_size: The same for validation; None means ``batch_size``.
         shuffle: False reads the training data in its own order.
@@ -78,6 +82,8 @@ class ResumableDataModule(ExactDataModule):
             (len(train_dataset),). Another global batch gives another order.
         sampler: A function (seed, epoch) -> dataset indices of the epoch, of shape (num_samples,), or of shape
             (num_batches, batch_size), whose rows are micro-batches. It must depend on its arguments alone.
+        combine: How long an epoch of several training data sets is: "max_size_cycle" as the longest, and shorter ones
+            begin again; "min_size" as the shortest, and longer ones go on in the next epoch.
         batched: The iterable yields batches of ``batch_size`` samples, which are passed on as they are.
         allow_stateless: Take iterable training data that has no state; a resumed run then begins it anew.
     """
@@ -107,6 +113,7 @@ class ResumableDataModule(ExactDataModule):
         num_samples: int | None = None,
         lengths: Any = None,
         sampler: Callable[[int, int], Any] | None = None,
+        combine: Combine = "max_size_cycle",
         batched: bool = False,
         allow_stateless: bool = False,
     ) -> None:
@@ -138,6 +145,7 @@ class ResumableDataModule(ExactDataModule):
             shuffle=shuffle,
         )
         self._sampling: Sampling | None = None
+        self._combine = combine
         self._batched = batched
         self._allow_stateless = allow_stateless
         self._datasets: dict[str, Any] = {}
@@ -184,10 +192,12 @@ class ResumableDataModule(ExactDataModule):
         if stage not in self._datasets:
             dataset = self.train_dataset() if stage == "train" else self.val_dataset()
             _require_data(dataset, stage)
+            if stage == "train" and type(dataset) is dict:
+                dataset = Combined(dataset, self._combine)
             self._datasets[stage] = dataset
             if stage == "train":
                 self._iterable = self._read_iterable(dataset) if is_iterable(dataset) else None
-                size = None if self._iterable is not None else len(dataset)
+                size = None if self._iterable is not None or isinstance(dataset, Combined) else len(dataset)
                 self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
         return self._datasets[stage]
 
@@ -203,13 +213,16 @@ class ResumableDataModule(ExactDataModule):
             is_endless=self._is_endless,
         )
 
-    def _validation_loader(self) -> Any:
-        dataset = self._dataset("val")
+    def _validation_loader(self, stage: str = "val") -> Any:
+        dataset = self._dataset(stage)
+        if type(dataset) is dict:
+            self._datasets.update({f"{stage}/{name}": one for name, one in dataset.items()})
+            return {name: self._validation_loader(f"{stage}/{name}") for name in dataset}
         if not is_iterable(dataset):
-            return super()._validation_loader()
+            return super()._validation_loader(stage)
         if isinstance(dataset, DataLoader):
             return dataset
-        return StreamPasses(self._validation_reader, options=self._worker_options())
+        return StreamPasses(partial(self._validation_reader, dataset), options=self._worker_options())
 
     def _epoch_samples(self) -> int:
         """Samples of an epoch before it is cut into global batches."""
@@ -236,9 +249,9 @@ class ResumableDataModule(ExactDataModule):
         )
         return IterableTraining(dataset, options, data_parallel(self.trainer), before)
 
-    def _validation_reader(self, starts: Any, last_worker: int) -> StreamReader:
+    def _validation_reader(self, dataset: Any, starts: Any, last_worker: int) -> StreamReader:
         return StreamReader(
-            Stateful(self._dataset("val"), allow_stateless=True),
+            Stateful(dataset, allow_stateless=True),
             batch_size=None if self._batched else self._val_batch_size,
             collate=self._collate_fn,
             rest="pad" if self._uneven == "pad" else "keep",
@@ -284,6 +297,7 @@ class ResumableDataModule(ExactDataModule):
             "seed": self._seed,
             "shuffle": None if self._iterable is not None else self._shuffle,
             "sampling": None if self._sampling is None else self._sampling.fingerprint(),
+            "parts": [*dataset.sizes.values()] if isinstance(dataset, Combined) else None,
         }
 
     def _num_global_batches(self, geometry: Geometry) -> int:
@@ -294,13 +308,15 @@ class ResumableDataModule(ExactDataModule):
         return math.inf if self._iterable is not None else super()._num_batches(geometry)
 
     def _order(self, position: Position) -> tuple[Order, int]:
-        size = len(self._dataset("train"))
+        dataset = self._dataset("train")
         if self._sampling is not None:
             global_batch = self.geometry.global_batch
             sampled = self._sampling.order(seed=self._seed, epoch=position.epoch, global_batch=global_batch)
             return sampled, position.offset
-        order = EpochOrder(num_samples=size, seed=self._seed, epoch=position.epoch, shuffle=self._shuffle)
-        return order, position.offset
+        keyed: dict[str, Any] = {"seed": self._seed, "epoch": position.epoch, "shuffle": self._shuffle}
+        if isinstance(dataset, Combined):
+            return CombinedOrder([*dataset.sizes.values()], length=len(dataset), **keyed), position.offset
+        return EpochOrder(num_samples=len(dataset), **keyed), position.offset
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
         size = self._epoch_samples()
@@ -309,10 +325,13 @@ class ResumableDataModule(ExactDataModule):
 
     def _fetcher(self, stage: str) -> SampleFetcher:
         seed = self._seed if self._seed_samples else None
-        return SampleFetcher(self._dataset(stage), collate=self._collate_fn, seed=seed)
+        dataset, collate = self._dataset(stage), self._collate_fn
+        if isinstance(dataset, Combined):
+            collate = partial(collate_parts, collate)
+        return SampleFetcher(dataset, collate=collate, seed=seed)
 
-    def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
-        dataset = self._dataset("val")
+    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
+        dataset = self._dataset(stage)
         if dataset is None:
             return None
         return SequentialPlan(
@@ -340,6 +359,11 @@ class ResumableDataModule(ExactDataModule):
 
 
 def _require_data(dataset: Any, stage: str) -> None:
+    if isinstance(dataset, Mapping) and type(dataset) is not dict:
+        raise ValueError(
+            f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
+            "plain dict of several."
+        )
     if dataset is None and stage == "train":
         raise ValueError(
             "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."

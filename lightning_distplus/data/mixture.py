@@ -132,14 +132,18 @@ class MixedOrder:
         ids[:, 0] = sources
         for source, size in enumerate(self._sizes):
             of_source = np.flatnonzero(sources == source)
-            its_draws = draws[of_source]
-            indices = np.empty_like(its_draws)
-            for epoch, here in _groups(its_draws // size):
-                lane = self._lanes[source]
-                order = EpochOrder(num_samples=size, seed=self._seed, source=lane, epoch=epoch, shuffle=self._shuffle)
-                indices[here] = order(its_draws[here])
-            ids[of_source, 1] = indices
+            lane = self._lanes[source]
+            ids[of_source, 1] = endless(draws[of_source], size, seed=self._seed, source=lane, shuffle=self._shuffle)
         return ids
+
+
+def endless(draws: NDArray[np.int64], size: int, *, seed: int, source: int, shuffle: bool) -> NDArray[np.int64]:
+    """The index of each draw from a source of ``size`` samples, which begins another order when it runs out."""
+    indices = np.empty_like(draws)
+    for epoch, here in _groups(draws // size):
+        order = EpochOrder(num_samples=size, seed=seed, source=source, epoch=epoch, shuffle=shuffle)
+        indices[here] = order(draws[here])
+    return indices
 
 
 def _groups(values: NDArray[np.int64]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:

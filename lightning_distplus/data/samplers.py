@@ -254,7 +254,7 @@ class SamplingOptions:
         if not self._given():
             return None
         if size is None:
-            raise ValueError(f"{self._given()[0]} needs samples with an index, and the training data is iterable.")
+            raise ValueError(f"{self._given()[0]} needs one data set with an index.")
         if self.sampler is not None:
             return OwnSampler(self.sampler, size=size, seed=seed, batch_size=batch_size)
         if self.lengths is not None:

@@ -235,7 +235,7 @@ class TokenDataModule(ExactDataModule):
         sources, size = self._open(stage), self._vocab_size
         return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
-    def _validation_plan(self, ranks: DataParallel) -> SequentialPlan | None:
+    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         sizes = self._num_samples("val")
         if not sizes:
             return None

@@ -80,12 +80,13 @@ class TokenFetcher:
     def finish(self, taken: TokenBlocks, *, pin_memory: bool) -> dict[str, torch.Tensor]:
         """The batch, in the training process: tensors, all int64 of shape (num_samples, seq_len)."""
         tokens, documents = taken
-        batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
+        inputs_and_labels = _as_int64((tokens[:, :-1], tokens[:, 1:]), pin_memory)
+        batch = dict(zip(("input_ids", "shift_labels"), inputs_and_labels, strict=True))
         if self._document_ids and documents is not None:
-            batch["document_ids"] = documents
+            batch["document_ids"] = _as_int64((documents,), pin_memory)[0]
         if self._position_ids and documents is not None:
-            batch["position_ids"] = _positions(documents)
-        return {name: _as_int64(one, pin_memory) for name, one in batch.items()}
+            batch["position_ids"] = _as_int64((_positions(documents),), pin_memory)[0]
+        return batch
 
     def check_documents(self) -> None:
         """Reads where documents begin, if the batches need it.
@@ -131,9 +132,11 @@ class TokenFetcher:
         return blocks
 
 
-def _as_int64(values: NDArray[np.integer[Any]], pin_memory: bool) -> torch.Tensor:
-    result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
-    np.copyto(result.numpy(), values)  # torch converts uint16 in half the speed
+def _as_int64(arrays: Sequence[NDArray[np.integer[Any]]], pin_memory: bool) -> torch.Tensor:
+    """Arrays of one shape as one tensor: an allocation costs 5 microseconds."""
+    result = torch.empty((len(arrays), *arrays[0].shape), dtype=torch.int64, pin_memory=pin_memory)
+    for target, values in zip(result.numpy(), arrays, strict=True):
+        np.copyto(target, values)  # torch converts uint16 in half the speed
     return result
 
 

@@ -23,7 +23,7 @@ __all__ = ["WORD_BYTES", "Piece", "Windows", "fingerprint", "fingerprint_of_each
 WORD_BYTES = 8
 
 _COLUMNS = 256
-# Rows of a block. On a CPU 512 KiB, so that the second pass comes out of its second-level cache; elsewhere few launches.
+# Rows of a block. On a CPU 512 KiB, so that the second pass comes out of its second cache; elsewhere few launches.
 _ROWS = {True: 256, False: 1 << 16}
 _SMALL_WORDS = 4096  # below, the copy into one buffer costs less than reductions of their own
 _MASK = (1 << 64) - 1

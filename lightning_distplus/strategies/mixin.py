@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,6 +19,7 @@ from lightning_distplus.errors import DistplusError, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
+from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
@@ -27,7 +28,7 @@ from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
-    check_number_of_processes,
+    check_launch,
     refuse_unknown_arguments,
     samples_in_hand,
     tell_launcher,
@@ -53,7 +54,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     Args:
         timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured in the first
             run), or None (torch's own time-outs).
-        preflight: Whether the launch is checked before the first process group is formed.
+        preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
+            checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
@@ -69,7 +71,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self,
         *,
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
-        preflight: bool = True,
+        preflight: bool | dict[str, Literal["off", "warn"]] = True,
         on_hang: OnHang = "abort",
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
@@ -127,8 +129,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _configure_launcher(self) -> None:
         """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
         install_exit_codes()
-        if self.preflight:
-            check_number_of_processes(self)
+        check_launch(self, tells_warnings=False)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -136,15 +137,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         install_exit_codes()
         self._has_failed = False
         self.phases.enter(Phase.SETUP)
-        if self.preflight:
-            check_number_of_processes(self)
+        check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
-        self._open_ledger()
         if self._plane.is_attended:
             self.phases.expect_people()
+        self._open_ledger()
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
         stream_single_files(self)
@@ -172,6 +172,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into_trainer(trainer)
+        check_agreement(self, trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
                 trainer,
@@ -241,6 +242,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_train_start()
         assert self._gate is not None
         assert self.lightning_module is not None
+        check_data(self, self.lightning_module.trainer)
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
         self._failing_saves.begin(self.lightning_module.trainer)

@@ -13,14 +13,16 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_distplus import env
 from lightning_distplus.control import Address
-from lightning_distplus.errors import PreflightError
+from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
 from lightning_distplus.world import World
 
 __all__ = [
     "address_of",
-    "check_number_of_processes",
+    "check_launch",
+    "facts_of",
     "refuse_unknown_arguments",
     "samples_in_hand",
+    "settings_of",
     "tell_launcher",
     "world_of",
 ]
@@ -49,27 +51,57 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
         )
 
 
-def check_number_of_processes(strategy: Any) -> None:
-    """Refuses a launcher that started another number of processes than the Trainer expects.
+def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
+    """Refuses a launch that contradicts itself, or that started another number of processes than the Trainer expects.
+
+    Args:
+        strategy: One of ours, with its cluster environment.
+        tells_warnings: Whether to log what is no error; the check is made twice.
 
     Raises:
-        PreflightError: On all ranks, with the product spelled out.
+        PreflightError: What is wrong, the evidence, and the command to run.
     """
+    if strategy.preflight is False:
+        return
+    facts = facts_of(strategy)
+    findings = run_checks(LAUNCH_CHECKS, facts, settings_of(strategy))
+    raise_errors([finding for finding in findings if tells_warnings or finding.status is Status.ERROR], facts)
+
+
+def settings_of(strategy: Any) -> Settings:
+    """Which checks are off, or warnings."""
+    return {} if isinstance(strategy.preflight, bool) else strategy.preflight
+
+
+def facts_of(strategy: Any) -> Facts:
+    """What the checks may look at, before a process group is formed."""
     environment = strategy.cluster_environment
-    devices, nodes = len(strategy.parallel_devices or []), strategy.num_nodes
-    started = None
+    devices = strategy.parallel_devices or []
+    return Facts(
+        devices=len(devices),
+        num_nodes=strategy.num_nodes,
+        environment=type(environment).__name__,
+        started=_started_by_launcher(environment),
+        rank=_rank_by_launcher(environment, len(devices)),
+        accelerator=devices[0].type if devices else "",
+    )
+
+
+def _started_by_launcher(environment: Any) -> int | None:
+    if not environment.creates_processes_externally:
+        return None
     if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
-        started = env.WORLD_SIZE.integer() if environment.creates_processes_externally else None
-    elif environment.creates_processes_externally:
-        started = environment.world_size()
-    if started is not None and started != devices * nodes:
-        product = f"{devices} x {nodes} = {devices * nodes}"
-        raise PreflightError(
-            f"The launcher ({type(environment).__name__}) started {started} processes, but "
-            f"Trainer(devices={devices}, num_nodes={nodes}) expects {product}. Make them equal: torchrun "
-            f"--nnodes {nodes} --nproc-per-node {devices}, srun --nodes {nodes} --ntasks-per-node {devices}, or "
-            "change devices and num_nodes."
-        )
+        return env.WORLD_SIZE.integer()
+    return int(environment.world_size())
+
+
+def _rank_by_launcher(environment: Any, devices: int) -> int | None:
+    if isinstance(environment, LightningEnvironment):
+        return environment.node_rank() * devices + environment.local_rank()
+    try:
+        return int(environment.global_rank())
+    except KeyError:  # a variable of the launcher is missing; the checks say which
+        return None
 
 
 def world_of(strategy: Any) -> World:

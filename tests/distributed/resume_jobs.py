@@ -125,9 +125,14 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
 
 
 def fit(
-    data: pl.LightningDataModule, *, ckpt_path: str | Path | None = None, plans_schedule: bool = False, **arguments: Any
+    data: pl.LightningDataModule,
+    *,
+    ckpt_path: str | Path | None = None,
+    plans_schedule: bool = False,
+    diary: type[Diary] = Diary,
+    **arguments: Any,
 ) -> Diary:
-    model = Diary(plans_schedule=plans_schedule)
+    model = diary(plans_schedule=plans_schedule)
     quiet_trainer(**arguments).fit(model, data, ckpt_path=ckpt_path)
     return model
 

@@ -136,7 +136,7 @@ GOLDEN = {
         (lambda: options(weights=[1.0], lengths=[1]), "weights and lengths each decide"),
         (lambda: options(weights=[1.0], shuffle=False), "shuffle is False and weights decides"),
         (lambda: options(num_samples=4), "num_samples and replacement belong to weights"),
-        (lambda: options(lengths=[1]).sampling(None, seed=0, batch_size=2), "the training data is iterable"),
+        (lambda: options(lengths=[1]).sampling(None, seed=0, batch_size=2), "needs one data set with an index"),
     ],
 )
 def test_impossible_sampling_is_refused(make: Any, message: str) -> None:

@@ -1,0 +1,148 @@
+"""From a fault on one of two ranks to the name of the guilty one, and to the next training step, against others.
+
+Each arm trains the same job below its own launcher, with the same deadline and one restart. NVIDIA's resiliency
+extension needs an environment of its own: ``DISTPLUS_RIVALS_PYTHON`` names its interpreter, else that arm is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+from benchmarks.figures import Figure, median
+
+__all__ = ["run"]
+
+_DEADLINE_S = 8.0
+_FAULTS = ("stop", "hang", "kill")
+_JOB = Path(__file__).parent / "hang_job.py"
+_LONGEST_S = 150.0
+# How the monitors of NVIDIA's launcher speak of a rank that they have found silent.
+_FLAGGED = re.compile(r"RankMonServer\d+@[^:]*:(\d+)\] Did not get \w+ heartbeat")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one run has shown; seconds after the fault, None where it did not come."""
+
+    detected_s: float | None
+    training_s: float | None
+    named: list[int]
+
+
+def run(quick: bool) -> list[Figure]:
+    """Three runs of each fault and arm (quick: one)."""
+    figures = []
+    for arm in ("ours", "stock", *(["nvrx"] if _rivals_python() else [])):
+        for fault in _FAULTS:
+            figures += _figures(arm, fault, [_measure(arm, fault) for _ in range(1 if quick else 3)])
+    return figures
+
+
+def _figures(arm: str, fault: str, outcomes: list[_Outcome]) -> list[Figure]:
+    named = "; ".join(sorted({str(outcome.named or "nobody") for outcome in outcomes}))
+    bound_s = 1.0 if fault != "kill" else 2.0 - _DEADLINE_S
+
+    def figure(what: str, values: list[float | None], target: float | None, note: str) -> Figure:
+        seen = [value for value in values if value is not None]
+        value = median(seen) if len(seen) == len(values) else float("inf")
+        return Figure(name=f"{arm}, {fault}: {what}", value=value, unit="s", target=target, note=note)
+
+    is_ours = arm == "ours"
+    return [
+        figure(
+            "detected", [one.detected_s for one in outcomes], _DEADLINE_S + bound_s if is_ours else None,
+            f"named: {named}; {len(outcomes)} runs",
+        ),
+        figure(
+            "training again", [one.training_s for one in outcomes], _DEADLINE_S + 8.0 if is_ours else None,
+            f"deadline {_DEADLINE_S:g} s",
+        ),
+    ]  # fmt: skip
+
+
+def _measure(arm: str, fault: str) -> _Outcome:
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        home = Path(folder)
+        output = home / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*_launcher(arm), str(_JOB), arm, fault, folder, str(_DEADLINE_S)],
+                stdout=file, stderr=subprocess.STDOUT, cwd=_JOB.parents[1], env=_environment(arm),
+            )  # fmt: skip
+            flagged_at = _watch(process, home, output if arm == "nvrx" else None)
+        return _outcome(home, output.read_text(), flagged_at)
+
+
+def _watch(process: subprocess.Popen[bytes], home: Path, output: Path | None) -> float | None:
+    """Waits until a later attempt trains, then ends the job; when the launcher first spoke of a silent rank."""
+    flagged_at, end = None, time.time() + _LONGEST_S
+    while process.poll() is None and time.time() < end:
+        if output is not None and flagged_at is None and _FLAGGED.search(output.read_text()):
+            flagged_at = time.time()
+        if any(what == "step" and attempt > 0 for _, what, _, attempt in _journal(home)):
+            break
+        time.sleep(0.05)
+    process.terminate()
+    try:
+        process.wait(40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return flagged_at
+
+
+def _outcome(home: Path, output: str, flagged_at: float | None) -> _Outcome:
+    journal = _journal(home)
+    fault_at = next(at for at, what, _, _ in journal if what == "fault")
+    verdicts = list(home.glob("distplus/verdict-*.json"))
+    detected = [at for at, what, _, _ in journal if what == "error"] + [path.stat().st_mtime for path in verdicts]
+    detected += [] if flagged_at is None else [flagged_at]
+    trained = [at for at, what, _, attempt in journal if what == "step" and attempt > 0]
+    named = {rank for path in verdicts for rank in json.loads(path.read_text())["culprits"]}
+    named |= {int(rank) for rank in re.findall(r"[Pp]rocess of rank (\d+) \(host", output)}
+    if flagged_at is not None:
+        named |= {int(rank) for rank in _FLAGGED.findall(output)}
+    return _Outcome(
+        detected_s=min(detected) - fault_at if detected else None,
+        training_s=min(trained) - fault_at if trained else None,
+        named=sorted(named),
+    )
+
+
+def _journal(home: Path) -> list[tuple[float, str, int, int]]:
+    lines = [line.split() for path in home.glob("journal-*") for line in path.read_text().splitlines(keepends=True)]
+    return sorted((float(at), what, int(rank), int(attempt)) for at, what, rank, attempt, _ in lines)
+
+
+def _launcher(arm: str) -> list[str]:
+    python = _rivals_python() if arm == "nvrx" else sys.executable
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--nproc-per-node", "2", "--nnodes", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    arguments += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    if arm != "nvrx":
+        return [python, "-m", "torch.distributed.run", *arguments]
+    silent = [f"--ft-rank-heartbeat-timeout={_DEADLINE_S}", "--ft-initial-rank-heartbeat-timeout=60"]
+    return [
+        python, str(Path(python).parent / "ft_launcher"), *arguments, *silent, "--ft-workload-check-interval=0.5",
+        "--ignore-missing-fault-tol-cfg",
+    ]  # fmt: skip
+
+
+def _rivals_python() -> str:
+    return os.environ.get("DISTPLUS_RIVALS_PYTHON", "")
+
+
+def _environment(arm: str) -> dict[str, str]:
+    changed = {"PYTHONPATH": "" if arm == "nvrx" else str(_JOB.parents[1]), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **changed}

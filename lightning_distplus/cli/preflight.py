@@ -1,0 +1,110 @@
+"""``distplus preflight``: the checks of all hosts together, started by the launcher of the run itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_distplus import env
+from lightning_distplus.cli.doctor import AGREEMENT, add_settings, print_findings, settings_from
+from lightning_distplus.control import connect, disconnect
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Status, run_checks
+from lightning_distplus.preflight.agreement import disagreements, state_of_process
+from lightning_distplus.preflight.host import HOST_CHECKS
+from lightning_distplus.preflight.software import SOFTWARE_CHECKS
+from lightning_distplus.strategies import ResilientDDP
+from lightning_distplus.strategies.starting import address_of, facts_of, world_of
+from lightning_distplus.timeouts import parse_duration
+
+__all__ = ["main"]
+
+_SKEW_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 on all ranks, or 173 on all of them; rank 0 prints what every host has found."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    here = Facts()
+    devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
+    nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
+    checks = {**LAUNCH_CHECKS, **SOFTWARE_CHECKS, **HOST_CHECKS}
+    settings = settings_from(arguments, parser, checks)
+    # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
+    strategy: Any = ResilientDDP(preflight=settings)
+    Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy=strategy, logger=False)
+    if devices * nodes > 1 and not strategy.cluster_environment.creates_processes_externally:
+        parser.error(f"start it by the launcher of the run, for example: {facts_of(strategy).torchrun()}")
+    facts = replace(facts_of(strategy), folder=arguments.folder)
+    deadline = parse_duration(arguments.deadline, field="deadline")
+    begin = time.monotonic()
+    plane = connect(world_of(strategy), address_of(strategy), deadline)
+    try:
+        of_host = run_checks({**SOFTWARE_CHECKS, **HOST_CHECKS}, facts, settings) if strategy.local_rank == 0 else []
+        plane.barrier("clock", deadline)
+        mine = {"findings": [found.to_dict() for found in of_host], "host": facts.host, "clock": time.time()}
+        ranks = plane.gather_json("preflight", mine, deadline)
+        findings = _of_all(ranks) + disagreements(plane, state_of_process(facts), deadline, settings)
+        plane.farewell(deadline)
+    finally:
+        disconnect()
+    if strategy.global_rank == 0:
+        names = [name for name in (*checks, *AGREEMENT, "clock") if settings.get(name) != "off"]
+        _tell(findings, facts, names, time.monotonic() - begin, as_json=arguments.json, num_ranks=len(ranks))
+    has_errors = any(finding.status is Status.ERROR for finding in findings)
+    return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distplus preflight",
+        description="Meets all ranks as the run would, makes the checks of distplus doctor on each host, and compares.",
+        epilog="torchrun ... -m lightning_distplus.cli preflight; srun ... distplus preflight",
+    )
+    parser.add_argument("--deadline", default="2m", help="how long to wait for the last rank (default: %(default)s)")
+    add_settings(parser)
+    return parser
+
+
+def _tasks_per_node(facts: Facts) -> int | None:
+    tasks, nodes = facts.number(env.SLURM_STEP_NUM_TASKS), facts.number(env.SLURM_STEP_NUM_NODES)
+    return None if tasks is None or nodes is None else tasks // nodes
+
+
+def _of_all(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
+    """The findings of all hosts, with their host, and how far their clocks are apart."""
+    found = []
+    for rank in ranks:
+        for item in rank["findings"]:
+            finding = Finding(**{**item, "status": Status(item["status"])})
+            found.append(replace(finding, detail=f"host {rank['host']}: {finding.detail}"))
+    first, last = min(ranks, key=lambda rank: rank["clock"]), max(ranks, key=lambda rank: rank["clock"])
+    skew_s = last["clock"] - first["clock"]
+    if skew_s > _SKEW_S:
+        found.append(
+            Finding(
+                check="clock",
+                status=Status.WARNING,
+                subject=f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
+                detail=f"{last['host']} is ahead of {first['host']}",
+                remedy="Start chrony or ntpd on both",
+            )
+        )
+    return found
+
+
+def _tell(
+    findings: list[Finding], facts: Facts, names: list[str], elapsed_s: float, *, as_json: bool, num_ranks: int
+) -> None:
+    if as_json:
+        report = {"version": 1, "ranks": num_ranks, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
+        print(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=2))
+    else:
+        print_findings(findings, facts, names, elapsed_s)

@@ -1,0 +1,50 @@
+"""What processes that were refused leave behind, for those who wait for the rank that they should have been."""
+
+from __future__ import annotations
+
+from lightning_distplus._compat import Store
+from lightning_distplus.errors import RendezvousError
+
+__all__ = ["Refusals"]
+
+_LOOK_EVERY_S = 0.25
+# Whoever still waits for others this long after a refusal has met the reason. One that disturbs nobody is not seen: a
+# job whose ranks have all come does not look.
+_GRACE_S = 1.5
+
+
+class Refusals:
+    """The note of the first process that was refused.
+
+    Args:
+        store: The store in which the ranks meet, with the keys of all jobs and attempts.
+        key: Where the note is, for this job and attempt.
+        serves_store: Whether this process may serve the store; it leaves after those who read in it.
+    """
+
+    def __init__(self, store: Store, key: str, *, serves_store: bool) -> None:
+        self._store = store
+        self._key = key
+        self._grace_s = _GRACE_S + (4 * _LOOK_EVERY_S if serves_store else 0.0)
+        self._look_at_s = 0.0
+        self._seen_at_s: float | None = None
+
+    def leave(self, text: str) -> None:
+        """Leaves a note; the first one stays."""
+        self._store.compare_set(self._key, "", text)
+
+    def raise_if_any(self, elapsed_s: float) -> None:
+        """Called while this rank waits: raises the text of the note, once it has been there for a while.
+
+        Raises:
+            RendezvousError: With the text.
+        """
+        if elapsed_s < self._look_at_s:
+            return
+        self._look_at_s = elapsed_s + _LOOK_EVERY_S
+        if not self._store.check([self._key]):
+            return
+        self._seen_at_s = elapsed_s if self._seen_at_s is None else self._seen_at_s
+        if elapsed_s - self._seen_at_s >= self._grace_s:
+            text = bytes(self._store.get(self._key)).decode()
+            raise RendezvousError(f"The ranks cannot meet, because one process was refused. {text}")

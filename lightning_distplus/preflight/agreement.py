@@ -1,0 +1,180 @@
+"""What all ranks must agree on before the first step, and which rank is the odd one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.preflight.facts import Facts
+from lightning_distplus.preflight.finding import Finding, Status
+from lightning_distplus.preflight.running import Settings
+from lightning_distplus.preflight.software import versions
+
+__all__ = ["Statement", "compare", "disagreements", "odd_ranks", "revision", "state_of_process"]
+
+Statement = Mapping[str, str]
+"""What one rank states: values by name. The name is ``check`` or ``check.field``."""
+
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PYTORCH_CUDA_ALLOC_CONF")
+_OF_A_HOST = ("_IFNAME", "_DEBUG", "_FILE", "_HCA", "_NAME_PREFIX", "_GID_INDEX")
+_SHOWN_RANKS = 8
+_MANY = 200
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    text: str
+    is_error: bool = True
+
+
+_REMEDIES = {
+    "versions": _Remedy("Install the same versions on every node, in the same environment"),
+    "revision": _Remedy("Check out the same revision on every node, or start all of them from one shared folder"),
+    "trainer": _Remedy("Start every node with the same configuration"),
+    "model": _Remedy("Build the same model on every rank; a layer that depends on the rank or on local files differs"),
+    "seed": _Remedy("Call seed_everything with the same number on every rank"),
+    "variables": _Remedy("Export the variable in the same way on every node"),
+    "data": _Remedy("Give every rank the same data set; the sampler cuts it, and a shorter one ends a rank too early"),
+}
+
+
+def state_of_process(facts: Facts) -> dict[str, str]:
+    """What this process says of itself: versions, revision, seed and the variables of the communication libraries."""
+    found = {f"versions.{name}": version for name, version in versions().items()}
+    found["revision"] = revision(facts.folder)
+    found["seed"] = facts.variables.get("PL_GLOBAL_SEED", "unset")
+    for name, value in facts.variables.items():
+        if name.startswith(_PREFIXES):
+            found[f"variables.{name}"] = value
+    return found
+
+
+def revision(folder: Path) -> str:
+    """The git revision that is checked out around a folder, or ``"none"``; read from its files."""
+    for parent in (folder.absolute(), *folder.absolute().parents):
+        git = parent / ".git"
+        if git.is_file():  # a worktree names its folder
+            git = Path(git.read_text().removeprefix("gitdir:").strip())
+        head = git / "HEAD"
+        if head.is_file():
+            text = head.read_text().strip()
+            return _resolved(git, text.removeprefix("ref:").strip()) if text.startswith("ref:") else text
+    return "none"
+
+
+def _resolved(git: Path, name: str) -> str:
+    common = git / "commondir"
+    home = git / common.read_text().strip() if common.is_file() else git
+    if (home / name).is_file():
+        return (home / name).read_text().strip()
+    packed = home / "packed-refs"
+    lines = packed.read_text().splitlines() if packed.is_file() else []
+    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), name)
+
+
+def disagreements(
+    plane: ControlPlane, mine: Statement, deadline: timedelta, settings: Settings, *, device: str = ""
+) -> list[Finding]:
+    """Compares what all ranks state; all of them call it, and all get the same findings.
+
+    Digests meet first. Only where they differ do the ranks tell each other everything.
+
+    Args:
+        plane: The control plane.
+        mine: What this rank states.
+        deadline: How long to wait for the slowest rank.
+        settings: Which checks are off, or warnings; that of rank 0 counts.
+        device: What no other rank may have too, for example a GPU by its unique name; "" for a CPU.
+    """
+    digest = hashlib.sha256(json.dumps(dict(mine), sort_keys=True).encode()).hexdigest()
+    short = plane.gather_json("agreement", {"digest": digest, "device": device, "off": dict(settings)}, deadline)
+    wishes: Settings = short[0]["off"]
+    findings = list(_shared_devices([item["device"] for item in short], plane.describe_rank))
+    if len({item["digest"] for item in short}) > 1:
+        findings += compare(plane.gather_json("statements", dict(mine), deadline), plane.describe_rank)
+    return [finding for finding in (_softened(finding, wishes) for finding in findings) if finding is not None]
+
+
+def _softened(finding: Finding, wishes: Settings) -> Finding | None:
+    wish = wishes.get(finding.check)
+    if wish == "off":
+        return None
+    status = Status.WARNING if wish == "warn" and finding.status is Status.ERROR else finding.status
+    return Finding(**{**vars(finding), "status": status})
+
+
+def _shared_devices(devices: Sequence[str], name: Callable[[int], str]) -> Iterator[Finding]:
+    holders = defaultdict(list)
+    for rank, device in enumerate(devices):
+        if device:
+            holders[device].append(rank)
+    for device, ranks in holders.items():
+        if len(ranks) > 1:
+            yield Finding(
+                check="devices",
+                status=Status.ERROR,
+                subject=f"{len(ranks)} ranks use one GPU: {', '.join(map(name, ranks[:_SHOWN_RANKS]))}.",
+                detail=f"GPU {device}",
+                remedy="Show each process all GPUs of its node, and let LOCAL_RANK choose; or start fewer processes",
+            )
+
+
+def compare(statements: Sequence[Statement], name: Callable[[int], str] = str) -> Iterator[Finding]:
+    """The fields in which the ranks' statements differ, in the order of the first statement.
+
+    Args:
+        statements: In the order of the ranks.
+        name: How a rank is called in a message.
+    """
+    fields = dict.fromkeys(field for statement in statements for field in statement)
+    for field in fields:
+        values = [statement.get(field, "unset") for statement in statements]
+        if len(set(values)) > 1:
+            yield _difference(field, values, name)
+
+
+def _difference(field: str, values: Sequence[str], name: Callable[[int], str]) -> Finding:
+    check, _, part = field.partition(".")
+    remedy = _REMEDIES[check]
+    odd, common = odd_ranks(values)
+    told = "; ".join(f"{name(rank)}: {_short(values[rank])}" for rank in odd[:_SHOWN_RANKS])
+    more = f"; and {len(odd) - _SHOWN_RANKS} more" if len(odd) > _SHOWN_RANKS else ""
+    others = "" if common is None else f"; the other {len(values) - len(odd)} ranks: {_short(common)}"
+    who = "the ranks" if common is None else f"rank {', '.join(map(str, odd[:_SHOWN_RANKS]))}"
+    # A seed for each rank is a style of its own; one rank that differs from all others is a mistake.
+    is_legal = part.endswith(_OF_A_HOST) or (check == "seed" and common is None) or not remedy.is_error
+    return Finding(
+        check=check,
+        status=Status.WARNING if is_legal else Status.ERROR,
+        subject=f"{_called(check, part)} differs on {who}.",
+        detail=f"{told}{more}{others}",
+        remedy=remedy.text,
+    )
+
+
+def _called(check: str, part: str) -> str:
+    names = {
+        "versions": f"The version of {part}",
+        "revision": "The git revision",
+        "seed": "The seed",
+        "variables": part,
+    }
+    return names.get(check) or f"{check.capitalize()}: {part}"
+
+
+def odd_ranks(values: Sequence[str]) -> tuple[Sequence[int], str | None]:
+    """The ranks that differ from the majority, and its value; all of them and None where none is the majority."""
+    (common, count), *others = Counter(values).most_common()
+    if others and others[0][1] == count:
+        return range(len(values)), None
+    return [rank for rank, value in enumerate(values) if value != common], common
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _MANY else f"{value[:_MANY]}..."

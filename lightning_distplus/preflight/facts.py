@@ -1,0 +1,142 @@
+"""What the checks are given: the variables of this process, what the run expects, and who started it."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_distplus import env
+from lightning_distplus.env import Variable
+
+__all__ = ["Facts", "Launcher"]
+
+_PSEUDO_STEPS = 0xFFFF0000  # Slurm's batch, extern and interactive steps have ids above: srun started no tasks there
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Who started this process, and how we know."""
+
+    name: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.evidence})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a check may look at. Where there is no Trainer (``distplus doctor``), its fields keep their defaults."""
+
+    variables: Mapping[str, str] = field(default_factory=env.snapshot)
+    """The environment of this process."""
+    devices: int | None = None
+    """Processes per node that the Trainer expects."""
+    num_nodes: int | None = None
+    """Nodes that the Trainer expects."""
+    environment: str = ""
+    """Class of the cluster environment that Lightning has chosen."""
+    started: int | None = None
+    """Processes that the launcher started, by that environment; None where Lightning starts them itself."""
+    rank: int | None = None
+    """Rank of this process, by that environment; None where it cannot tell."""
+    accelerator: str = ""
+    """``"cuda"``, ``"cpu"`` and so on."""
+    folder: Path = field(default_factory=Path.cwd)
+    """Where the run writes."""
+    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.orig_argv[1:]))
+    """What was started, without the interpreter."""
+    host: str = field(default_factory=socket.gethostname)
+
+    def text(self, variable: Variable) -> str | None:
+        """The value of a variable, or None where it is unset or empty."""
+        return self.variables.get(variable.name) or None
+
+    def number(self, variable: Variable) -> int | None:
+        """The value as an integer, or None where it is unset or is none."""
+        text = self.text(variable)
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def shown(self, *variables: Variable) -> str:
+        """Names and values, for a message: ``RANK=3, LOCAL_RANK unset``."""
+        values = {variable.name: self.text(variable) for variable in variables}
+        return ", ".join(f"{name} unset" if value is None else f"{name}={value}" for name, value in values.items())
+
+    @property
+    def world_size(self) -> int | None:
+        """Processes that the Trainer expects."""
+        return None if self.devices is None or self.num_nodes is None else self.devices * self.num_nodes
+
+    @property
+    def is_in_srun_step(self) -> bool:
+        """Whether srun started this process; a batch script has the job's variables and no step of its own."""
+        step = self.number(env.SLURM_STEP_ID)
+        return step is not None and step < _PSEUDO_STEPS
+
+    @property
+    def launcher(self) -> Launcher:
+        """Who started this process, by what only that launcher sets; the innermost one."""
+        if self.text(env.TORCHELASTIC_RUN_ID):
+            return Launcher("torchrun", "TORCHELASTIC_RUN_ID is set")
+        if self.text(env.OMPI_COMM_WORLD_SIZE):
+            return Launcher("mpirun", "OMPI_COMM_WORLD_SIZE is set")
+        if self.is_in_srun_step:
+            return Launcher("srun", "SLURM_STEP_ID is set")
+        if self.text(env.PMI_SIZE):
+            return Launcher("mpirun", "PMI_SIZE is set")
+        if self.text(env.CROSS_SIZE):
+            return Launcher("the DeepSpeed launcher", "CROSS_SIZE is set, TORCHELASTIC_RUN_ID is not")
+        if self.text(env.LOCAL_RANK):
+            return Launcher("a launcher that sets LOCAL_RANK", "as Lightning does for the processes that it starts")
+        if self.text(env.RANK) and self.text(env.WORLD_SIZE):
+            return Launcher("a Kubernetes job", "RANK and WORLD_SIZE are set, LOCAL_RANK is not: PyTorchJob does so")
+        if self.text(env.SLURM_JOB_ID):
+            return Launcher("plain python in a Slurm job", "SLURM_JOB_ID is set, and SLURM_STEP_ID of an srun is not")
+        return Launcher("plain python", "no launcher's variable is set")
+
+    def as_lightning_sees_it(self) -> dict[str, Any]:
+        """Environment, processes and rank as Lightning would detect them here; for where there is no Trainer."""
+        if self.text(env.TORCHELASTIC_RUN_ID):
+            return _detected("TorchElasticEnvironment", self.number(env.WORLD_SIZE), self.number(env.RANK))
+        if self.text(env.SLURM_NTASKS) and self.text(env.SLURM_JOB_NAME) not in ("bash", "interactive"):
+            return _detected("SLURMEnvironment", self.number(env.SLURM_NTASKS), self.number(env.SLURM_PROCID))
+        is_external = self.text(env.LOCAL_RANK) is not None
+        node, local = self.number(env.NODE_RANK) or self.number(env.GROUP_RANK) or 0, self.number(env.LOCAL_RANK) or 0
+        started = self.number(env.WORLD_SIZE) if is_external else None
+        return _detected("LightningEnvironment", started, node * (self.devices or 1) + local)
+
+    def describe(self) -> str:
+        """One line for reports: who this process is and who started it, with the variables read."""
+        place = "" if self.rank is None else f", rank {self.rank}"
+        size = f" of {self.world_size}" if place and self.world_size is not None else ""
+        read = self.shown(*(variable for variable in env.LAUNCH_VARIABLES if self.text(variable) is not None))
+        return f"host {self.host}{place}{size}; started by {self.launcher}; variables: {read or 'none'}"
+
+    # -- commands for remedies ---------------------------------------------------------------------------------------
+
+    def torchrun(self, node_rank: str = "$NODE_RANK", address: str = "<host of node 0>", port: str = "29500") -> str:
+        """The torchrun line for this run; on one node it needs no address."""
+        devices, nodes = self.devices or 1, self.num_nodes or 1
+        if nodes == 1:
+            return f"torchrun --standalone --nproc-per-node {devices} {self._script}"
+        return (
+            f"torchrun --nnodes {nodes} --nproc-per-node {devices} --node-rank {node_rank} --master-addr {address} "
+            f"--master-port {port} {self._script}"
+        )
+
+    def srun(self) -> str:
+        """The srun line for this run."""
+        return f"srun --nodes {self.num_nodes or 1} --ntasks-per-node {self.devices or 1} python {self._script}"
+
+    @property
+    def _script(self) -> str:
+        return shlex.join(self.command) if self.command else "train.py"
+
+
+def _detected(environment: str, started: int | None, rank: int | None) -> dict[str, Any]:
+    return {"environment": environment, "started": started, "rank": rank}

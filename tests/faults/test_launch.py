@@ -1,0 +1,204 @@
+"""Launched wrong: every process says which launcher it sees, what contradicts what, and the command to run (S1-S5)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus import env
+from lightning_distplus.errors import ExitCode, PreflightError
+from lightning_distplus.strategies.starting import facts_of
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+BOUND_S = 5.0
+PLAIN: dict[str, Any] = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
+SLURM: dict[str, Any] = {
+    **PLAIN, "SLURM_JOB_ID": 4711, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2,
+    "SLURM_NNODES": 2, "SLURM_NODELIST": "node1", "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
+}  # fmt: skip
+TORCHRUN: dict[str, Any] = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One wrong launch: what two of its processes find in their environment, and what they must say."""
+
+    each: dict[str, Any]
+    """Variables of both processes; None removes one."""
+    by_process: tuple[dict[str, Any], dict[str, Any]] = field(default=({}, {}))
+    devices: int = 2
+    num_nodes: int = 2
+    says: tuple[str, ...]
+    strategy: str = "ResilientDDP"
+
+
+def _slurm_task(number: int, **variables: Any) -> dict[str, Any]:
+    return {"SLURM_PROCID": number, "SLURM_STEP_ID": 0, **variables}
+
+
+MISTAKES = {
+    "S1: two nodes as plain python, and nobody said where they are": Mistake(
+        each=PLAIN,
+        says=(
+            "MASTER_ADDR and MASTER_PORT and NODE_RANK unset", "this node would be ranks 0..1 of 0..3 and wait for "
+            "node rank 1", "torchrun --nnodes 2 --nproc-per-node 2 --node-rank", "started by plain python",
+        ),
+    ),
+    "S1: the port is left to chance on each node": Mistake(
+        each={**PLAIN, "MASTER_ADDR": "10.0.0.1"},
+        by_process=({"NODE_RANK": 0}, {"NODE_RANK": 1}),
+        says=("MASTER_PORT unset", "--master-port 29500"),
+    ),
+    "S2: num_nodes forgotten, by the node's rank": Mistake(
+        each={**PLAIN, "NODE_RANK": 1, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500},
+        num_nodes=1,
+        says=("NODE_RANK=1 lies outside 0..0", "Set Trainer(num_nodes=2)"),
+    ),
+    "S2: num_nodes forgotten, by NNODES": Mistake(
+        each={**PLAIN, "NNODES": 2},
+        by_process=({"NODE_RANK": 0}, {"NODE_RANK": 0}),
+        num_nodes=1,
+        says=("NNODES=2, and Trainer(num_nodes=1): each node would train alone", "Set Trainer(num_nodes=2)"),
+    ),
+    "S2: num_nodes forgotten, by torchrun's size": Mistake(
+        each={**TORCHRUN, "WORLD_SIZE": 4, "GROUP_WORLD_SIZE": 2},
+        num_nodes=1,
+        says=("started 4 processes, but Trainer(devices=2, num_nodes=1) expects 2 x 1 = 2", "WORLD_SIZE=4"),
+    ),
+    "S2: num_nodes forgotten, by srun's nodes": Mistake(
+        each={**SLURM, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2},
+        by_process=(_slurm_task(0), _slurm_task(1)),
+        num_nodes=1,
+        says=("srun started the processes on 2 nodes", "Set Trainer(num_nodes=2)"),
+    ),
+    "S4: a batch script without srun": Mistake(
+        each=SLURM,
+        says=(
+            "runs in Slurm job 4711 with no srun step: nobody starts the other 3 of 4", "SLURM_STEP_ID unset",
+            "srun --nodes 2 --ntasks-per-node 2 python",
+        ),
+    ),
+    "S5: srun started another number than SLURM_NTASKS": Mistake(
+        each={**SLURM, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2},
+        by_process=(_slurm_task(0), _slurm_task(1)),
+        says=("srun started 2 processes, and Lightning counts 4", "srun --nodes 2 --ntasks-per-node 2"),
+    ),
+    "S5: Slurm tasks against devices": Mistake(
+        each={**SLURM, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2},
+        by_process=(_slurm_task(0), _slurm_task(1)),
+        says=("(SLURMEnvironment) started 2 processes, but Trainer(devices=2, num_nodes=2) expects 2 x 2 = 4",),
+        strategy="ResilientFSDP",
+    ),
+    "srun around torchrun, which knows nothing of it": Mistake(
+        each={
+            **TORCHRUN, **SLURM, "WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "SLURM_STEP_ID": 0,
+            "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2,
+        },
+        num_nodes=1,
+        says=("srun started 2 torchruns, and this one knows of 1", "srun --nodes 1 --ntasks-per-node 1 torchrun"),
+    ),
+    "torchrun with the right product and more processes than devices": Mistake(
+        each={**TORCHRUN, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
+        devices=1,
+        says=("torchrun started 1 agents", "only the product is right", "Trainer(devices=2, num_nodes=1)"),
+        strategy="ResilientModelParallel",
+    ),
+    "a PyTorchJob's pods": Mistake(
+        each={**PLAIN, "WORLD_SIZE": 2, "MASTER_ADDR": "job-master-0", "MASTER_PORT": 23456},
+        by_process=({"RANK": 0}, {"RANK": 1}),
+        says=(
+            "of WORLD_SIZE=2 is set (a Kubernetes PyTorchJob does so)", "every pod calls itself rank 0",
+            "torchrun --nnodes 2 --nproc-per-node 2 --node-rank $RANK --master-addr job-master-0 --master-port 23456",
+        ),
+    ),
+    "mpirun without mpi4py": Mistake(
+        each={**PLAIN, "OMPI_COMM_WORLD_SIZE": 2},
+        by_process=({"OMPI_COMM_WORLD_RANK": 0}, {"OMPI_COMM_WORLD_RANK": 1}),
+        num_nodes=1,
+        says=("mpirun started 2 processes, and Lightning does not know it", "Install mpi4py", "started by mpirun"),
+    ),
+    "DeepSpeed's launcher on two nodes": Mistake(
+        each={"WORLD_SIZE": 4, "CROSS_SIZE": 2, "CROSS_RANK": 1, "NODE_RANK": None, "MASTER_ADDR": "10.0.0.1"},
+        by_process=({"RANK": 2, "LOCAL_RANK": 0}, {"RANK": 3, "LOCAL_RANK": 1}),
+        says=("DeepSpeed's launcher started this process", "CROSS_RANK=1", "NODE_RANK unset", "torchrun --nnodes 2"),
+        strategy="ResilientDeepSpeed",
+    ),
+    "a launcher that sets LOCAL_RANK and no node rank": Mistake(
+        each={"WORLD_SIZE": 4, "NODE_RANK": None, "MASTER_ADDR": "10.0.0.1"},
+        by_process=({"RANK": 2, "LOCAL_RANK": 0}, {"RANK": 3, "LOCAL_RANK": 1}),
+        says=("The launcher calls this process rank ", "and Lightning takes it for rank ", "NODE_RANK unset"),
+    ),
+    "the loopback address for two nodes": Mistake(
+        each={**PLAIN, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500},
+        by_process=({"NODE_RANK": 0}, {"NODE_RANK": 1}),
+        says=("MASTER_ADDR=localhost leads every host to itself", 'preflight={"loopback": "off"}'),
+    ),
+}  # fmt: skip
+
+
+def start(rank: int, mistake: Mistake, folder: str) -> None:
+    """Makes and fits a Trainer in the environment of a wrong launch, and notes what it said, and how soon."""
+    with env.changed(**{**mistake.each, **mistake.by_process[rank]}):
+        begin = time.monotonic()
+        try:
+            strategy = jobs.strategy(mistake.strategy)
+            trainer = jobs.trainer(strategy, mistake.devices, folder, num_nodes=mistake.num_nodes, max_steps=1)
+            trainer.fit(jobs.Model(), jobs.loader())
+        except PreflightError as error:
+            Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - begin}\n{error}")
+            raise
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_launch_ends_at_once_with_its_evidence_and_the_command_to_run(name: str, tmp_path: Path) -> None:
+    mistake = MISTAKES[name]
+
+    run = spawn(start, 2, args=(mistake, str(tmp_path)), deadline="40s")
+
+    assert run.exit_codes == {0: ExitCode.PREFLIGHT, 1: ExitCode.PREFLIGHT}, run.logs
+    for rank in range(2):
+        seconds, text = (tmp_path / f"rank{rank}").read_text().split("\n", 1)
+        assert float(seconds) < BOUND_S
+        for words in (*mistake.says, "seen:", "do:", "here: host ", "variables: "):
+            assert words in text, text
+        assert text in run.logs[rank]  # what the user sees
+
+
+def fit_and_say_who_started(folder: str) -> str:
+    trainer = jobs.trainer(jobs.strategy("ResilientFSDP"), 2, folder, max_steps=1)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return facts_of(trainer.strategy).launcher.name
+
+
+@pytest.mark.parametrize(
+    ("mode", "launcher"),
+    [
+        ("forkserver", "a launcher that sets LOCAL_RANK"),
+        ("torchrun", "torchrun"),
+        ("lightning", "a launcher that sets LOCAL_RANK"),
+    ],
+)
+def test_a_healthy_launch_has_no_finding_at_all(mode: Any, launcher: str, tmp_path: Path) -> None:
+    run = spawn(fit_and_say_who_started, 2, args=(str(tmp_path),), mode=mode, deadline="50s").check()
+    assert run.results == {0: launcher, 1: launcher}
+    assert "preflight (" not in "".join(run.logs.values())
+
+
+def fit_as_a_node_of_two(rank: int, folder: str, preflight: Any) -> None:
+    """One process a node, both on this host, which the loopback address says."""
+    with env.changed(NODE_RANK=rank, LOCAL_RANK=0, RANK=None):
+        strategy = jobs.strategy("ResilientDDP", preflight=preflight)
+        trainer = jobs.trainer(strategy, 1, folder, num_nodes=2, max_steps=1)
+        trainer.fit(jobs.Model(), jobs.loader())
+
+
+@pytest.mark.parametrize(("setting", "is_told"), [("off", False), ("warn", True)])
+def test_a_check_can_be_switched_off_or_made_a_warning_by_its_name(setting: str, is_told: bool, tmp_path: Path) -> None:
+    run = spawn(fit_as_a_node_of_two, 2, args=(str(tmp_path), {"loopback": setting}), deadline="40s").check()
+    for log in run.logs.values():
+        assert ("preflight (loopback): MASTER_ADDR=127.0.0.1 leads every host to itself" in log) is is_told

@@ -1,0 +1,115 @@
+"""Two hosts, each a network namespace with a name of its own, that cannot meet (rows S3 and S6)."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus import env
+from lightning_distplus.errors import DistplusError, ExitCode
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+from tests.faults.hosts import TwoHosts, run_on, two_hosts
+
+BOUND_S = 5.0
+PORT = 29400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """How two nodes start, and what each must say."""
+
+    node_ranks: tuple[int, int] = (0, 1)
+    num_nodes: tuple[int, int] = (2, 2)
+    address: str = ""
+    """MASTER_ADDR; that of node 0 by default."""
+    busy: bool = False
+    says: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    codes: tuple[int, int] = (ExitCode.PREFLIGHT, ExitCode.PREFLIGHT)
+    bounded: tuple[int, ...] = field(default=(0, 1))
+
+
+FAULTS = {
+    "duplicate": Fault(
+        node_ranks=(0, 0),
+        says=(("Two processes call themselves rank 0 of 2", "host {0}", "host {1}", "NODE_RANK"),) * 2,
+    ),
+    "swapped": Fault(
+        node_ranks=(1, 0),
+        says=(
+            ("MASTER_ADDR={2}:29400, and that is this very host", "NODE_RANK is 1 here", "on {0}"),
+            ("Rank 0 runs on {1}, and MASTER_ADDR={2} is another host", "Connection refused"),
+        ),
+    ),
+    "number of nodes": Fault(num_nodes=(2, 3), says=(("world_size is ", "on {1}", "host {0}"),) * 2),
+    "no such name": Fault(
+        address="no-such-host.invalid",
+        says=(("cannot listen on no-such-host.invalid",), ("cannot resolve MASTER_ADDR=no-such-host.invalid",)),
+    ),
+    "busy port": Fault(
+        busy=True,
+        says=(("cannot listen on {2}:29400: Address already in use",), ("reached {2}:29400, but what",)),
+    ),
+    "filtered": Fault(
+        says=(
+            ("1 of 2 ranks did not come: rank 1 (never seen, node 1)",),
+            ("gets no answer from {2}:29400, not even a refusal", "from {1} to {2}:29400"),
+        ),
+        codes=(ExitCode.PEER_LOST, ExitCode.PREFLIGHT),  # nothing can reach rank 0: its own deadline ends it
+        bounded=(1,),
+    ),
+}
+
+
+def start(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
+    """One process of one node, on its own host."""
+    run_on(hosts.names[rank], lambda: fit(rank, hosts, fault, folder))
+
+
+def fit(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
+    listener = socket.create_server((hosts.addresses[0], PORT)) if fault.busy and rank == 0 else None
+    variables: dict[str, Any] = {
+        "RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "NODE_RANK": fault.node_ranks[rank],
+        "MASTER_ADDR": fault.address or hosts.addresses[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0",
+    }  # fmt: skip
+    with env.changed(**variables):
+        strategy = jobs.strategy("ResilientDDP", timeout={"rendezvous": "8s"})
+        trainer = jobs.trainer(strategy, 1, folder, num_nodes=fault.num_nodes[rank], max_steps=2)
+        begin = time.monotonic()
+        try:
+            trainer.fit(jobs.Model(), jobs.loader())
+        except DistplusError as error:
+            Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - begin}\n{error}")
+            raise
+        finally:
+            if listener is not None:
+                listener.close()
+
+
+def test_two_hosts_by_hand_train_without_a_finding(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        run = spawn(start, 2, args=(hosts, Fault(), str(tmp_path)), deadline="40s").check()
+    assert "preflight (" not in "".join(run.logs.values())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_hosts_that_cannot_meet_say_why_and_name_each_other(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    with two_hosts() as hosts:
+        if name == "filtered":  # what node 0 answers is dropped, as by a firewall
+            route = ["ip", "-n", hosts.names[0], "route", "add", "blackhole", f"{hosts.addresses[1]}/32"]
+            subprocess.run(route, check=True, timeout=10)
+        run = spawn(start, 2, args=(hosts, fault, str(tmp_path)), deadline="40s")
+
+    assert run.exit_codes == dict(enumerate(map(int, fault.codes))), run.logs
+    for rank in range(2):
+        seconds, text = (tmp_path / f"rank{rank}").read_text().split("\n", 1)
+        assert rank not in fault.bounded or float(seconds) < BOUND_S
+        for words in fault.says[rank]:
+            assert words.format(*hosts.names, hosts.addresses[0]) in text, text

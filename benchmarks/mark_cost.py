@@ -1,39 +1,96 @@
 """What the marks of the watchdog add to a step of the training thread.
 
-Toggled inside one fit on two processes, each pinned to a core: blocks of steps with marks, without them, and without
-them again (A/A), in random order. The watchdog's own threads run in all three.
+Two ways. Marks are counted in a run, and one mark is timed alone, as the fastest of many: that is steady on a busy
+machine. And all marks are toggled inside one fit on two processes, each pinned to a core: blocks of steps with marks,
+without them, and without them again (A/A), in random order. The watchdog's own threads run in all three.
 """
 
 from __future__ import annotations
 
+import tempfile
+import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch.utils.data import DataLoader
 
+from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from benchmarks.strategy_cost import Toggle, differences, measure
+from lightning_distplus import ResilientDDP
+from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.testing import spawn
 from lightning_distplus.watchdog import Marks
 
-__all__ = ["ToggleMarks", "run"]
+__all__ = ["ToggleMarks", "count", "run"]
 
 _TARGET_US = 20.0
+_TARGET_MARK_US = 2.0
+_STEPS = 20
 
 
 def run(quick: bool) -> list[Figure]:
-    """One fit, 100 alternations (quick: 20)."""
+    """One fit that counts, and one with 100 alternations (quick: 20)."""
+    marks_per_step, (mark_us, added_us) = spawn(count, 2, deadline="60s").check().results[0], _one_mark_us()
+    figures = [
+        Figure(name="marks in a step", value=marks_per_step, unit=""),
+        Figure(name="one mark", value=mark_us, unit="us", target=_TARGET_MARK_US, note="Lightning's profiling too"),
+        Figure(name="the same, beyond Lightning's", value=added_us, unit="us", note="the fastest of 200 runs"),
+        Figure(name="added to a step", value=marks_per_step * added_us, unit="us/step", target=_TARGET_US),
+    ]
     ranks = measure("ResilientDDP", 20 if quick else 100, toggle=ToggleMarks)
-    figures = []
-    for what, quantity, target in (("CPU time", "cpu_us", _TARGET_US), ("wall time", "wall_us", None)):
+    for what, quantity in (("CPU time", "cpu_us"), ("wall time", "wall_us")):
         for arm in ("ours", "control"):
             values = [value for blocks in ranks.values() for value in differences(blocks, quantity, arm)]
-            name = f"marks, added {what} of the training thread" if arm == "ours" else f"A/A, {what}"
+            name = f"toggled, {what}" if arm == "ours" else f"A/A, {what}"
+            note = f"{len(values)} alternations"
             figures.append(
-                Figure(
-                    name=name, value=median(values), unit="us/step", ci95=bootstrap_ci95(values),
-                    target=target if arm == "ours" else None, note=f"{len(values)} alternations",
-                )
-            )  # fmt: skip
+                Figure(name=name, value=median(values), unit="us/step", ci95=bootstrap_ci95(values), note=note)
+            )
     return figures
+
+
+class _Counting(Callback):
+    """Reads the number of the mark at the ends of two steps."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The same place in every step."""
+        self.numbers.append(trainer.strategy._marks.read().number)  # type: ignore[attr-defined]
+
+
+def count(rank: int) -> float:
+    """Marks in a step of this rank, on average."""
+    counting = _Counting()
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        trainer = jobs.trainer(ResilientDDP(), folder, max_steps=_STEPS, callbacks=[counting])
+        trainer.fit(jobs.Model(), DataLoader(torch.randn(8 * _STEPS, jobs.NUM_FEATURES), batch_size=8))
+    first, last = counting.numbers[2], counting.numbers[-1]
+    return (last - first) / (len(counting.numbers) - 3)
+
+
+def _one_mark_us() -> tuple[float, float]:
+    """Half of an action, which begins and ends with a mark: all of it, and what it adds to Lightning's own profiler."""
+    inner = PassThroughProfiler()
+    marking = MarkingProfiler(inner, Marks(phase=lambda: "step"))
+    ours, theirs = (min(_seconds_of_actions(profiler) for _ in range(200)) for profiler in (marking, inner))
+    return ours / _ACTIONS / 2 * 1e6, (ours - theirs) / _ACTIONS / 2 * 1e6
+
+
+_ACTIONS = 500
+
+
+def _seconds_of_actions(profiler: Any) -> float:
+    begin = time.perf_counter()
+    for _ in range(_ACTIONS):
+        with profiler.profile("[Callback]Some.on_train_batch_end"):
+            pass
+    return time.perf_counter() - begin
 
 
 class _NoMarks(Marks):

@@ -55,6 +55,7 @@ __all__ = [
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "replace_stock_signals",
+    "replacing_sharded_saves",
     "restore_batch_broadcast",
     "restore_checkpoint_link",
     "restore_method",
@@ -613,6 +614,27 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The buffers of a module, without its children, that are not saved."""
     return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+@contextmanager
+def replacing_sharded_saves(save: Callable[[dict[str, Any], Any], None]) -> Iterator[None]:
+    """Has FSDPStrategy and ModelParallelStrategy hand their shards to ``save`` in this block, instead of writing them.
+
+    Lightning calls ``torch.distributed.checkpoint.save`` on the default group (lightning 2.6.6, ``fsdp.py`` 860).
+    """
+    name = "_distributed_checkpoint_save"
+    modules = [importlib.import_module(f"lightning.pytorch.strategies.{part}") for part in ("fsdp", "model_parallel")]
+    originals = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+    for module in modules:
+        if not hasattr(module, name):
+            warn_once(f"{module.__name__}.{name}", "sharded checkpoints are written while training waits")
+    for module, _ in originals:
+        setattr(module, name, save)
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            setattr(module, name, original)
 
 
 @contextmanager

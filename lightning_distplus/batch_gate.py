@@ -97,6 +97,8 @@ class BatchGate:
         """Asked at each gate: whether this rank has to stop with a checkpoint."""
         self.preempt: Callable[[list[int]], None] = lambda ranks: None
         """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
+        self.has_saved: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether a save in the background has ended on this rank."""
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
@@ -194,6 +196,8 @@ class BatchGate:
 
     def _wishes(self) -> Wish:
         wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
+        if self.has_saved():
+            wishes |= Wish.SAVED
         return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
 
     # -- where all must stand ----------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ __all__ = [
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NCCL_BUFFSIZE",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
     "NNODES",
     "NODE_RANK",
     "OMPI_COMM_WORLD_RANK",
@@ -33,6 +36,8 @@ __all__ = [
     "PMI_SIZE",
     "PYTHONBREAKPOINT",
     "RANK",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
     "SLURM_JOB_ID",
     "SLURM_JOB_NAME",
     "SLURM_NNODES",
@@ -102,7 +107,12 @@ TORCHELASTIC_USE_AGENT_STORE = Variable(
 )
 PYTHONBREAKPOINT = Variable("PYTHONBREAKPOINT", "the debugger that breakpoint() enters; 0 turns breakpoints off")
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
+SLURM_ARRAY_JOB_ID = Variable("SLURM_ARRAY_JOB_ID", "id of the array of jobs to which the Slurm job belongs")
+SLURM_ARRAY_TASK_ID = Variable("SLURM_ARRAY_TASK_ID", "its number in that array")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
+NCCL_BUFFSIZE = Variable("NCCL_BUFFSIZE", "bytes of the buffer of each of NCCL's channels")
+NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "network interfaces that NCCL uses, or with ^ those that it avoids")
+NCCL_DEBUG = Variable("NCCL_DEBUG", "how much NCCL says")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")

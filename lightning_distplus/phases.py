@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from lightning_distplus import _compat
 from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
 
@@ -31,6 +33,7 @@ class Phases:
         self._on_hang = on_hang
         self.current = Phase.SETUP
         self._in_force = self._deadline
+        self._spared: list[dist.ProcessGroup] = []
 
     @property
     def patience(self) -> timedelta:
@@ -97,4 +100,9 @@ class Phases:
         timeout = self.group_timeout
         if timeout is not None:
             for group in _compat.process_groups():
-                _compat.set_group_timeout(group, timeout)
+                if group not in self._spared:
+                    _compat.set_group_timeout(group, timeout)
+
+    def spare(self, group: dist.ProcessGroup) -> None:
+        """Leaves a group the time-out that it has: what runs on it does not follow the phases."""
+        self._spared.append(group)

@@ -179,6 +179,9 @@ class PreemptionHandler(Callback):
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
         self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
         trainer.save_checkpoint(path)
+        require_saved = getattr(trainer.strategy, "require_saved", None)
+        if require_saved is not None:  # a save in the background is not committed yet; one that failed raises no error
+            require_saved()
         if trainer.is_global_zero:
             self._remove_older(folder, path)
         return path
@@ -192,7 +195,16 @@ class PreemptionHandler(Callback):
         return {} if self._logged_steps is None else {"version": 1, "logged_steps": self._logged_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remembers it until the first batch."""
+        """Remembers it until the first batch.
+
+        Raises:
+            ValueError: A newer version has written it.
+        """
+        version = state_dict.get("version", 1)
+        if version != 1:
+            raise ValueError(
+                f"the checkpoint's PreemptionHandler state is version {version}; this one reads version 1."
+            )
         self._logged_steps = state_dict.get("logged_steps")
 
     def _remove_older(self, folder: Path, newest: Path) -> None:

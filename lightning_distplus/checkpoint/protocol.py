@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from lightning_distplus.checkpoint.swap import publish
 from lightning_distplus.checkpoint.torn import claim
 from lightning_distplus.errors import ExitCode, SaveFailed
 
-__all__ = ["Gather", "SaveInfo", "commit", "gather_alone", "info_like"]
+__all__ = ["Gather", "SaveInfo", "StagedSave", "commit", "gather_alone", "info_like", "stage"]
 
 _MAX_ERROR_CHARACTERS = 4000
 
@@ -104,22 +105,27 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    save = _Save(target, rank, gather, sync)
-    try:
+    return stage(target, write, rank=rank, gather=gather, sync=sync).commit(info)
+
+
+def stage(
+    target: Path,
+    write: Callable[[Path], object],
+    *,
+    rank: int,
+    gather: Gather,
+    sync: Sync | None = os.fsync,
+) -> StagedSave:
+    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet."""
+    save = StagedSave(target, rank, gather, sync)
+    with save.cleaning_up():
         save.begin()
         save.agree("probe", save.probe)
         save.agree("write", lambda: save.write(write))
-        sizes = save.agree("list", lambda: save.list_payload() if rank == 0 else None)[0]
-        shares = save.agree("digest", lambda: save.digest_share(sizes))
-        save.agree("publish", lambda: save.publish(sizes, shares, info) if rank == 0 else None)
-    except BaseException:
-        if rank == 0:
-            remove_tree(save.stage.folder)
-        raise
-    return save.manifest
+    return save
 
 
-class _Save:
+class StagedSave:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
     def __init__(self, target: Path, rank: int, gather: Gather, sync: Sync | None) -> None:
@@ -129,6 +135,42 @@ class _Save:
         self._gather = gather
         self._sync = sync
         self._world_size = 1
+
+    def commit(
+        self, info: SaveInfo, *, finish: Callable[[], object] | None = None, gather: Gather | None = None
+    ) -> Manifest | None:
+        """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
+
+        Args:
+            info: What goes into the manifest; rank 0's is used.
+            finish: Writes what the first half has left to be written.
+            gather: How the ranks exchange their outcomes from now on.
+
+        Returns:
+            The manifest on rank 0, None on the others.
+
+        Raises:
+            SaveFailed, PeerError: As `commit` does.
+        """
+        self._gather = gather or self._gather
+        is_first = self._rank == 0
+        with self.cleaning_up():
+            if finish is not None:
+                self.agree("finish", finish)
+            sizes = self.agree("list", lambda: self.list_payload() if is_first else None)[0]
+            shares = self.agree("digest", lambda: self.digest_share(sizes))
+            self.agree("publish", lambda: self.publish(sizes, shares, info) if is_first else None)
+        return self.manifest
+
+    @contextmanager
+    def cleaning_up(self) -> Iterator[None]:
+        """Gives the stage up where this block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._rank == 0:
+                remove_tree(self.stage.folder)
+            raise
 
     def begin(self) -> None:
         """Makes the stage on rank 0 and adopts its place on all ranks."""
@@ -143,7 +185,7 @@ class _Save:
             SaveFailed: It failed somewhere.
         """
         failure: BaseException | None = None
-        result: object = None
+        result: Any = None
         try:
             result = action()
         except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from lightning_distplus.cli.launch import resuming
+from lightning_distplus.launch.policy import RestartPolicy
+from lightning_distplus.launch.requeue import end_of_start
 from lightning_distplus.launch.slurm import SlurmJob
 
 __all__ = ["main"]
@@ -29,9 +31,14 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--name", default="distplus", help="name of the job")
     add("--max-requeues", type=int, default=100, help="so often at most (default: 100)")
+    add("--same-step", type=int, default=3, help="give up after so many starts that end at one step (default: 3)")
+    add("--ended", type=int, metavar="CODE", help="used by the script itself, when srun has returned this code")
     add("--srun", action="append", default=[], metavar="ARGUMENT", help="further argument of srun; may be repeated")
     split = list(argv).index("--") if "--" in argv else len(argv)
     arguments = parser.parse_args(list(argv[:split]))
+    if arguments.ended is not None:
+        policy = RestartPolicy(max_restarts=arguments.max_requeues, same_step=arguments.same_step)
+        return end_of_start(arguments.ended, policy)
     command = list(argv[split + 1 :])
     if not command:
         parser.error("there is no command; write it behind `--`: ... -- fit --config x.yaml")
@@ -44,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
         grace_s=arguments.grace,
         name=arguments.name,
         max_requeues=arguments.max_requeues,
+        same_step=arguments.same_step,
         srun=arguments.srun,
     )
     sys.stdout.write(job.script())

@@ -17,13 +17,14 @@ RECORD_VERSION = 1
 
 
 class Wish(IntFlag):
-    """What a rank wants, or says, at a gate. One rank's wish is enough for all."""
+    """What a rank wants, or says, at a gate. One rank's wish is enough for all; SAVED counts when all say it."""
 
     NONE = 0
     STOP = 1
     PREEMPT = 2
     SKIP = 4
     FAILED = 8
+    SAVED = 16
 
 
 @dataclass(frozen=True, kw_only=True)

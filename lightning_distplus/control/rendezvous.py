@@ -217,8 +217,17 @@ def _refuse_second_rank_0(host: str, world: World, address: Address) -> None:
         store = _join(world, host, address, timedelta(seconds=_SECOND_ANSWER_S))
     except RendezvousError:
         return  # it is no store: the port is merely taken
-    if PrefixStore(address.prefix, store).check(["hello/0"]):
-        _introduce(store, world, address)
+    _refuse_if_another_is_rank_0(store, world, address)
+
+
+def _refuse_if_another_is_rank_0(store: Store, world: World, address: Address) -> None:
+    """Introduces this process where another rank 0 has done so, or is just about to: that refuses it, for both."""
+    end = time.monotonic() + _SECOND_ANSWER_S
+    while not PrefixStore(address.prefix, store).check(["hello/0"]):
+        if time.monotonic() >= end:
+            return
+        time.sleep(_CONNECT_EVERY_S)
+    _introduce(store, world, address)
 
 
 def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None:
@@ -228,26 +237,27 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
         RendezvousError: Another rank 0 answers at the main address, or nobody does.
     """
     mine.set("distplus/server", f"{world.host} {world.pid}")
-    error: OSError | None = None
+    seen: OSError | str = ""
     end = time.monotonic() + SILENCE_S
     while time.monotonic() < end:
         try:
             socket.create_connection((address.host, address.port), timeout=1.0).close()
-        except OSError as found:
-            error = found
+        except OSError as error:
+            seen = error
             time.sleep(_CONNECT_EVERY_S)
             continue
         there = _join(world, address.host, address, _CALL_TIMEOUT)
         if not there.check(["distplus/server"]) or bytes(there.get("distplus/server")) != mine.get("distplus/server"):
-            _introduce(there, world, address)
+            _refuse_if_another_is_rank_0(there, world, address)
+            seen = "another store answers there"
+            break
         return
     if env.KUBERNETES_SERVICE_HOST.get() is None:
         raise RendezvousError(
-            f"Rank 0 runs on {world.host}, and MASTER_ADDR={address.host} is another host, where nobody answers at "
-            f"port {address.port} ({error}). Set NODE_RANK=0 on {address.host}, or MASTER_ADDR to {world.host}, the "
-            "same on every node."
-        ) from error
-    log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, error)
+            f"Rank 0 runs on {world.host}, and MASTER_ADDR={address.host}:{address.port} leads to another host, not "
+            f"here ({seen}). Set NODE_RANK=0 on {address.host}, or MASTER_ADDR to {world.host}, the same on every node."
+        )
+    log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, seen)
 
 
 def _port_remedy(error: OSError) -> str:

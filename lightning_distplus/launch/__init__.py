@@ -1,5 +1,6 @@
 """Starting the ranks of a job and starting them again: torchrun's own agent, and what decides between two attempts.
 
 Read in this order: ``policy`` (who is to blame, whether to go on), ``history`` (what an attempt has left behind),
-``agent`` (one attempt), ``supervisor`` (the attempts one after the other). ``slurm`` writes a batch script.
+``agent`` (one attempt), ``supervisor`` (the attempts one after the other). ``slurm`` writes a batch script,
+``requeue`` ends each of its starts; ``told`` is what the ranks tell both.
 """

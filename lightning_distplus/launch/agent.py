@@ -14,18 +14,20 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lightning_distplus.errors import ExitCode
 from lightning_distplus.launch.merged_log import MergedLog
 
-__all__ = ["Hosts", "Stop", "run_attempt"]
+__all__ = ["PASSED_ON", "Hosts", "HostsApart", "Stop", "run_attempt"]
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
 _SHUTDOWN_S = 10  # for ranks that outlive a peer: they name it and end by themselves within seconds
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,10 @@ class Stop(BaseException):
     """The launcher was asked to stop while no rank was there to be told."""
 
 
+class HostsApart(Exception):
+    """The hosts have not met; no rank was started."""
+
+
 class _RankLogs(LogsSpecs):
     """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank."""
 
@@ -51,6 +57,8 @@ class _RankLogs(LogsSpecs):
         self._folder = folder
         self._write_line = write
         self.merged: MergedLog | None = None
+        self.ranks: list[int] = []
+        """The ranks of this host, once they are known."""
 
     @property
     def root_log_dir(self) -> str:
@@ -60,6 +68,7 @@ class _RankLogs(LogsSpecs):
         """Called by the agent, once the ranks of this host are known."""
         self._folder.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(variables["RANK"]) for local_rank, variables in envs.items()}
+        self.ranks = sorted(ranks.values())
         stems = {local_rank: self._folder / f"rank{rank:05d}" for local_rank, rank in ranks.items()}
         outs = {local_rank: stem.with_suffix(".out") for local_rank, stem in stems.items()}
         errs = {local_rank: stem.with_suffix(".err") for local_rank, stem in stems.items()}
@@ -107,13 +116,19 @@ def run_attempt(
 
     Raises:
         Stop: A signal came while no rank was there.
+        HostsApart: The host at which all meet is not there, or has left meanwhile.
     """
-    before = {number: signal.signal(number, _Forward(on_signal)) for number in _PASSED_ON}
+    before = {number: signal.signal(number, _Forward(on_signal)) for number in PASSED_ON}
     logs = _RankLogs(log_dir, write)
     try:
         elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except RendezvousError as error:
+        # The host that serves the store has ended its attempt first, and the agent has ended the ranks here.
+        failures = dict.fromkeys(logs.ranks, int(ExitCode.PEER_LOST))
+        if not failures:
+            raise HostsApart(str(error)) from error
     else:
         failures = {}
     finally:

@@ -19,9 +19,12 @@ class History:
 
     has_started: bool = False
     has_saved: bool = False
+    is_preempted: bool = False
     step: int | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """The error of each rank, in one line."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """The exit code that goes with each error."""
     samples: dict[int, Sequence[Any]] = field(default_factory=dict)
     """The samples that a failing rank had in hand."""
     culprits: list[int] = field(default_factory=list)
@@ -48,8 +51,10 @@ def read_history(home: Path | None, attempt: int, since: float) -> History:
     return History(
         has_started=any(event["kind"] == "start" for event in events),
         has_saved=any(event["kind"] in ("saved", "preempted") for event in events),
+        is_preempted=any(event["kind"] == "preempted" for event in events),
         step=max(steps, default=None),
         errors={event["rank"]: event["error"].partition("\n")[0] for event in failed},
+        codes={event["rank"]: event.get("exit_code", 1) for event in failed},
         samples={event["rank"]: event["samples"] for event in failed if event.get("samples")},
         culprits=verdict.get("culprits", []),
         is_hang=verdict.get("kind") == "hang",

@@ -26,6 +26,8 @@ class SlurmJob:
     """How long before the limit the ranks are told."""
     name: str = "distplus"
     max_requeues: int = 100
+    same_step: int = 3
+    """So many starts may end at one step, other than by being asked to."""
     srun: Sequence[str] = ()
     """Further arguments for srun: a container, a partition of its own."""
 
@@ -60,27 +62,17 @@ class SlurmJob:
             "# One port per job: two jobs on one host do not meet.",
             "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
             "",
+            "# Here a rank writes where the ledger is, which tells at the end how far the job came and what ended it.",
+            'export DISTPLUS_HOME_FILE="$PWD/.distplus-job-$SLURM_JOB_ID"',
+            "",
             "# srun starts one process per task on all nodes; without it there would be one process in all.",
             "# --kill-on-bad-exit=0: the ranks name a lost peer and end by themselves; Slurm does not kill them first.",
             shlex.join(["srun", "--kill-on-bad-exit=0", *self.srun, "distplus", *self.command]),
-            "code=$?",
             "",
+            "# This script runs once, on the first node, and goes on when all ranks have ended: exactly one requeue.",
             f"# {preempted}: saved and stopped when asked. {hang}, {lost}: a rank hung or was lost. They continue from",
-            "# the newest valid checkpoint. Any other code needs a person: the job ends with it.",
-            f'case "$code" in {preempted} | {hang} | {lost})',
-            f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {self.max_requeues} ]; then',
-            "    # A task of an array is requeued by its own name; the job id alone would name the whole array.",
-            '    job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"',
-            "    # This script runs once, on the first node, after all ranks have ended: exactly one requeue.",
-            '    if scontrol requeue "${job:-$SLURM_JOB_ID}"; then',
-            "      sleep 60 # Slurm ends this start of the script meanwhile",
-            "    else",
-            '      echo "scontrol is missing here or refused: the job is not requeued; submit it again" >&2',
-            "    fi",
-            "  fi",
-            "  ;;",
-            "esac",
-            'exit "$code"',
+            "# the newest valid checkpoint, unless the step does not move. Any other code needs a person.",
+            f'distplus launch slurm --ended "$?" --max-requeues {self.max_requeues} --same-step {self.same_step}',
         ]
         return "\n".join(lines) + "\n"
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog
-from lightning_distplus.launch.agent import Hosts, Stop, run_attempt
+from lightning_distplus.launch.agent import PASSED_ON, Hosts, HostsApart, Stop, run_attempt
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.launch.told import LAUNCHER, told_home
 from lightning_distplus.watchdog import Verdict
 
 __all__ = ["Job", "supervise"]
@@ -25,7 +26,8 @@ __all__ = ["Job", "supervise"]
 log = logging.getLogger(__name__)
 
 _SHOWN_SAMPLES = 16
-_LAUNCHER = -1  # its rank in the ledger
+_HOSTS_MEET_S = 300
+_STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in PASSED_ON)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,15 @@ class _Supervisor:
                 failures = self._run_attempt(number)
             except Stop:
                 return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
+            except HostsApart as error:
+                return self._end(number, ExitCode.PEER_LOST, f"the hosts did not meet: {error}")
             history = read_history(self._home, number, began_at)
             self._has_saved = self._has_saved or history.has_saved
             if not failures:
                 return self._end_well(number)
             culprit = self._culprit(failures, history)
-            if self._asked is not None and all(code in (143, -15, -2, -10, -12) for code in failures.values()):
-                code = culprit.exit_code if self._asked == "SIGINT" and culprit.code < 0 else int(ExitCode.PREEMPTED)
-                return self._end(number, code, f"stopped by {self._asked}")
+            if self._asked is not None:
+                return self._end_as_asked(number, failures, culprit)
             attempt = Attempt(
                 number=number,
                 culprit=culprit,
@@ -89,6 +92,17 @@ class _Supervisor:
             self._note("restart", number, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
 
     def _run_attempt(self, number: int) -> dict[int, int]:
+        """Tries again while the host at which all meet is still about to end the attempt before."""
+        until = time.monotonic() + _HOSTS_MEET_S
+        while True:
+            try:
+                return self._try_attempt(number)
+            except HostsApart:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1)
+
+    def _try_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
         return run_attempt(
             self._job.command(self._has_saved),
@@ -116,6 +130,13 @@ class _Supervisor:
             return self._end(number, ExitCode.PREEMPTED, f"stopped by {self._asked}, without a PreemptionHandler")
         self._note("launch_end", number, exit_code=0)
         return int(ExitCode.DONE)
+
+    def _end_as_asked(self, number: int, failures: Mapping[int, int], culprit: Culprit) -> int:
+        """143, unless a rank failed on its own, or a second Ctrl-C ended it on the spot."""
+        is_interrupted = self._asked == "SIGINT" and -int(signal.SIGINT) in failures.values()
+        if set(failures.values()) <= _STOPPED and not is_interrupted:
+            return self._end(number, ExitCode.PREEMPTED, f"stopped by {self._asked}")
+        return self._end(number, culprit.exit_code, f"{culprit}; no further attempt after {self._asked}")
 
     def _end(self, number: int, code: int, why: str) -> int:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
@@ -154,9 +175,7 @@ class _Supervisor:
     @property
     def _home(self) -> Path | None:
         """Where the ranks write their artefacts; a rank tells it when it sets up."""
-        if not self._home_file.exists():
-            return None
-        return Path(json.loads(self._home_file.read_text())["home"])
+        return told_home(self._home_file)
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"distplus launch: {text}\n")
@@ -164,5 +183,5 @@ class _Supervisor:
 
     def _note(self, kind: str, attempt: int, **fields: object) -> None:
         if self._home is not None:
-            with EventLog(self._home, _LAUNCHER, attempt=attempt) as events:
+            with EventLog(self._home, LAUNCHER, attempt=attempt) as events:
                 events.write(kind, **fields)

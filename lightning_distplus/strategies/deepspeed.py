@@ -74,6 +74,8 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
     strategy_name = "resilient_deepspeed"
 
     def __init__(self, *, convert_checkpoint: bool = False, **kwargs: Any) -> None:
+        if kwargs.get("async_save"):
+            raise ValueError("async_save is True; ResilientDeepSpeed saves while training waits only. Leave it out.")
         super().__init__(**kwargs)
         self.convert_checkpoint = convert_checkpoint
 

@@ -42,6 +42,11 @@ class FailingSaves:
         """Whether the last save has failed."""
         return self._unsaved is not None
 
+    @property
+    def follows_a_fit(self) -> bool:
+        """Whether a fit runs, in which a failed save can be tried again."""
+        return self._trainer is not None
+
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
         self._trainer, self._unsaved, self.num_failed = trainer, None, 0
@@ -85,10 +90,18 @@ class FailingSaves:
             SaveFailed: The last save failed, and none has succeeded since.
         """
         self._trainer = None
+        self.require_saved()
+
+    def require_saved(self) -> None:
+        """Raises where the last save has failed.
+
+        Raises:
+            SaveFailed: None has succeeded since.
+        """
         if self._unsaved is not None:
             raise SaveFailed(
-                f"The training is complete, but its last checkpoint is not saved ({self.num_failed} saves failed in "
-                f"this run). The last failure: {self._unsaved}",
+                f"The training ends, but its last checkpoint is not saved ({self.num_failed} saves failed in this "
+                f"run). The last failure: {self._unsaved}",
                 self._unsaved.ranks,
             ) from self._unsaved
 

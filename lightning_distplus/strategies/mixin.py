@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat, env
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, Points, connect
+from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, PeerError, Preempted
+from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
 from lightning_distplus.events import EventLog
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -25,6 +25,7 @@ from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -57,10 +58,13 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
             checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        nccl: Settings of NCCL; where the environment says something else, the run is refused.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
         verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
             sizes, ``"off"`` looks at manifest and marker only.
+        async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
+            save is in flight at most; the next one, the end of the fit and a preemption wait for it. Not for DeepSpeed.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -73,8 +77,10 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
         preflight: bool | dict[str, Literal["off", "warn"]] = True,
         on_hang: OnHang = "abort",
+        nccl: NcclSettings | None = None,
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -82,11 +88,13 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
+        self.nccl = nccl or NcclSettings()
         self.on_hang: OnHang = on_hang
         if verify not in get_args(Verification):
             raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
         self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
+        self.async_save = async_save
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
@@ -212,7 +220,14 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
         if self.local_rank == 0:
             tell_launcher(self._home())
-        self._note("start", function=function, strategy=type(self).__name__, world_size=self.world_size)
+        self._note(
+            "start",
+            function=function,
+            strategy=type(self).__name__,
+            world_size=self.world_size,
+            backend=self._get_process_group_backend(),
+            nccl=self.nccl.apply(),
+        )
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
@@ -245,12 +260,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         check_data(self, self.lightning_module.trainer)
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
+        self._gate.has_saved = lambda: self._in_flight is not None and self._in_flight.has_ended
         self._failing_saves.begin(self.lightning_module.trainer)
         self._committed_saves.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self._marks.global_step = records[0].global_step
+        if all(record.wishes & Wish.SAVED for record in records):
+            self.settle_save()
         self._calibrate()
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
@@ -282,6 +300,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             SaveFailed: The last save of the run failed, and none has succeeded since.
         """
         super().on_train_end()
+        self.settle_save()
         self._failing_saves.end()
 
     def on_validation_end(self) -> None:
@@ -316,6 +335,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._note(
             "failed",
             error=f"{type(exception).__name__}: {exception}"[:1000],
+            exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
             global_step=self._marks.global_step,
             samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
         )
@@ -332,7 +352,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._watchdog.stop()
             self._watchdog = None
         self._take_out_of_trainer()
-        self._failing_saves.abandon()
+        self._end_saves()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -343,6 +363,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._leave(self._plane)
         self._note("end", failed=self._has_failed)
         super().teardown()
+
+    def _end_saves(self) -> None:
+        """A run that ends in order waits for its save in the background; one that has failed does not."""
+        try:
+            if not self._has_failed:
+                self.settle_save()
+        except DistplusError as error:
+            log.error("rank %d ends without the checkpoint in the background: %s", self.global_rank, error)
+        self._failing_saves.abandon()
+        self._give_up_staging()
 
     def _put_into_trainer(self, trainer: Any) -> None:
         trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)

@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
 from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.foreign import check_unmanifested
-from lightning_distplus.checkpoint.protocol import SaveInfo, commit
+from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, stage
 from lightning_distplus.checkpoint.retention import is_last_valid
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state, set_rng_state
+from lightning_distplus.strategies.background import BackgroundSave, Staging
 from lightning_distplus.timeouts import Phase
 
 __all__ = ["CommittedSaves", "Verification"]
@@ -62,6 +63,7 @@ class CommittedSaves:
         self._verification = verification
         self._rng: dict[str, bytes] | None = None
         self._postponed: list[Path] = []
+        self._second_line: ControlPlane | None = None
         self.sync: Sync = os.fsync
         """Forces what is saved to the disk."""
         self._loaded: str | Path = ""
@@ -76,7 +78,8 @@ class CommittedSaves:
         *,
         data: dict[str, Any] | None = None,
         deadlines_s: dict[str, float] | None = None,
-    ) -> None:
+        staging: Staging | None = None,
+    ) -> BackgroundSave | None:
         """Saves in a stage beside the target and commits it when every rank has succeeded.
 
         Args:
@@ -85,6 +88,10 @@ class CommittedSaves:
             write: The parent's own save, given the place in the stage.
             data: The place in the data, for people who read the manifest.
             deadlines_s: The calibrated deadlines, for the run that resumes.
+            staging: Keeps what ``write`` writes, for a thread that finishes the save; None: it is finished here.
+
+        Returns:
+            The save that a thread finishes; ``committed`` has to follow it. None where it is committed.
 
         Raises:
             SaveFailed: A rank could not save; what was at the target is untouched.
@@ -93,7 +100,7 @@ class CommittedSaves:
         if path is None:
             log.warning("rank %d: %s is not on a local file system; it is saved without a commit", self._rank, target)
             write(target)  # type: ignore[arg-type]
-            return
+            return None
         before = self._phases.current
         self._phases.enter(Phase.CHECKPOINT)
         checkpoint[_KEY] = {"version": _VERSION, "rng": self._gather_rng(), "deadlines_s": dict(deadlines_s or {})}
@@ -103,10 +110,26 @@ class CommittedSaves:
             strategy=self._strategy,
             data=_plain(data),
         )
-        commit(path, write, rank=self._rank, gather=self._gather, info=info, sync=self.sync)
-        self._remove_postponed(path)
+        staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync)
+        begun = None
+        if staging is None:
+            staged.commit(info)
+            self.committed(path)
+        else:
+            finish, gather = staging.take(), self._gather_behind()
+            begun = BackgroundSave(
+                str(path), info.global_step, lambda: staged.commit(info, finish=finish, gather=gather)
+            )
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
+        return begun
+
+    def committed(self, path: str | Path) -> None:
+        """A save is on the disk: what it stands in for can go."""
+        postponed, self._postponed = self._postponed, []
+        for old in postponed:
+            if old.absolute() != Path(path).absolute():
+                self.remove(old)
 
     def load(
         self,
@@ -189,18 +212,19 @@ class CommittedSaves:
         else:
             remove(local)
 
-    def _remove_postponed(self, saved: Path) -> None:
-        postponed, self._postponed = self._postponed, []
-        for path in postponed:
-            if path.absolute() != saved.absolute():
-                self.remove(path)
-
     @property
     def _rank(self) -> int:
         return self._plane.world.rank
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         return self._plane.gather_json(name, value, self._phases.patience_in(Phase.CHECKPOINT))
+
+    def _gather_behind(self) -> Gather:
+        """``_gather`` for the thread of a save: over a connection and under names of its own."""
+        if self._second_line is None:
+            self._second_line = self._plane.second_line()
+        plane, deadline = self._second_line, self._phases.patience_in(Phase.CHECKPOINT)
+        return lambda name, value, /: plane.gather_json(f"behind {name}", value, deadline)
 
     def _gather_rng(self) -> list[dict[str, bytes]]:
         """Every rank's generators; Lightning stores the dictionary of rank 0 only."""

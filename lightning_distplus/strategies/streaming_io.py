@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from lightning_distplus.strategies.background import Staging
+
 __all__ = ["StreamingCheckpointIO", "stream_single_files"]
 
 
@@ -19,13 +21,19 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     system, which may be full while the target is not (lightning 2.6.6, ``cloud_io.py`` 85-122).
     """
 
+    staging: Staging | None = None
+    """Where writes are kept for later, while a save in the background begins."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes the file; a remote one, or one with options, is the parent's."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, path)
+        if self.staging is None:
+            torch.save(checkpoint, path)
+        else:
+            self.staging.keep(lambda staged: torch.save(staged, path), checkpoint)
 
 
 def stream_single_files(strategy: Strategy) -> None:

@@ -32,6 +32,7 @@ _FEW_RANKS = 64  # so many ranks all read what all others say; of more, only the
 _NUM_READERS = 4
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
+_FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
 _MISSED_BEATS_S = 1.6  # so long after a beat the peer's Python, its process or the way to it has stopped
 
 
@@ -48,6 +49,14 @@ class Sighting:
     """``file.py:line`` of the peer's training thread at that beat."""
     printer: StackPrinter | None = None
     """How to ask for its stack from its own host."""
+    since: tuple[int, float] = (0, 0.0)
+    """Number of the mark, and ``time.monotonic()``, at the first of the sightings that follow each other."""
+
+    @property
+    def marks_per_s(self) -> float:
+        """How fast its training thread moves; 0 where it does not, or was not seen for long enough."""
+        seconds = self.changed_at - self.since[1]
+        return (self.mark.number - self.since[0]) / seconds if seconds > BEAT_S else 0.0
 
     @property
     def beats(self) -> bool:
@@ -195,10 +204,13 @@ class Board:
     def _see(self, rank: int, data: dict[str, Any]) -> None:
         last = self.sightings.get(rank)
         if last is None or data["beat"] != last.beat:
+            now, mark = time.monotonic(), Mark(**data["mark"])
+            follows = last is not None and now - last.changed_at < _FOLLOWS_S
             self.sightings[rank] = Sighting(
-                mark=Mark(**data["mark"]),
+                mark=mark,
                 beat=data["beat"],
-                changed_at=time.monotonic(),
+                changed_at=now,
+                since=last.since if last is not None and follows else (mark.number, now),
                 place=data["place"],
                 printer=None if data["printer"] is None else StackPrinter(**data["printer"]),
             )

@@ -107,14 +107,15 @@ class Witness:
         return [*lines[:_BRIEF_LINES], *more]
 
     def _place_of(self, rank: int) -> str:
-        seen = self._board.sightings.get(rank)
+        seen, pace = self._board.sightings.get(rank), ""
         if rank == self._world.rank:
             mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
         elif seen is not None and seen.beats and not self._board.is_silent:
             mark, place = seen.mark, seen.place
+            pace = f", and moves ({seen.marks_per_s:.1f} marks/s)" if seen.marks_per_s > 0 else ""
         else:
             return self._seen_from_here(rank).describe().partition(": ")[2]
-        return f"in {mark.operation!r}" + (f" at {place}" if place else "")
+        return f"in {mark.operation!r}" + (f" at {place}" if place else "") + pace
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -31,7 +32,9 @@ class PoisonedBatch(Callback):
 def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
     install_exit_codes()
     callbacks = [PreemptionHandler(), FaultCallback(), PoisonedBatch(1, int(poisoned_step))]
-    trainer, model, data = make("ResilientDDP", folder, callbacks)
+    num_nodes = os.environ.get("SLURM_NNODES") or os.environ.get("GROUP_WORLD_SIZE")
+    nodes = {"num_nodes": 2, "world_size": 1} if num_nodes == "2" else {}
+    trainer, model, data = make("ResilientDDP", folder, callbacks, **nodes)
     trainer.checkpoint_callbacks[0]._every_n_train_steps = 1
     model.slow_s = float(slow_s)
     found = newest_valid(Path(folder) / "checkpoints")

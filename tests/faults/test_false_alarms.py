@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pdb
+import re
 import subprocess
 import sys
 import threading
@@ -72,6 +74,45 @@ def slow_data(folder: str) -> int:
 
 def test_slow_data_that_comes_ends_nothing(tmp_path: Path) -> None:
     assert spawn(slow_data, 2, args=(str(tmp_path),)).check().results == {0: 8, 1: 8}
+
+
+def only_reported(folder: str) -> int:
+    strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"}, on_hang="report")
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[FaultCallback()])
+    trainer.fit(jobs.Model(), jobs.loader())
+    return trainer.global_step
+
+
+def test_with_on_hang_report_there_is_a_verdict_and_the_run_goes_on(tmp_path: Path) -> None:
+    faults = FaultPlan().slow(rank=1, step=4, duration_s=LONG_S)
+    run = spawn(only_reported, 2, args=(str(tmp_path),), faults=faults).check()
+    assert run.results == {0: 8, 1: 8}
+    (path,) = tmp_path.glob("distplus/verdict-*.json")
+    assert json.loads(path.read_text())["culprits"] == [1]
+    assert "rank 1 to blame" in run.logs[0]
+
+
+class SlowValidation(Callback):
+    """Rank 1 needs its time for every batch of a validation."""
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        time.sleep(0.4 * trainer.global_rank)
+
+
+def slow_validation(folder: str) -> int:
+    named = {"limit_val_batches": 16, "val_check_interval": 4, "num_sanity_val_steps": 0, "max_epochs": 1}
+    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 4.0}
+    strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
+    trainer = jobs.trainer(strategy, 2, folder, limit_train_batches=4, callbacks=[SlowValidation()], **named)
+    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(64))
+    return trainer.global_step
+
+
+def test_a_rank_that_waits_says_how_fast_the_slow_one_moves(tmp_path: Path) -> None:
+    run = spawn(slow_validation, 2, args=(str(tmp_path),)).check()
+    assert run.results == {0: 4, 1: 4}
+    (pace,) = re.findall(r"rank 1: in '.*, and moves \((\S+) marks/s\)", run.logs[0])
+    assert float(pace) > 1.0
 
 
 class Breakpoint(Callback):

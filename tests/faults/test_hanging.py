@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,15 @@ def test_an_exception_on_one_rank_ends_all_and_each_shows_it(where: Any, tmp_pat
     assert "Rank 1" in result.logs[0]
 
 
+def test_ctrl_c_on_one_rank_ends_all_and_the_others_say_whose_it_was(tmp_path: Path) -> None:
+    result, seconds = run("ResilientDDP", FaultPlan().raise_(rank=1, step=4, exc=KeyboardInterrupt), tmp_path)
+    assert seconds < 6
+    assert result.exit_codes[0] == int(ExitCode.PEER_LOST)
+    assert result.exit_codes[1] not in (0, None)
+    assert "KeyboardInterrupt" in result.logs[0]
+    assert "Rank 1" in result.logs[0]
+
+
 @pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
 def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, tmp_path: Path) -> None:
     faults = FaultPlan().oom(rank=1, step=4)
@@ -130,25 +141,41 @@ def test_the_death_of_rank_0_which_serves_the_store_is_named_too(tmp_path: Path)
     assert seconds < 6
 
 
-class HangsAtSample(Dataset[torch.Tensor]):
-    """One rank's data worker never returns from one sample."""
+class BadSample(Dataset[torch.Tensor]):
+    """One rank's data worker never returns from one sample, or raises there; the moment is kept."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, record: str, raises: bool) -> None:
         self.rank = rank
+        self.record = record
+        self.raises = raises
 
     def __len__(self) -> int:
         return 200
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 40 and int(os.environ["RANK"]) == self.rank:
+            Path(self.record).write_text(str(time.time()))
+            if self.raises:
+                raise ValueError("the planted sample")
             time.sleep(1000)  # the sample
         return torch.ones(jobs.NUM_FEATURES)
 
 
-def train_with_workers(folder: str) -> None:
+def train_with_workers(folder: str, raises: bool = False) -> None:
     timeout = {"step": DEADLINE_S, "setup": "60s"}
     trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout=timeout), 2, folder, max_steps=30)
-    trainer.fit(jobs.Model(), DataLoader(HangsAtSample(rank=1), batch_size=4, num_workers=2))
+    trainer.fit(jobs.Model(), DataLoader(BadSample(1, f"{folder}/fired", raises), batch_size=4, num_workers=2))
+
+
+def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tmp_path: Path) -> None:
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), True), deadline="50s")
+    seconds = time.time() - float((tmp_path / "fired").read_text())
+    assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}
+    assert result.alive == {}
+    for log in result.logs.values():
+        assert "the planted sample" in log
+        assert f"{__file__}" in log  # the worker's own traceback
+    assert seconds < 6
 
 
 def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(tmp_path: Path) -> None:
@@ -162,6 +189,26 @@ def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(tmp_path:
     assert "the data worker, pid" in verdict["stacks"]["1"]
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     assert result.alive == {}
+
+
+def hang_in_stock(folder: str) -> tuple[str, float]:
+    strategy = jobs.strategy("DDPStrategy", timeout=timedelta(seconds=DEADLINE_S), process_group_backend="gloo")
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[FaultCallback()])
+    try:
+        trainer.fit(jobs.Model(), jobs.loader(200))
+    except RuntimeError as error:
+        return str(error), time.time()
+    return "", 0.0
+
+
+def test_stock_waits_for_the_time_out_and_names_no_rank(tmp_path: Path) -> None:
+    faults = FaultPlan().hang(rank=1, step=4, where="batch_end", duration_s=DEADLINE_S + 4)
+    result = spawn(hang_in_stock, 2, args=(str(tmp_path),), faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    error, at = result.results[0]
+    assert at - result.faults[0].unix_s >= DEADLINE_S
+    assert "timed out" in error.lower() or "timeout" in error.lower()
+    assert not re.search(r"rank \d", error)
 
 
 def slow(folder: str) -> int:

@@ -44,7 +44,7 @@ FAULTS = {
         node_ranks=(1, 0),
         says=(
             ("MASTER_ADDR={2}:29400, and that is this very host", "NODE_RANK is 1 here", "on {0}"),
-            ("Rank 0 runs on {1}, and MASTER_ADDR={2} is another host", "Connection refused"),
+            ("Rank 0 runs on {1}, and MASTER_ADDR={2}:29400 leads to another host", "Connection refused"),
         ),
     ),
     "number of nodes": Fault(num_nodes=(2, 3), says=(("world_size is ", "on {1}", "host {0}"),) * 2),

@@ -8,9 +8,11 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,21 +38,22 @@ def launch(
     options: tuple[str, ...] = (),
     plan: FaultPlan | None = None,
     then: Callable[[subprocess.Popen[str]], None] = lambda launcher: None,
+    name: str = "launcher",
 ) -> tuple[int, str]:
     """Exit code, and what the launcher wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if plan is not None:
         environment["DISTPLUS_FAULTS"] = FaultPlan(plan.faults, str(folder / "faults")).to_json()
-    log = folder / "launcher.log"
+    log, logs = folder / f"{name}.log", str(folder / "logs" / name)
     with log.open("w") as file:
         launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, "--nproc", "2", "--log-dir", str(folder / "logs"), *options, "--", *job],
+            [sys.executable, "-c", LAUNCH, "--nproc", "2", "--log-dir", logs, *options, "--", *job],
             cwd=ROOT, env=environment, stdout=file, stderr=file, text=True, start_new_session=True,
         )  # fmt: skip
         try:
             then(launcher)
-            code = launcher.wait(timeout=150)
+            code = launcher.wait(timeout=220)
         finally:
             launcher.kill()
     return code, log.read_text()
@@ -84,11 +87,13 @@ def assert_comes_back(folder: Path, *kills: tuple[int, int, str]) -> None:
         assert f"(rank {rank}, killed by SIGKILL); attempt {number} begins" in log
 
 
+@pytest.mark.deadline(240)  # four starts of two interpreters
 def test_killed_ranks_come_back_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    assert_comes_back(tmp_path, (0, 6, "after_backward"))
+    assert_comes_back(tmp_path, (1, 2, "before_optimizer_step"), (0, 6, "after_backward"), (1, 9, "batch_start"))
 
 
 @pytest.mark.soak
+@pytest.mark.deadline(150)
 @pytest.mark.parametrize("number", range(50))
 def test_a_rank_killed_at_random_comes_back(number: int, tmp_path: Path) -> None:
     chance = random.Random(number)
@@ -96,6 +101,7 @@ def test_a_rank_killed_at_random_comes_back(number: int, tmp_path: Path) -> None
     assert_comes_back(tmp_path, (chance.choice((0, 1)), chance.randrange(1, STEPS), where))
 
 
+@pytest.mark.deadline(150)
 def test_a_batch_that_fails_every_time_ends_the_job_with_its_samples(tmp_path: Path) -> None:
     code, log = launch(tmp_path, str(tmp_path), "0", "2", options=("--max-restarts", "9", "--same-step", "2"))
     assert code == 174, log
@@ -108,14 +114,41 @@ def test_a_batch_that_fails_every_time_ends_the_job_with_its_samples(tmp_path: P
 
 
 @pytest.mark.soak
+@pytest.mark.deadline(120)
 def test_the_culprits_exit_code_is_returned_when_the_restarts_are_spent(tmp_path: Path) -> None:
     plan = FaultPlan().kill(1, step=4)
     code, log = launch(tmp_path, str(tmp_path), plan=plan, options=("--max-restarts", "0"))
     assert code == 137, log
     assert "all 0 restarts are spent" in log
-    assert {path.name for path in (tmp_path / "logs" / "attempt-0").glob("*.err")} == {"rank00000.err", "rank00001.err"}
+    assert {path.name for path in (tmp_path / "logs" / "launcher" / "attempt-0").glob("*.err")} == {
+        "rank00000.err",
+        "rank00001.err",
+    }
 
 
+@pytest.mark.soak
+@pytest.mark.deadline(150)
+def test_launchers_of_two_hosts_restart_together(tmp_path: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    plan = FaultPlan().kill(1, step=6)
+    options = ("--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--job-id", "two", "--nproc", "1")
+    ended: dict[int, tuple[int, str]] = {}
+
+    def run(host: int) -> None:
+        ended[host] = launch(tmp_path, str(tmp_path), options=options, plan=plan, name=f"host{host}")
+
+    hosts = [threading.Thread(target=run, args=(host,)) for host in (0, 1)]
+    for host in hosts:
+        host.start()
+    for host in hosts:
+        host.join()
+    assert [code for code, _ in ended.values()] == [0, 0], ended
+    assert results(tmp_path) == undisturbed()
+
+
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SIGUSR1", "SIGINT"))])
 def test_a_signal_to_the_launcher_stops_all_ranks_with_one_checkpoint(name: str, tmp_path: Path) -> None:
     def ask(launcher: subprocess.Popen[str]) -> None:

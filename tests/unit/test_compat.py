@@ -391,3 +391,16 @@ def test_an_engine_reads_universal_checkpoints_in_a_block_only() -> None:
     assert not DeepSpeedEngine.load_universal_checkpoint(engine)
     with pytest.raises(RuntimeError, match="load_universal"), _compat.loading_universal(SimpleNamespace()):
         pass
+
+
+def test_shards_are_handed_over_in_a_block_instead_of_being_written(monkeypatch, caplog) -> None:
+    modules = [importlib.import_module(f"lightning.pytorch.strategies.{part}") for part in ("fsdp", "model_parallel")]
+    stock = [module._distributed_checkpoint_save for module in modules]
+    with _compat.replacing_sharded_saves(print):
+        assert [module._distributed_checkpoint_save for module in modules] == [print, print]
+    assert [module._distributed_checkpoint_save for module in modules] == stock
+    monkeypatch.delattr(modules[0], "_distributed_checkpoint_save")
+    for _ in range(2):
+        with _compat.replacing_sharded_saves(print):
+            pass
+    assert len(_warnings(caplog)) == 1

@@ -1,27 +1,50 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_distplus.cli.__main__ import main
+from lightning_distplus.events import EventLog, read_events
+from lightning_distplus.launch.policy import RestartPolicy
+from lightning_distplus.launch.requeue import end_of_start
 from lightning_distplus.launch.slurm import SlurmJob
 
 
-def run(script: str, folder: Path, *, rank_code: int, scontrol: str | None, **variables: str) -> tuple[int, list[str]]:
-    """Runs the script with bash; srun and scontrol are programs that note how they were called."""
-    tools = {"srun": f'echo "srun $*" >> {folder}/calls; exit {rank_code}', "sleep": "exit 0", "scontrol": scontrol}
-    for name, body in tools.items():
-        if body is not None:
-            (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-            (folder / name).chmod(0o755)
-    ended = subprocess.run(
-        ["/bin/bash", "-c", script], env={"PATH": str(folder), "SLURM_JOB_ID": "77", **variables},
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
-    calls = (folder / "calls").read_text().splitlines()
-    return ended.returncode, [*calls, *ended.stderr.splitlines()]
+def program(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an scontrol that notes how it was called, and the variables of a job."""
+    program(tmp_path, "scontrol", f'echo "scontrol $*" >> {tmp_path}/calls')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for name in ("SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "DISTPLUS_HOME_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def end(code: int, home: Path | None = None, *, max_restarts: int = 100) -> int:
+    return end_of_start(code, RestartPolicy(max_restarts=max_restarts), home=home, wait=lambda seconds: None)
+
+
+def calls(folder: Path) -> list[str]:
+    file = folder / "calls"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def ledger(home: Path, *starts: dict[str, Any]) -> None:
+    """What the starts of a job have left: the step at which each ended, and by what."""
+    for number, start in enumerate(starts):
+        with EventLog(home, 0, attempt=number) as events:
+            events.write("start")
+            events.write(start.get("kind", "failed"), error="PeerLost: rank 1", **start["fields"])
 
 
 JOB = SlurmJob(command=["fit", "--config", "a b.yaml"], nodes=2, ranks_per_node=8, gpus_per_node=8)
@@ -39,29 +62,73 @@ def test_every_line_of_the_script_is_explained(capsys: pytest.CaptureFixture[str
     assert "srun --kill-on-bad-exit=0 --container-image=x distplus fit --config x.yaml --ckpt_path auto" in lines
 
 
-@pytest.mark.parametrize(("code", "requeues"), [(143, 1), (170, 1), (171, 1), (0, 0), (1, 0), (172, 0), (174, 0)])
-def test_a_job_is_requeued_exactly_once_and_only_where_that_makes_sense(
-    code: int, requeues: int, tmp_path: Path
+def test_the_script_hands_on_what_srun_returns(slurm: Path) -> None:
+    program(slurm, "srun", f'echo "srun $*" >> {slurm}/calls; exit 143')
+    program(slurm, "distplus", f'echo "distplus $*" >> {slurm}/calls; exit 9')
+    ended = subprocess.run(["/bin/bash", "-c", JOB.script()], env={**os.environ}, timeout=20, check=False)
+    assert ended.returncode == 9
+    assert calls(slurm) == [
+        "srun --kill-on-bad-exit=0 distplus fit --config a b.yaml",
+        "distplus launch slurm --ended 143 --max-requeues 100 --same-step 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "requeues"), [(143, 1), (138, 1), (170, 1), (171, 1), (0, 0), (1, 0), (172, 0), (174, 0)]
+)
+def test_a_job_is_requeued_exactly_once_and_only_where_that_makes_sense(code: int, requeues: int, slurm: Path) -> None:
+    assert end(code) == (143 if code == 138 else code)
+    assert calls(slurm) == ["scontrol requeue 77"] * requeues
+
+
+def test_an_error_of_one_rank_does_not_hide_behind_the_code_of_its_peers(slurm: Path) -> None:
+    """srun returns the highest code."""
+    ledger(slurm / "home", {"fields": {"exit_code": 1, "global_step": 4}})
+    assert end(171, slurm / "home") == 1
+    assert calls(slurm) == []
+
+
+def test_starts_that_end_at_the_same_step_end_the_job(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = slurm / "home"
+    lost = {"fields": {"exit_code": 171, "global_step": 4}}
+    stopped = {"kind": "preempted", "fields": {"global_step": 4}}
+    ledger(home, lost, lost, lost)  # another job in the same folder
+    for number, starts in enumerate([(lost,), (lost, stopped), (lost, stopped, lost)]):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        ledger(home, *starts)
+        assert end(143 if starts[-1] is stopped else 171, home) == (143 if starts[-1] is stopped else 171)
+    ledger(home, lost, stopped, lost, lost)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    assert end(171, home) == 174
+    assert calls(slurm) == ["scontrol requeue 77"] * 3
+    kinds = [event["kind"] for event in read_events(home) if event["rank"] == -1]
+    assert kinds == ["requeue", "requeue", "requeue", "launch_end"]
+
+
+def test_an_array_task_is_requeued_by_its_own_name_and_a_limit_holds(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note = f'echo "scontrol $*" >> {tmp_path}/calls'
-    ended, said = run(JOB.script(), tmp_path, rank_code=code, scontrol=note)
-    assert ended == code
-    assert said == ["srun --kill-on-bad-exit=0 distplus fit --config a b.yaml", *["scontrol requeue 77"] * requeues]
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert end(143) == 143
+    assert calls(slurm) == ["scontrol requeue 70_3"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert end(143, max_restarts=2) == 143
+    assert len(calls(slurm)) == 1
+    assert "requeued 2 times" in capsys.readouterr().err
 
 
-def test_an_array_task_is_requeued_by_its_own_name_and_a_limit_holds(tmp_path: Path) -> None:
-    note = f'echo "scontrol $*" >> {tmp_path}/calls'
-    array = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
-    assert run(JOB.script(), tmp_path, rank_code=143, scontrol=note, **array)[1][-1] == "scontrol requeue 70_3"
-    (tmp_path / "calls").unlink()
-    ended, said = run(JOB.script(), tmp_path, rank_code=143, scontrol=note, SLURM_RESTART_COUNT="100")
-    assert (ended, len(said)) == (143, 1)
-
-
-def test_a_missing_scontrol_is_reported(tmp_path: Path) -> None:
-    ended, said = run(JOB.script(), tmp_path, rank_code=143, scontrol=None)
-    assert ended == 143
-    assert "the job is not requeued; submit it again" in said[-1]
+@pytest.mark.parametrize(("body", "said"), [(None, "scontrol is not installed"), ("echo no >&2; exit 1", "(no)")])
+def test_a_requeue_that_fails_is_reported(
+    body: str | None, said: str, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "scontrol").unlink()
+    if body:
+        program(slurm, "scontrol", body)
+    assert end(143) == 143
+    error = capsys.readouterr().err
+    assert said in error
+    assert "submit it again" in error
 
 
 def test_wrong_numbers_are_refused() -> None:

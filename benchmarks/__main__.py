@@ -26,6 +26,7 @@ NAMES = (
     "flight_recorder_cost",
     "mark_cost",
     "strategy_cost",
+    "divergence_overhead",
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 

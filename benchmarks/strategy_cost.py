@@ -25,7 +25,7 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.testing import spawn
 
-__all__ = ["Toggle", "differences", "measure", "run"]
+__all__ = ["ARMS", "BLOCK", "WARM_UP", "Toggle", "blocks_of", "differences", "figures_of", "measure", "run"]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ResilientDDP": {},
@@ -46,7 +46,7 @@ _TARGET_RATIO = 0.01
 
 def run(quick: bool) -> list[Figure]:
     """One fit for each strategy, 100 alternations (quick: 20)."""
-    return [figure for name in STRATEGIES for figure in _figures(name, measure(name, 20 if quick else 100))]
+    return [figure for name in STRATEGIES for figure in figures_of(name, measure(name, 20 if quick else 100))]
 
 
 def measure(
@@ -55,10 +55,10 @@ def measure(
     """Per rank: what a step of each block took, in its order."""
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         result = spawn(_fit, 2, args=(name, alternations, work_s, folder, toggle or Toggle), deadline="10m").check()
-    return {rank: _blocks(*result.results[rank]) for rank in sorted(result.results)}
+    return {rank: blocks_of(*result.results[rank]) for rank in sorted(result.results)}
 
 
-def _figures(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
+def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     """The figures of the rank to which the gate adds more wall time."""
     worse = max(ranks, key=lambda rank: median(differences(ranks[rank], "wall_us", "ours")))
     arms = ranks[worse]
@@ -137,7 +137,7 @@ def _fit(
     return blocks, toggle.marks
 
 
-def _blocks(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks:
+def blocks_of(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks:
     """A step lasts from one call of the gate to the next; the median of a block ignores what others interrupt."""
     wall, cpu, gate = (np.asarray(column) * 1e6 for column in zip(*marks, strict=True))
     steps = {"wall_us": np.diff(wall), "cpu_us": np.diff(cpu), "gate_us": gate}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.batch_gate import BatchGate
+from lightning_distplus.callbacks.at_rest import AtRestCheck
 from lightning_distplus.callbacks.batches import BatchCheck
 from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.callbacks.comparison import Comparison
@@ -24,6 +25,7 @@ from lightning_distplus.callbacks.pairing import PairingCheck
 from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
 from lightning_distplus.callbacks.replicas import ReplicaCheck
 from lightning_distplus.callbacks.settings import SettingsCheck
+from lightning_distplus.callbacks.tracing import TraceCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
 from lightning_distplus.ending import install_exit_codes
@@ -58,12 +60,14 @@ class RankDivergenceMonitor(Callback):
         max_skips_in_a_row: So many steps may be left out one after the other.
         on_local_failure: What follows when a batch fails on some ranks (out of memory, ``training_step`` returns None):
             ``"raise"``, or ``"skip_all"``: all ranks leave the step out.
-        trace_collectives: Compare every call of ``torch.distributed`` before it is made: operation, root, reduce
-            operation, group, shapes. Costs one exchange per call.
+        trace_collectives: Compare every call of ``torch.distributed`` in training before it is made: operation, root,
+            reduce operation, group, shapes. Costs one exchange per call.
         rng_policy: For each of the generators "python", "numpy", "torch" and "cuda", whether its state must be the
             "same" on all ranks or "distinct" on each, at the start of each epoch; nothing is required of the others.
         repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
             write that into the ledger. Without a majority the run ends as it does otherwise.
+        state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
+            step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class RankDivergenceMonitor(Callback):
         trace_collectives: bool = False,
         rng_policy: dict[str, RngPolicy] | None = None,
         repair_replicas: bool = False,
+        state_at_rest: bool = False,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
@@ -89,6 +94,7 @@ class RankDivergenceMonitor(Callback):
         self.trace_collectives = trace_collectives
         self.rng_policy = rng_policy
         self.repair_replicas = repair_replicas
+        self.state_at_rest = state_at_rest
         self.skips = SkipBudget(max_skips_in_a_row)
         self.checks: list[Check] = self._make_checks()
         self._host: Host | None = None
@@ -100,15 +106,17 @@ class RankDivergenceMonitor(Callback):
         finite = NonFiniteCheck()
         pairing = PairingCheck(lambda: finite.is_incomplete)
         return [
+            *([AtRestCheck()] if self.state_at_rest else []),
             PlanCheck(self.rng_policy),
             SettingsCheck(),
             BatchCheck(self.every_n_steps),
-            DecisionCheck(),
+            DecisionCheck(self._before_save),
             MetricCheck(),
             *([LocalFailureCheck(pairing.tie)] if self.on_local_failure == "skip_all" else []),
             finite,
             pairing,
             ReplicaCheck(repairs=self.repair_replicas),
+            *([TraceCheck()] if self.trace_collectives else []),
         ]
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -194,6 +202,10 @@ class RankDivergenceMonitor(Callback):
         self._comparison.require_agreement(records)
         for check in self.checks:
             check.hear(records)
+
+    def _before_save(self) -> None:
+        for check in self._active():
+            check.before_save()
 
     def _explain(self, field: str) -> dict[str, Any]:
         return {name: value for check in self.checks for name, value in check.explain(field).items()}
@@ -292,20 +304,24 @@ class RankDivergenceMonitor(Callback):
             check.load_state_dict(state_dict["checks"].get(type(check).__name__, {}))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tells the peers, where the strategy does not; never raises."""
+        """Tells the peers, where the strategy does not, and steps aside; never raises."""
         if self._host is not None and self._gate is not None:
             self._gate.is_open = False
             self._host.report(exception)
+            self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts everything back; never raises."""
-        for check in self._active():
-            with suppress(Exception):
-                check.detach()
+        self._detach()
         if self._host is not None:
             vars(trainer.strategy).pop("setup", None)
             self._host.close()
         self._host = self._gate = None
+
+    def _detach(self) -> None:
+        for check in self._active():
+            with suppress(Exception):
+                check.detach()
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Incidents"]
 
 log = logging.getLogger(__name__)
 
-_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch"})
+_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective"})
 """The ranks stand at different points: to go on would be to hang."""
 
 
@@ -55,7 +55,8 @@ class Incidents:
     def write(self, error: DivergenceError, *, global_step: int, kind: str = "divergence") -> None:
         """Puts the evidence on disk; never raises."""
         self._note(kind, field=error.field, ranks=error.ranks, values=error.values, global_step=global_step)
-        if self._world.local_rank != 0:
+        knows_alone = set(error.values) == {self._world.rank}
+        if self._world.local_rank != 0 and not knows_alone:
             return
         verdict = Verdict(
             incident=f"{kind}-{int(time.time())}-step{global_step}",

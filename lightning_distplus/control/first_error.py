@@ -152,6 +152,8 @@ class Listener:
                 for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
                     self._speaker.set(self._bell(rank, number), b"error")
             self._speaker.check([_KEY])  # a round trip: what was set before it has arrived
+        else:  # it has heard now, and may end before its thread can say so
+            self._speaker.append(_HEARD_BY, f"{self._world.rank},")
         if is_host:
             culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
             self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})

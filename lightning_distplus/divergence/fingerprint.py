@@ -1,6 +1,6 @@
 """Fingerprints of tensors: 64 bits of their exact bytes, computed on their device at the speed of a sum.
 
-The bytes are read as 64-bit words and laid out in blocks of 512 rows and 256 columns. The sums of all rows and of all
+The bytes are read as 64-bit words and laid out in blocks of 256 rows and 256 columns. The sums of all rows and of all
 columns, modulo 2^64, are each mixed with their position and then added up. So a word counts by its row and by its
 column (Fletcher's idea: a plain sum, and a second one that knows the position), and the mixing keeps two flips of a
 sign bit from cancelling as they do in a linear sum. What is missed: changes that leave every row and every column sum
@@ -23,8 +23,8 @@ __all__ = ["WORD_BYTES", "Piece", "Windows", "fingerprint", "fingerprint_of_each
 WORD_BYTES = 8
 
 _COLUMNS = 256
-# Rows of a block. On a CPU 1 MiB, so that the second pass comes out of its second-level cache; elsewhere few launches.
-_ROWS = {True: 512, False: 1 << 16}
+# Rows of a block. On a CPU 512 KiB, so that the second pass comes out of its second cache; elsewhere few launches.
+_ROWS = {True: 256, False: 1 << 16}
 _SMALL_WORDS = 4096  # below, the copy into one buffer costs less than reductions of their own
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers.

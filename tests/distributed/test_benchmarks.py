@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.strategy_cost import ARMS, _figures, measure
+from benchmarks.strategy_cost import ARMS, figures_of, measure
 
 
 def test_every_arm_is_timed_in_every_alternation_on_both_ranks() -> None:
@@ -20,5 +20,5 @@ def test_every_arm_is_timed_in_every_alternation_on_both_ranks() -> None:
             assert all(gate < wall for gate, wall in zip(quantities["gate_us"], quantities["wall_us"], strict=True)), (
                 "a call of the gate is a part of its step"
             )
-    names = [figure.name for figure in _figures("ResilientDDP", ranks)]
+    names = [figure.name for figure in figures_of("ResilientDDP", ranks)]
     assert len(names) == len(set(names)) == 5

@@ -198,6 +198,21 @@ def test_two_ranks_with_the_same_batches_are_named_at_the_second_one(name: str, 
     assert "before step 1" in found["message"]
 
 
+def train_on_tensor_parallel_peers(rank: int, has_own: bool, folder: str) -> dict[str, Any]:
+    options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    data = own_loader(rank if has_own else 7)
+    return caught(lambda: fit(rank, "ResilientModelParallel", folder, strategy=options, data=data))
+
+
+def test_different_batches_of_tensor_parallel_peers_are_named_and_equal_ones_are_not(tmp_path: Path) -> None:
+    equal = spawn(train_on_tensor_parallel_peers, 2, args=(False, str(tmp_path)), deadline="40s").check().results
+    assert {found["field"] for found in equal.values()} == {"nothing was raised"}
+    unequal = spawn(train_on_tensor_parallel_peers, 2, args=(True, str(tmp_path)), deadline="40s").check().results
+    found = agreed(unequal)
+    assert (found["field"], found["ranks"]) == ("tensor_parallel_batch", [0, 1])
+    assert "before step 0" in found["message"]
+
+
 def train_on_one_shard(rank: int, folder: str) -> dict[str, Any]:
     data = torch.randn(64, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(0))
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
@@ -654,7 +669,7 @@ class Thaw(Callback):
 
 
 def live(rank: int, name: str, options: dict[str, Any], folder: str) -> tuple[int, float]:
-    monitor = RankDivergenceMonitor(parameters_every_n_steps=10)
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=10, state_at_rest=True)
     data = ResumableDataModule(
         Sequences(63), Sequences(10), batch_size=3, uneven=options.pop("uneven", "drop"), collate_fn=pad
     )

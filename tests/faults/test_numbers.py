@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 
@@ -85,8 +86,9 @@ def train(
     strategy = jobs.strategy("ResilientDeepSpeed" if "zero" in name else name, **STRATEGIES.get(name, {}))
     state = State()
     options = {"max_steps": 6, **arguments.pop("trainer", {})}
+    more = arguments.pop("callbacks", [])
     monitor = RankDivergenceMonitor(on_divergence=policy, **arguments)
-    trainer = sampling_trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state], **options)
+    trainer = sampling_trainer(strategy, size, folder, callbacks=[FaultCallback(), monitor, state, *more], **options)
     trainer.fit(jobs.Model() if value is None else Poisoned(value), jobs.loader(400))
     weights = [local(parameter) for parameter in trainer.strategy.model.parameters()]
     return {
@@ -229,6 +231,69 @@ def test_a_whole_copy_under_zero_is_compared_too(tmp_path: Path) -> None:
     assert result.faults_fired == 1
     assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
     assert verdict_in(tmp_path)["field"] == "parameters"
+
+
+def test_a_wrong_copy_is_named_before_it_is_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=STEP + 1)
+    faults = FaultPlan().flip_bit(rank=1, step=STEP, where="batch_end")
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="raise", callbacks=[saver])
+    result = spawn(partial(job, trainer={"enable_checkpointing": True}), 2, faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    assert verdict_in(tmp_path)["field"] == "parameters"
+    for log in result.logs.values():
+        assert f"before the save after {STEP + 1} steps" in log
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
+def test_a_shard_that_changes_between_two_steps_is_named_by_the_rank_that_holds_it(name: str, tmp_path: Path) -> None:
+    """No other rank has a copy of it."""
+    faults = FaultPlan().flip_bit(rank=1, step=STEP)
+    job = partial(train, name=name, folder=str(tmp_path), policy="raise", state_at_rest=True)
+    result = spawn(job, 2, faults=faults, deadline="50s")
+    assert result.faults_fired == 1
+    verdict = require_named(result, tmp_path, "state_at_rest")
+    assert "net." in verdict["parameter"]
+    assert f"between step {STEP} and the next one" in result.logs[0]
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen.update(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def count_skips(folder: str) -> tuple[dict[str, float], dict[str, Any], int]:
+    """What is logged and saved after a skipped step, and the count of a run that goes on from there."""
+    path, logger, monitor = Path(folder) / "x.ckpt", Memory(), RankDivergenceMonitor(on_divergence="skip")
+    callbacks = [FaultCallback(), monitor]
+    options = {"logger": logger, "log_every_n_steps": 1}
+    trainer = sampling_trainer(jobs.strategy("ResilientDDP"), 2, folder, callbacks=callbacks, max_steps=6, **options)
+    trainer.fit(jobs.Model(), jobs.loader(400))
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["callbacks"]["RankDivergenceMonitor"]
+    resumed = RankDivergenceMonitor()
+    trainer = sampling_trainer(jobs.strategy("ResilientDDP"), 2, folder, callbacks=[resumed], max_steps=8)
+    trainer.fit(jobs.Model(), jobs.loader(400), ckpt_path=str(path))
+    return logger.seen, saved["skips"], resumed.skips.total
+
+
+def test_skipped_steps_are_logged_and_go_on_counting_after_a_resume(tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    for logged, saved, resumed in spawn(count_skips, 2, args=(str(tmp_path),), faults=faults).check().results.values():
+        assert logged["distplus/skipped_steps"] == 1.0
+        assert logged["distplus/divergences"] == 0.0
+        assert (saved, resumed) == ({"in_a_row": 0, "total": 1}, 1)
 
 
 class WithBuffers(jobs.Model):

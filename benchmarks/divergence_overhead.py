@@ -1,0 +1,192 @@
+"""What the divergence monitor adds to a step, with the stock broadcast credited; its passes over memory; its rivals.
+
+The monitor is toggled inside one fit with DDP on two processes, each pinned to a core, in blocks of steps as in
+``strategy_cost``: everything on with default settings, Lightning's broadcast alone, and the broadcast again (A/A). The
+number of the step rides in DDP's bucket in all of them, because DDP cannot let go of a parameter; its cost is apart.
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is no rival here: DDP on gloo ends with a segmentation fault under it (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from benchmarks import jobs, strategy_cost
+from benchmarks.figures import Figure, bootstrap_ci95, median
+from lightning_distplus import RankDivergenceMonitor, ResilientDDP
+from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
+from lightning_distplus.divergence.fingerprint import Windows
+from lightning_distplus.divergence.mailbox import Mailbox
+from lightning_distplus.divergence.nonfinite import LocalGradients
+from lightning_distplus.testing import spawn
+
+__all__ = ["run"]
+
+_STEPS_S = {"20 ms": 0.017, "100 ms": 0.097}
+_LAYERS, _WIDTH, _BATCH = 10, 1000, 256  # ten million parameters
+_STATE_PARAMETERS = 100_000_000
+_TARGET_WINDOW_MS = 1.5
+_TARGET_SLOWDOWN = 2.0  # against a plain sum over the same bytes
+
+
+def run(quick: bool) -> list[Figure]:
+    """Two fits with 80 alternations (quick: one with 8), and passes over memory."""
+    steps = list(_STEPS_S.items())[:1] if quick else list(_STEPS_S.items())
+    figures = [figure for name, work_s in steps for figure in _step_figures(name, work_s, 8 if quick else 80)]
+    repeats = 3 if quick else 20
+    return [
+        *figures,
+        *_gradient_figures(repeats),
+        *_window_figures(repeats, 16 if quick else 1),
+        _tie_figure(repeats),
+        *_rival_figures(quick),
+    ]
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def _step_figures(name: str, work_s: float, alternations: int) -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        found = spawn(_fit, 2, args=(alternations, work_s, folder), deadline="10m").check().results
+    ranks = {rank: strategy_cost.blocks_of(*found[rank]) for rank in sorted(found)}
+    return strategy_cost.figures_of(f"monitor, {name}", ranks)
+
+
+class _Toggle(strategy_cost.Toggle):
+    """Switches the checks on and off with the gate."""
+
+    def __init__(self, schedule: list[str], monitor: RankDivergenceMonitor) -> None:
+        super().__init__(schedule)
+        self._monitor = monitor
+
+    def arms(self, trainer: Any) -> dict[str, Callable[[Any, int], None]]:
+        """The gates; the checks rest while another one than ours is called."""
+        return {arm: self._with_checks(gate, is_on=arm == "ours") for arm, gate in super().arms(trainer).items()}
+
+    def _with_checks(self, gate: Callable[[Any, int], None], *, is_on: bool) -> Callable[[Any, int], None]:
+        monitor, checks = self._monitor, list(self._monitor.checks)
+        hooks = [check._bucket_hook for check in checks if isinstance(check, NonFiniteCheck)]
+
+        def switched(batch: Any, batch_idx: int) -> None:
+            assert monitor._gate is not None
+            monitor._gate.is_open = is_on
+            monitor.checks = checks if is_on else []
+            for hook in hooks:
+                assert hook is not None
+                hook._is_retired = not is_on
+            gate(batch, batch_idx)
+
+        return switched
+
+
+def _fit(rank: int, alternations: int, work_s: float, folder: str) -> tuple[list[str], list[Any]]:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    order = random.Random(0)
+    arms, block = strategy_cost.ARMS, strategy_cost.BLOCK
+    blocks = [arm for _ in range(alternations) for arm in order.sample(arms, len(arms))]
+    monitor = RankDivergenceMonitor()
+    schedule = [*["stock"] * strategy_cost.WARM_UP, *(arm for arm in blocks for _ in range(block))]
+    toggle = _Toggle(schedule, monitor)
+    num_steps = len(schedule) + 2
+    data = torch.randn(8 * num_steps, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(rank))
+    trainer = jobs.trainer(ResilientDDP(), folder, max_steps=num_steps, callbacks=[monitor, toggle])
+    trainer.fit(jobs.Model(work_s), DataLoader(data, batch_size=8))
+    return blocks, toggle.marks
+
+
+# -- passes over memory ------------------------------------------------------------------------------------------------
+
+
+def _taken_ms(call: Callable[[], object], repeats: int) -> list[float]:
+    call()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return taken
+
+
+def _gradient_figures(repeats: int) -> list[Figure]:
+    """The look at the gradients of ten million parameters, beside the backward that makes them."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+    batch = torch.randn(_BATCH, _WIDTH)
+    backward_ms = []
+    for _ in range(repeats):
+        loss = net(batch).pow(2).mean()
+        begin = time.perf_counter()
+        loss.backward()
+        backward_ms.append((time.perf_counter() - begin) * 1e3)
+    bucket = torch.randn(sum(parameter.numel() for parameter in net.parameters()))
+    eyes = LocalGradients()
+    look_ms = _taken_ms(lambda: (eyes.look_at(bucket, lambda index: None), eyes.reset()), repeats)
+    sum_ms = _taken_ms(bucket.sum, repeats)
+    share = [100 * value / median(backward_ms) for value in look_ms]
+    note = f"{median(look_ms):.2f} ms of {median(backward_ms):.0f} ms: 10 M parameters, {_BATCH} samples"
+    return [
+        Figure(name="non-finite, share of backward", value=median(share), unit="%", ci95=bootstrap_ci95(share),
+               target=1.0, note=note),
+        Figure(name="non-finite, time / plain sum", value=median(look_ms) / median(sum_ms), unit="",
+               target=_TARGET_SLOWDOWN),
+    ]  # fmt: skip
+
+
+def _tie_figure(repeats: int) -> Figure:
+    """The number of the step, on its way through the graph into its gradient."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    mailbox = Mailbox(0, 2, weight)
+    plain_ms = _taken_ms(lambda: (2 * weight).sum().backward(), 50 * repeats)
+    tied_ms = _taken_ms(lambda: mailbox.tie((2 * weight).sum(), 7).backward(), 50 * repeats)
+    added = (median(tied_ms) - median(plain_ms)) * 1e3
+    return Figure(name="number of the step in the bucket", value=added, unit="us", note="part of the 200 us")
+
+
+def _window_figures(repeats: int, smaller: int) -> list[Figure]:
+    """One window of sixteen of the weights' fingerprint."""
+    weights = [torch.randn(_STATE_PARAMETERS // smaller // 10) for _ in range(10)]
+    windows = Windows(weights, 16)
+    window_ms = _taken_ms(lambda: windows.fingerprint(3), repeats)
+    part = torch.cat(weights)[: _STATE_PARAMETERS // smaller // 16]
+    sum_ms = _taken_ms(part.sum, repeats)
+    note = f"{part.numel() * 4 / 1e6:.0f} MB; a plain sum {median(sum_ms):.2f} ms"
+    return [
+        Figure(name="state window", value=median(window_ms), unit="ms", ci95=bootstrap_ci95(window_ms),
+               target=_TARGET_WINDOW_MS, note=note),
+        Figure(name="state window, time / plain sum", value=median(window_ms) / median(sum_ms), unit="",
+               target=_TARGET_SLOWDOWN),
+    ]  # fmt: skip
+
+
+# -- rivals ------------------------------------------------------------------------------------------------------------
+
+
+def _rival_figures(quick: bool) -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        found = spawn(_rivals, 2, args=(folder, 50 if quick else 500), deadline="120s").check().results
+    return [
+        Figure(name=f"rival: {name}, once a step", value=median(taken), unit="us", ci95=bootstrap_ci95(taken))
+        for name, taken in found[0].items()
+    ]
+
+
+def _rivals(rank: int, folder: str, repeats: int) -> dict[str, list[float]]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    record = {"step": 1, "epoch": 0, "structure": "float32[8, 64]"}
+    rivals: dict[str, Callable[[], object]] = {
+        "monitored_barrier": lambda: dist.monitored_barrier(timeout=timedelta(seconds=60)),
+        "all_gather_object": lambda: dist.all_gather_object([None, None], record),
+    }
+    found = {name: [taken * 1e3 for taken in _taken_ms(call, repeats)] for name, call in rivals.items()}
+    dist.destroy_process_group()
+    return found

@@ -1,0 +1,269 @@
+"""The calls of ``torch.distributed``, compared over the ranks of their group before any of them is made."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.divergence.agreement import disagreement, ranges
+from lightning_distplus.errors import DistplusError, DivergenceError
+from lightning_distplus.trees import describe
+
+__all__ = ["CollectiveTrace", "TracedCall"]
+
+# What must be equal on all ranks in structure; nothing where ranks may rightly differ.
+_EQUAL_TENSORS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("tensor",),
+    "broadcast": ("tensor",),
+    "reduce": ("tensor",),
+    "all_gather": ("tensor_list",),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+    "all_gather_single": ("output_tensor", "input_tensor"),
+    "gather": ("tensor",),
+    "scatter": ("tensor",),
+    "reduce_scatter": ("input_list",),
+    "reduce_scatter_tensor": ("output", "input"),
+    "reduce_scatter_single": ("output", "input"),
+    "all_to_all": (),
+    "all_to_all_single": (),
+    "barrier": (),
+    "all_gather_object": (),
+    "broadcast_object_list": (),
+    "gather_object": (),
+    "scatter_object_list": (),
+}
+_ROOTS = ("src", "dst", "group_src", "group_dst")
+_ALONE_S = 0.1  # a wait that lasts longer is published, and the others' calls are looked at
+_REMEDY = "call it on every rank of the group, in the same order and with the same arguments"
+
+# Keeps the runs of one process apart; all ranks count alike.
+_runs = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedCall:
+    """One call on one rank: what must be the same on all ranks of its group."""
+
+    operation: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    """How many calls this rank has made on a group of these ranks."""
+    structure: str
+    arguments: str
+
+    def __str__(self) -> str:
+        structure = f" of {self.structure}" if self.structure else ""
+        arguments = f" [{self.arguments}]" if self.arguments else ""
+        return f"{self.operation}{structure}{arguments} on {self.group}"
+
+    def waits_for(self, rank: int, made: Counter[tuple[int, ...]]) -> bool:
+        """Whether it cannot go on before a rank, which has made so many calls, makes another one."""
+        return rank in self.ranks and self.number > made[self.ranks]
+
+
+class CollectiveTrace:
+    """Stands in the place of the collectives in ``torch.distributed`` while it is started.
+
+    Before each call the ranks of its group show each other operation, reduce operation, root, group, shapes and dtypes.
+    A rank that waits also looks where the others wait: two that wait for each other in calls on different groups are
+    found as well. Calls from other threads than the one that starts it, calls of code that has imported a function by
+    name before, of C++ (DDP without a communication hook), and point-to-point messages are not seen.
+
+    Args:
+        plane: The control plane. All ranks make their trace at the same moment of the run.
+        patience: How long a rank waits for its peers now.
+        locate: Tells the line of the user's code in which this rank stands.
+        tell: Writes the evidence down, and raises.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        patience: Callable[[], timedelta],
+        locate: Callable[[], str | None],
+        tell: Callable[[DivergenceError], None],
+    ) -> None:
+        self._plane = plane
+        self._patience = patience
+        self._locate = locate
+        self._tell = tell
+        self._name = f"trace/{next(_runs)}"
+        self._thread = threading.get_ident()
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._is_inside = False
+        self.num_calls = 0
+
+    def start(self) -> None:
+        """Takes the place of the functions."""
+        for name in _EQUAL_TENSORS:
+            original = getattr(dist, name, None)
+            if callable(original):
+                self._originals[name] = original
+                setattr(dist, name, self._checked(name, original))
+
+    def stop(self) -> None:
+        """Puts the functions back; idempotent."""
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals.clear()
+
+    def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            if self._is_inside or not self._is_due:
+                return original(*arguments, **named)
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            self._is_inside = True
+            try:
+                if dist.get_rank(bound.arguments["group"]) >= 0:
+                    self._meet(self._call(name, bound.arguments))
+                return original(*arguments, **named)
+            finally:
+                self._is_inside = False
+
+        return checked
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
+        error = self._plane.first_error
+        has_failed = error is not None and error.rank == self._plane.world.rank
+        return threading.get_ident() == self._thread and not has_failed
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> TracedCall:
+        group: Any = arguments["group"] or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._made[ranks] += 1
+        self.num_calls += 1
+        operator = arguments.get("op")
+        parts = [] if operator is None else [getattr(operator, "name", type(operator).__name__)]
+        parts += [f"{root} {arguments[root]}" for root in _ROOTS if arguments.get(root) is not None]
+        return TracedCall(
+            operation=name,
+            group=f"group {group.group_name} of ranks {ranges(ranks)}",
+            ranks=ranks,
+            number=self._made[ranks],
+            structure=", ".join(describe(arguments[tensor]) for tensor in _EQUAL_TENSORS[name]),
+            arguments=", ".join(parts),
+        )
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, call: TracedCall) -> None:
+        """Returns on every rank of the group once all of them are about to make the same call.
+
+        Raises:
+            DivergenceError: They are not; or two ranks wait for each other in calls on different groups.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause.
+        """
+        key = f"{self._name}/{'-'.join(map(str, call.ranks))}"
+        told = self._exchange(f"{key}/{call.number}", str(call), call)
+        if len(set(told.values())) > 1:
+            lines = self._exchange(f"{key}/{call.number}/lines", str(self._locate()), call)
+            values = {rank: f"{told[rank]}, at {lines[rank]}" for rank in sorted(told)}
+            self._tell(_disagreement(values))
+        if self._plane.world.rank == call.ranks[0]:  # whoever has come here has read the one before
+            self._plane.delete(f"{key}/{call.number - 1}")
+
+    def _exchange(self, key: str, text: str, call: TracedCall) -> dict[int, str]:
+        """What each rank of the group says."""
+        self._plane.append(key, json.dumps([self._plane.world.rank, text]).encode() + b"\n")
+        told: dict[int, str] = {}
+
+        def is_complete() -> bool:
+            told.update(json.loads(line) for line in (self._plane.read(key) or b"").splitlines())
+            return len(told) == len(call.ranks)
+
+        watch = _Watch(self._plane, self._name, call, self._made, self._locate)
+        others = set(self._plane.world.ranks) - set(call.ranks)
+        waits_beside = self._plane.on_wait
+
+        def look(elapsed_s: float) -> None:
+            if waits_beside is not None:
+                waits_beside(elapsed_s)
+            if (error := watch.look(elapsed_s, told)) is not None:
+                self._end(error)
+
+        self._plane.on_wait = look
+        try:
+            self._plane.poll(is_complete, self._patience(), what=str(call), arrived=lambda: set(told) | others)
+        finally:
+            self._plane.on_wait = waits_beside
+        return told
+
+    def _end(self, error: DivergenceError) -> None:
+        """One rank's decision holds for all of them: whoever hears of it raises the same."""
+        first = self._plane.report_failure(error)
+        if first is not None and first.rank != self._plane.world.rank:
+            heard: DistplusError = first.as_heard()
+            raise heard
+        self._tell(error)
+
+
+class _Watch:
+    """Looks, during one wait, where the ranks wait that have not come."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        name: str,
+        call: TracedCall,
+        made: Counter[tuple[int, ...]],
+        locate: Callable[[], str | None],
+    ) -> None:
+        self._plane = plane
+        self._name = name
+        self._call = call
+        self._made = made
+        self._locate = locate
+        self._look_at_s = _ALONE_S
+        self._own: dict[str, Any] | None = None
+
+    def look(self, elapsed_s: float, come: dict[int, str]) -> DivergenceError | None:
+        """Publishes this rank's call, and compares it with those of the missing ranks."""
+        if elapsed_s < self._look_at_s:
+            return None
+        self._look_at_s = 2 * elapsed_s
+        rank = self._plane.world.rank
+        if self._own is None:
+            self._own = {**asdict(self._call), "line": self._locate()}
+            self._plane.send(f"{self._name}/at/{rank}", json.dumps(self._own).encode())
+        for missing in sorted(set(self._call.ranks) - set(come)):
+            data = self._plane.read(f"{self._name}/at/{missing}")
+            if data is None:
+                continue
+            theirs = json.loads(data)
+            line, ranks = theirs.pop("line"), tuple(theirs.pop("ranks"))
+            call = TracedCall(**theirs, ranks=ranks)
+            if call.waits_for(rank, self._made):
+                return _disagreement({
+                    rank: f"{self._call}, at {self._own['line']}",
+                    missing: f"{call}, at {line}",
+                })  # fmt: skip
+        return None
+
+
+def _disagreement(values: dict[int, str]) -> DivergenceError:
+    without_lines = {rank: text.rpartition(", at ")[0] for rank, text in values.items()}
+    (common, count), *others = Counter(without_lines.values()).most_common()
+    is_tie = bool(others) and others[0][1] == count
+    wrong = sorted(rank for rank, text in without_lines.items() if is_tie or text != common)
+    where = "and would wait for each other or mix their numbers; nothing was exchanged"
+    return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=_REMEDY)

@@ -1,0 +1,133 @@
+"""Row D15: calls of ``torch.distributed`` that do not belong together are named before any of them is made."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus import RankDivergenceMonitor
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+STEP = 2
+SOON_S = 5.0
+
+
+def another_operation(tensor: torch.Tensor, rank: int, groups: Any) -> None:
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+
+
+def another_root(tensor: torch.Tensor, rank: int, groups: Any) -> None:
+    dist.broadcast(tensor, src=int(rank == 1))
+
+
+def another_shape(tensor: torch.Tensor, rank: int, groups: Any) -> None:
+    dist.all_reduce(tensor[:2] if rank == 1 else tensor)
+
+
+def another_call(tensor: torch.Tensor, rank: int, groups: Any) -> None:
+    dist.barrier() if rank == 1 else dist.all_reduce(tensor)
+
+
+def another_group(tensor: torch.Tensor, rank: int, groups: Any) -> None:
+    """Three ranks: one pair waits in its group, rank 1 in that of all."""
+    if rank != 2:
+        dist.all_reduce(tensor, group=None if rank == 1 else groups[0])
+
+
+FAULTS = {
+    "operation": (another_operation, ("all_reduce of float32[4] [SUM]", "all_reduce of float32[4] [MAX]")),
+    "root": (another_root, ("[src 0]", "[src 1]")),
+    "shape": (another_shape, ("float32[4]", "float32[2]")),
+    "call": (another_call, ("all_reduce", "barrier")),
+    "group": (another_group, ("of ranks 0-1", "of ranks 0-2")),
+}
+
+
+class Collective(Callback):
+    """A metric of the user's, in a callback, that is exchanged by hand; at one step in another way on rank 1."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.planted_at = 0.0
+        self.value = torch.ones(4)
+
+    def on_train_start(self, *_: Any) -> None:
+        self.groups = [dist.new_group([0, 1])]
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == STEP and self.fault in FAULTS:
+            self.planted_at = time.time()
+            self.value = torch.ones(4)
+            FAULTS[self.fault][0](self.value, trainer.global_rank, self.groups)
+        else:
+            dist.all_reduce(torch.ones(4), dist.ReduceOp.SUM)
+
+
+def train(name: str, fault: str, size: int, folder: str, traces: bool = True) -> dict[str, Any]:
+    options = {"timeout": "20s"} if name.startswith("Resilient") else {}
+    strategy = jobs.strategy(name, **options)
+    monitors = [RankDivergenceMonitor(trace_collectives=True)] if traces else []
+    planted = Collective(fault)
+    original = dist.all_reduce
+    trainer = jobs.trainer(
+        strategy, size, folder, callbacks=[*monitors, planted], max_steps=6, use_distributed_sampler=True
+    )
+    found: dict[str, Any] = {"field": "nothing was raised"}
+    try:
+        trainer.fit(jobs.Model(), jobs.loader(200))
+    except DivergenceError as error:
+        found = {"field": error.field, "ranks": error.ranks, "message": str(error), "values": error.values}
+    traced = sum(monitor.metrics()["distplus/traced_collectives"] for monitor in monitors)
+    return {
+        **found,
+        "seconds": time.time() - planted.planted_at,
+        "value": planted.value.tolist(),
+        "traced": traced,
+        "is_restored": dist.all_reduce is original,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [*(("ResilientDDP", fault) for fault in FAULTS if fault != "group"), ("DDPStrategy", "operation")],
+)
+def test_a_call_that_differs_is_named_on_all_ranks_before_it_is_made(name: str, fault: str, tmp_path: Path) -> None:
+    results = spawn(train, 2, args=(name, fault, 2, str(tmp_path)), deadline="50s").check().results
+    for found in results.values():
+        assert (found["field"], found["ranks"]) == ("collective", [0, 1])
+        assert all(part in found["values"][rank] for rank, part in enumerate(FAULTS[fault][1]))
+        assert "test_tracing.py:" in found["values"][0]
+        assert found["value"] == [1.0] * 4, "nothing was exchanged"
+        assert found["seconds"] < SOON_S
+        assert found["is_restored"]
+
+
+def test_two_ranks_that_wait_in_different_groups_are_named(tmp_path: Path) -> None:
+    results = spawn(train, 3, args=("ResilientDDP", "group", 3, str(tmp_path)), deadline="50s").check().results
+    for found in results.values():
+        assert (found["field"], found["ranks"]) == ("collective", [0, 1])
+        assert all(part in found["message"] for part in FAULTS["group"][1])
+
+
+def test_without_the_trace_different_reductions_are_mixed_in_silence(tmp_path: Path) -> None:
+    results = (
+        spawn(train, 2, args=("DDPStrategy", "operation", 2, str(tmp_path), False), deadline="50s").check().results
+    )
+    assert {found["field"] for found in results.values()} == {"nothing was raised"}
+    assert any(found["value"] != [2.0] * 4 for found in results.values()) or results[0] != results[1]
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "DDPStrategy"])
+def test_traced_calls_that_agree_give_no_alarm(name: str, tmp_path: Path) -> None:
+    for found in spawn(train, 2, args=(name, "none", 2, str(tmp_path)), deadline="50s").check().results.values():
+        assert found["field"] == "nothing was raised"
+        assert found["traced"] >= 6
+        assert found["is_restored"]

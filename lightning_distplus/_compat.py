@@ -42,6 +42,7 @@ __all__ = [
     "full_state_dict_without_offload",
     "init_default_group",
     "inner_schedulers",
+    "is_fsdp_shard",
     "loading_universal",
     "logged_metric",
     "non_persistent_buffers",
@@ -568,6 +569,11 @@ def _name_of_type(address: int | None) -> str:
         return ""
     name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value or b""
     return name.decode(errors="replace").lstrip("*")
+
+
+def is_fsdp_shard(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has taken this parameter over, so that each rank may see its own part of it only."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 @dataclass(frozen=True)

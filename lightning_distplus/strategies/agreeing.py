@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_distplus import _compat
 from lightning_distplus.liveness import boot_id
 from lightning_distplus.preflight import Facts, Status, raise_errors
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
@@ -78,7 +79,10 @@ def _model(module: torch.nn.Module, world_size: int) -> dict[str, str]:
 def _shape(parameter: torch.nn.Parameter) -> str:
     if isinstance(parameter, torch.nn.UninitializedParameter):
         return "not initialized"
-    return f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+    if _compat.is_fsdp_shard(parameter):  # of an earlier run of this module: each rank sees its own part
+        return f"sharded {parameter.dtype}"
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO 3 the parameter itself is empty
+    return f"{tuple(shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
 
 
 def _device(device: torch.device) -> str:

@@ -37,6 +37,7 @@ NAMES = [
     "torch._C._distributed_c10d:_dump_fr_trace_json",
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
+    "torch.distributed.fsdp._common_utils:FSDP_FLATTENED",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale",
     # Lightning: the broadcast of each batch, signals, checkpoints
@@ -365,6 +366,8 @@ def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) ->
     assert unit.local.numel() == unit.parameter.numel() == sum(numel for _, numel in unit.sections)
     assert unit.shard == "", "one rank shards nothing"
     assert _compat.flat_units(inner) == []
+    assert all(map(_compat.is_fsdp_shard, inner.parameters()))
+    assert not any(map(_compat.is_fsdp_shard, nn.Linear(2, 2).parameters()))
 
 
 def test_buffers_that_are_not_saved_are_known() -> None:

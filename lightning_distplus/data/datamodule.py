@@ -27,7 +27,13 @@ from lightning_distplus.data.position import (
     rest_of_schedule,
 )
 from lightning_distplus.data.progress import Cursor
-from lightning_distplus.data.trainer_view import data_parallel, is_overfitting, of_first_epoch, refuse_changing_windows
+from lightning_distplus.data.trainer_view import (
+    data_parallel,
+    is_overfitting,
+    of_first_epoch,
+    refuse_changing_windows,
+    say_if_finished,
+)
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
@@ -253,7 +259,7 @@ class ExactDataModule(pl.LightningDataModule):
         read_state(state_dict)
         self._loaded = dict(state_dict)
         if self.trainer is not None:
-            self._translate(self._loaded, self._joined().geometry)
+            say_if_finished(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lightning_distplus.data.agreement import require_agreement
 from lightning_distplus.errors import DatasetMismatch
 
 if TYPE_CHECKING:
@@ -50,10 +52,17 @@ class InStep(Callback):
             self.data.extend_checkpoint(checkpoint)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the loops at a loaded position, and says how large the batches are."""
+        """Puts the loops at a loaded position, and says how large the batches are.
+
+        Raises:
+            DatasetMismatch: The ranks do not have the same data, or do not stand at the same place in it.
+        """
         if self._is_fitted_by(trainer):
             self.data.place()
             here = self.data.position()
+            cut = str(self.data.geometry.at(here.consumed_samples))
+            place = {**self.data.identity, "global_batch": cut, **asdict(here)}
+            require_agreement(trainer.strategy, place)
             if trainer.is_global_zero:
                 _log.info("global batch %s", self.data.geometry.at(here.consumed_samples))
 

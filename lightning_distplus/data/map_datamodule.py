@@ -17,7 +17,7 @@ from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
-from lightning_distplus.data.rank_states import gather_for_checkpoint
+from lightning_distplus.data.rank_states import gather_bytes
 from lightning_distplus.data.samplers import Sampling, SamplingOptions
 from lightning_distplus.data.stateful import Stateful, is_iterable
 from lightning_distplus.data.stream_loader import StreamPasses
@@ -175,7 +175,7 @@ class ResumableDataModule(ExactDataModule):
         """Gathers the states of iterable data from all ranks."""
         if self._iterable is not None:
             mine = self._iterable.packed(self.position().total_batches)
-            states = gather_for_checkpoint(self._joined().trainer.strategy, "state of the training data", mine)
+            states = gather_bytes(self._joined().trainer.strategy, "state of the training data", mine)
             checkpoint[_STATES] = self._iterable.to_checkpoint(states)
 
     def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:

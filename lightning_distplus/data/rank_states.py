@@ -14,7 +14,7 @@ from lightning_distplus.phases import Phases
 from lightning_distplus.timeouts import Phase, Timeouts
 from lightning_distplus.world import World
 
-__all__ = ["MAX_BYTES", "gather_for_checkpoint"]
+__all__ = ["MAX_BYTES", "gather_bytes"]
 
 MAX_BYTES = 256 * MAX_MESSAGE_BYTES
 
@@ -22,16 +22,17 @@ MAX_BYTES = 256 * MAX_MESSAGE_BYTES
 _stock: tuple[Any, ControlPlane] | None = None
 
 
-def gather_for_checkpoint(strategy: Any, name: str, value: bytes) -> list[bytes]:
-    """Every rank's value, in rank order; all ranks call it in the same save.
+def gather_bytes(strategy: Any, name: str, value: bytes, *, phase: Phase = Phase.CHECKPOINT) -> list[bytes]:
+    """Every rank's value, in rank order; all ranks call it at the same point of the run.
 
-    Under a Resilient strategy the messages travel through its control plane with the deadline of the checkpoint phase,
+    Under a Resilient strategy the messages travel through its control plane with the deadline of the phase,
     otherwise through the store of torch's default process group with the same deadline. No collective is issued.
 
     Args:
         strategy: The Trainer's strategy.
         name: What is gathered, for messages.
         value: At most 256 MiB; what is larger than 1 MiB goes in several messages.
+        phase: Its deadline holds, or on a stock strategy the default one of that phase.
 
     Raises:
         ValueError: The value is too large.
@@ -39,10 +40,10 @@ def gather_for_checkpoint(strategy: Any, name: str, value: bytes) -> list[bytes]
     """
     if len(value) > MAX_BYTES:
         raise ValueError(
-            f"The {name} of this rank has {len(value)} bytes; a checkpoint gathers at most {MAX_BYTES} from each rank. "
+            f"The {name} of this rank has {len(value)} bytes; at most {MAX_BYTES} are gathered from each rank. "
             "Let its state hold positions, not data."
         )
-    plane, deadline = _plane(strategy)
+    plane, deadline = _plane(strategy, phase)
     if plane is None:
         return [value]
     sizes = [int(size) for size in plane.gather(f"{name}-size", str(len(value)).encode(), deadline)]
@@ -55,12 +56,12 @@ def gather_for_checkpoint(strategy: Any, name: str, value: bytes) -> list[bytes]
     return [b"".join(parts) for parts in values]
 
 
-def _plane(strategy: Any) -> tuple[ControlPlane | None, timedelta]:
+def _plane(strategy: Any, phase: Phase) -> tuple[ControlPlane | None, timedelta]:
     phases = getattr(strategy, "phases", None)
     if isinstance(phases, Phases) and (plane := connected()) is not None:
-        phases.enter(Phase.CHECKPOINT)
-        return plane, phases.patience_in(Phase.CHECKPOINT)
-    deadline = Timeouts().deadline(Phase.CHECKPOINT)
+        phases.enter(phase)
+        return plane, phases.patience_in(phase)
+    deadline = Timeouts().deadline(phase)
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None, deadline
     return _plane_of_stock_strategy(), deadline

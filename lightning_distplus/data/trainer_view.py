@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_distplus.data.position import Position
 from lightning_distplus.world import DataParallel
 
-__all__ = ["data_parallel", "is_overfitting", "of_first_epoch", "refuse_changing_windows"]
+__all__ = ["data_parallel", "is_overfitting", "of_first_epoch", "refuse_changing_windows", "say_if_finished"]
+
+_log = logging.getLogger(__name__)
 
 
 def is_overfitting(trainer: Any) -> bool:
@@ -51,3 +54,15 @@ def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | 
             f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
             "Choose a multiple."
         )
+
+
+def say_if_finished(trainer: Any, position: Position) -> None:
+    """Warns where a loaded position leaves nothing to do: Lightning then returns at once, without a word."""
+    limits = {"max_steps": (trainer.max_steps, position.steps), "max_epochs": (trainer.max_epochs, position.epoch)}
+    for name, (limit, done) in limits.items():
+        if limit is not None and 0 <= limit <= done and trainer.is_global_zero:
+            _log.warning(
+                "training is already finished: the checkpoint stands after step %d, epoch %d, sample %d, and %s is %d; "
+                "raise it to go on",
+                position.steps, position.epoch, position.consumed_samples, name, limit,
+            )  # fmt: skip

@@ -179,9 +179,8 @@ def assert_every_save_resumes_exactly(
 
 
 def map_data(num_samples: int = 17, **arguments: Any) -> ResumableDataModule:
-    return ResumableDataModule(
-        Augmented(num_samples), Augmented(5), **{"batch_size": 2, "val_batch_size": 3, "seed": 3, **arguments}
-    )
+    settings = {"batch_size": 2, "val_batch_size": 3, "seed": 3, "val_dataset": Augmented(5), **arguments}
+    return ResumableDataModule(Augmented(num_samples), **settings)
 
 
 class SampleDiary(pl.LightningModule):

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit_merge import audit
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import assert_same_on_all_ranks, spawn
+from tests.distributed import jobs
 from tests.distributed.resume_jobs import (
     Augmented,
     Diary,
@@ -190,6 +192,50 @@ def test_second_fit_of_a_trainer_goes_on_and_a_new_trainer_begins_anew() -> None
     assert samples(model) == samples(whole)
     assert data.consumed_samples == 32
     assert samples(fit(data, max_epochs=1)) == samples(whole)[:8]
+
+
+def resume_from_each_of_12_saves(name: str, folder: str) -> tuple[dict[int, Any], list[dict[int, Any]]]:
+    arguments = {"stage": 2} if "DeepSpeed" in name else {}
+    runs: list[dict[int, Any]] = []
+    for save in (None, *range(12)):
+        saver = SaveAt("on_train_batch_end", Path(folder))
+        model = Numbered()
+        trainer = jobs.trainer(
+            jobs.strategy(name, timeout="60s", **arguments),
+            2,
+            folder,
+            max_epochs=2,
+            callbacks=[saver] if save is None else [],
+        )
+        data = map_data(24, val_dataset=None)
+        trainer.fit(model, data, ckpt_path=None if save is None else f"{folder}/{save}.ckpt")
+        runs.append(model.steps)
+    return runs[0], runs[1:]
+
+
+class Numbered(jobs.Model):
+    """Notes the samples of each step, with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, Any] = {}
+        self.events: list[Any] = []  # for SaveAt
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch.repeat(1, jobs.NUM_FEATURES // 2) / 24, batch_idx)
+        self.steps[self.trainer.global_step] = (batch[:, 0].int().tolist(), self.losses[-1])
+        return loss
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_every_strategy_resumes_exactly_from_each_of_12_saves(name: str, tmp_path: Path) -> None:
+    job = (name, str(tmp_path))
+    results = spawn(resume_from_each_of_12_saves, 2, args=job, deadline="110s").check().results
+    for undisturbed, resumed in results.values():
+        assert len(undisturbed) == 12
+        for save, steps in enumerate(resumed):
+            assert steps == {step: undisturbed[step] for step in range(save + 1, 12)}, save
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,8 @@ def pytest_configure(config: pytest.Config) -> None:
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         stderr_fd = os.dup(2)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &`: the tests of Ctrl-C would wait for nothing
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     preload_engines()
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -479,22 +479,28 @@ def full_state_dict_without_offload() -> Iterator[None]:
     On the CPU the offload is a use-after-free that crashes the process (Lightning-AI/pytorch-lightning#21804, fixed
     after lightning 2.6.6).
     """
-    name = "_get_full_state_dict_context"
-    modules = [
-        importlib.import_module(module)
-        for module in ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel")
-    ]
-    originals = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
-    for module in modules:
-        if not hasattr(module, name):
-            warn_once(f"{module.__name__}.{name}", "a full FSDP checkpoint on the CPU may crash the process")
+    modules = ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel")
+    consequence = "a full FSDP checkpoint on the CPU may crash the process"
+    with _replaced(modules, "_get_full_state_dict_context", _full_state_dict_on_cpu, consequence):
+        yield
+
+
+@contextmanager
+def _replaced(names: Iterable[str], attribute: str, value: Any, consequence: str) -> Iterator[None]:
+    """Puts a value in the place of an attribute of each module in this block; says so where it is not there."""
+    originals = []
+    for module in map(importlib.import_module, names):
+        if hasattr(module, attribute):
+            originals.append((module, getattr(module, attribute)))
+        else:
+            warn_once(f"{module.__name__}.{attribute}", consequence)
     for module, _ in originals:
-        setattr(module, name, _full_state_dict_on_cpu)
+        setattr(module, attribute, value)
     try:
         yield
     finally:
         for module, original in originals:
-            setattr(module, name, original)
+            setattr(module, attribute, original)
 
 
 def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = True) -> Any:
@@ -628,19 +634,10 @@ def replacing_sharded_saves(save: Callable[[dict[str, Any], Any], None]) -> Iter
 
     Lightning calls ``torch.distributed.checkpoint.save`` on the default group (lightning 2.6.6, ``fsdp.py`` 860).
     """
-    name = "_distributed_checkpoint_save"
-    modules = [importlib.import_module(f"lightning.pytorch.strategies.{part}") for part in ("fsdp", "model_parallel")]
-    originals = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
-    for module in modules:
-        if not hasattr(module, name):
-            warn_once(f"{module.__name__}.{name}", "sharded checkpoints are written while training waits")
-    for module, _ in originals:
-        setattr(module, name, save)
-    try:
+    modules = ("lightning.pytorch.strategies.fsdp", "lightning.pytorch.strategies.model_parallel")
+    consequence = "sharded checkpoints are written while training waits"
+    with _replaced(modules, "_distributed_checkpoint_save", save, consequence):
         yield
-    finally:
-        for module, original in originals:
-            setattr(module, name, original)
 
 
 @contextmanager

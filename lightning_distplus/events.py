@@ -15,11 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["EventLog", "read_events"]
+__all__ = ["EventLog", "folder_of_run", "read_events"]
 
 logger = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"time", "rank", "attempt", "seq", "kind"})
+
+
+def folder_of_run(root: str) -> Path:
+    """Where the artefacts of a run go: below its root, or below the working directory where that is a URL."""
+    return Path("distplus") if "://" in root else Path(root) / "distplus"
 
 
 class EventLog:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_distplus import _compat, env
+from lightning_distplus.world import name_ranks
 
 __all__ = ["Collective", "Mismatch", "Recording", "arm", "dump", "match"]
 
@@ -165,7 +166,7 @@ class Mismatch:
         for rank in sorted(self.calls, key=lambda rank: (rank not in self.culprits, rank)):
             call = self.calls[rank]
             sides["made no such call" if call is None else call.describe()].append(rank)
-        text = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_few(ranks)}: {call}" for call, ranks in sides.items())
+        text = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in sides.items())
         return f"collective #{self.seq} on group {self.group} differs in {self.kind}: {text}"
 
 
@@ -256,8 +257,3 @@ def _was_expected(call: Collective, calls: Sequence[Collective]) -> bool | None:
         if followers:
             return now in followers
     return None
-
-
-def _few(ranks: Iterable[int]) -> str:
-    shown = sorted(ranks)
-    return ", ".join(map(str, shown[:8])) + (" ..." if len(shown) > 8 else "")

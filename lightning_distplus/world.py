@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["DataParallel", "World"]
+__all__ = ["DataParallel", "World", "name_ranks", "ranges"]
+
+_SHOWN_PIECES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +54,21 @@ class DataParallel:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"The data-parallel rank is {self.rank}; it lies in 0..{self.size - 1}.")
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 0, 2-5`` or ``nobody``."""
+    ranks = sorted(ranks)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}" if ranks else "nobody"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Ranks in short: ``0-3, 7``; of more than 16 pieces the first."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    return ", ".join(texts[:_SHOWN_PIECES]) + (", ..." if len(texts) > _SHOWN_PIECES else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,9 +11,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
-from lightning_distplus.control import ControlPlane, connect_over
-from lightning_distplus.errors import DistplusError
-from lightning_distplus.events import EventLog
+from lightning_distplus.control import ControlPlane, connect_over, part
+from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from lightning_distplus.world import World
 
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["Host", "host_of"]
-
-log = logging.getLogger(__name__)
 
 
 def host_of(trainer: Trainer) -> Host:
@@ -91,8 +87,7 @@ class _Stock(Host):
         self._deadlines = Timeouts()
         self.plane = connect_over(world, _compat.default_store(), self.patience())
         self.plane.listen()
-        root = trainer.default_root_dir
-        self.folder = Path("distplus") if "://" in root else Path(root) / "distplus"
+        self.folder = folder_of_run(trainer.default_root_dir)
         self._events = EventLog(self.folder, world.rank)
         self.note = self._events.write
         self._gate: BatchGate | None = None
@@ -114,14 +109,5 @@ class _Stock(Host):
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
-        self._leave()
+        part(self.plane, self.patience(), has_failed=self._has_failed)
         self._events.close()
-
-    def _leave(self) -> None:
-        if self._has_failed:
-            self.plane.stop_listening()
-            return
-        try:
-            self.plane.farewell(self.patience())
-        except DistplusError as error:
-            log.warning("rank %d ends alone: %s", self.plane.world.rank, error)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
 from lightning_distplus.callbacks.check import Check, MonitoredRun
-from lightning_distplus.divergence.agreement import ranges
 from lightning_distplus.divergence.moments import Flag, Moment, flags_of
 from lightning_distplus.divergence.nonfinite import (
     BucketHook,
@@ -26,6 +25,7 @@ from lightning_distplus.divergence.nonfinite import (
 from lightning_distplus.divergence.replicas import plain_name
 from lightning_distplus.divergence.skips import drop_gradients
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.world import ranges
 
 __all__ = ["NonFiniteCheck"]
 

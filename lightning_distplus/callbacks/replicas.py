@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_distplus.callbacks.check import Check, MonitoredRun
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.agreement import disagreement, ranges
+from lightning_distplus.divergence.agreement import disagreement
 from lightning_distplus.divergence.fingerprint import Windows
 from lightning_distplus.divergence.replicas import EVERYWHERE, Difference, Replica, find_difference, replicated_state
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.world import ranges
 
 __all__ = ["ReplicaCheck"]
 

@@ -5,6 +5,7 @@ and ``gate`` (the one check of each step), ``points`` (the calls in which all ra
 """
 
 from lightning_distplus.control.gate import StepGate
+from lightning_distplus.control.parting import part
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.points import Points, WatchedGate, active_points
 from lightning_distplus.control.record import GateRecord, Wish
@@ -25,4 +26,5 @@ __all__ = [
     "connect_over",
     "connected",
     "disconnect",
+    "part",
 ]

@@ -41,6 +41,7 @@ _CALL_TIMEOUT = timedelta(seconds=60)
 
 _lock = threading.Lock()
 _plane: ControlPlane | None = None
+_met_over: Store | None = None  # the store that was given to connect_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,9 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         PeerLost: The process that serves the store ended meanwhile.
         RendezvousError: The port is busy, another job answers there, or this rank is taken.
     """
-    global _plane
+    global _plane, _met_over
     with _lock:
-        if _plane is not None and _plane.world == world:
+        if _plane is not None and _met_over is None and _plane.world == world:
             return _plane
         if _plane is not None:
             _plane.stop_listening()
@@ -94,12 +95,12 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         store = _open_store(world, address, deadline)
         plane = _introduce(store, world, address)
         _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())), _refusals(store, world, address))
-        _plane = plane
+        _plane, _met_over = plane, None
         return plane
 
 
 def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlane:
-    """Meets all ranks at a store that they have in common already; a second call returns the plane of the first.
+    """Meets all ranks at a store that they have in common already; a second call with it returns the same plane.
 
     Args:
         world: This process.
@@ -110,16 +111,18 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         PeerMissing: Some ranks never came; ``.ranks`` names them.
         RendezvousError: Another process has taken this rank.
     """
-    global _plane
+    global _plane, _met_over
     with _lock:
-        if _plane is not None and _plane.world == world:
+        if _plane is not None and _met_over is store:
             return _plane
+        if _plane is not None:  # of a process group that is gone, and its store with it
+            _plane.stop_listening()
         prefixed = PrefixStore("distplus", store.clone())
         prefixed.set_timeout(_CALL_TIMEOUT)
         _claim_rank(prefixed, world)
         plane = ControlPlane(prefixed, world)
         _meet(plane, deadline)
-        _plane = plane
+        _plane, _met_over = plane, store
         return plane
 
 
@@ -168,11 +171,11 @@ def _meet(plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = 
 
 def disconnect() -> None:
     """Leaves this process's control plane; the next ``connect`` makes a new one."""
-    global _plane
+    global _plane, _met_over
     with _lock:
         if _plane is not None:
             _plane.stop_listening()
-        _plane = None
+        _plane = _met_over = None
 
 
 def _open_store(world: World, address: Address, deadline: timedelta) -> Store:

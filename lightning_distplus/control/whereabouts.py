@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.world import name_ranks
 
 __all__ = ["Place", "Point", "Whereabouts", "disagreement", "sides"]
 
@@ -124,8 +125,8 @@ def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> Divergen
     kinds = {rank: (one.place, one.point) for rank, one in places.items()}
     wrong = _wrong(kinds)
     absent = sorted(set(range(world_size)) - set(places))
-    late = f"; {_named(absent)} elsewhere" if absent else ""
-    blame = f"wrong: {_named(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"
+    late = f"; {name_ranks(absent)} elsewhere" if absent else ""
+    blame = f"wrong: {name_ranks(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"
     texts = _shortened(places)
     numbers = {one.points for one in places.values() if one.place is Place.POINT}
     call = f"call {max(numbers)} of this run" if numbers else "the gate"
@@ -180,18 +181,6 @@ def sides(texts: Mapping[int, str]) -> str:
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)
-    shown = [f"{_named(ranks)} {text}" for text, ranks in list(groups.items())[:_SHOWN_SIDES]]
+    shown = [f"{name_ranks(ranks)} {text}" for text, ranks in list(groups.items())[:_SHOWN_SIDES]]
     more = len(groups) - _SHOWN_SIDES
     return "; ".join([*shown, f"and {more} more groups of ranks"] if more > 0 else shown)
-
-
-def _named(ranks: list[int]) -> str:
-    """Sorted ranks as "rank 0" or "ranks 0, 2-5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

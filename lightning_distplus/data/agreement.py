@@ -10,6 +10,7 @@ from typing import Any
 from lightning_distplus.data.rank_states import gather_bytes
 from lightning_distplus.errors import DatasetMismatch, PeerError
 from lightning_distplus.timeouts import Phase
+from lightning_distplus.world import name_ranks
 
 __all__ = ["require_agreement"]
 
@@ -49,10 +50,5 @@ def _differences(states: Sequence[dict[str, Any]]) -> list[str]:
         for rank, state in enumerate(states):
             ranks.setdefault(repr(state.get(name))[:_MAX_WIDTH], []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {_named(where)}" for value, where in ranks.items()))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items()))
     return lines[:_MAX_FIELDS]
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

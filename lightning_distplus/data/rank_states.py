@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, connected
+from lightning_distplus.control import ControlPlane, connect_over, connected
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
 from lightning_distplus.phases import Phases
 from lightning_distplus.timeouts import Phase, Timeouts
@@ -17,9 +17,6 @@ from lightning_distplus.world import World
 __all__ = ["MAX_BYTES", "gather_bytes"]
 
 MAX_BYTES = 256 * MAX_MESSAGE_BYTES
-
-# The plane on a stock strategy, and the process group for which it was made.
-_stock: tuple[Any, ControlPlane] | None = None
 
 
 def gather_bytes(strategy: Any, name: str, value: bytes, *, phase: Phase = Phase.CHECKPOINT) -> list[bytes]:
@@ -59,18 +56,9 @@ def gather_bytes(strategy: Any, name: str, value: bytes, *, phase: Phase = Phase
 def _plane(strategy: Any, phase: Phase) -> tuple[ControlPlane | None, timedelta]:
     phases = getattr(strategy, "phases", None)
     if isinstance(phases, Phases) and (plane := connected()) is not None:
-        phases.enter(phase)
         return plane, phases.patience_in(phase)
     deadline = Timeouts().deadline(phase)
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None, deadline
-    return _plane_of_stock_strategy(), deadline
-
-
-def _plane_of_stock_strategy() -> ControlPlane:
-    global _stock
-    group = dist.group.WORLD
-    if _stock is None or _stock[0] is not group:
-        store = _compat.PrefixStore("lightning_distplus", _compat.default_store().clone())
-        _stock = group, ControlPlane(store, World(rank=dist.get_rank(), size=dist.get_world_size()))
-    return _stock[1]
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    return connect_over(world, _compat.default_store(), deadline), deadline

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.world import name_ranks
 
-__all__ = ["disagreement", "first_difference", "is_equal", "ranges"]
+__all__ = ["disagreement", "first_difference", "is_equal"]
 
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
@@ -40,7 +41,7 @@ def disagreement(
         wrong: Who is wrong, where the caller knows it.
     """
     ranks, why = _judge(values, expected) if wrong is None else (sorted(wrong), "")
-    blame = f"wrong: {_named(ranks)}{why}" if ranks != sorted(values) else f"undecided: {why or 'no majority'}"
+    blame = f"wrong: {name_ranks(ranks)}{why}" if ranks != sorted(values) else f"undecided: {why or 'no majority'}"
     lines = [
         f"The ranks differ in {field} {where}; {blame}.",
         *_sides(values),
@@ -67,7 +68,7 @@ def _sides(values: Mapping[int, Any]) -> list[str]:
     for rank, value in sorted(values.items()):
         groups.setdefault(_short(value), []).append(rank)
     lines = [
-        f"  {_named(ranks)}: {text}"
+        f"  {name_ranks(ranks)}: {text}"
         for text, ranks in sorted(groups.items(), key=lambda item: (-len(item[1]), item[1]))
     ]
     if len(lines) > _SHOWN_VALUES:
@@ -79,22 +80,6 @@ def _short(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = text.replace("\n", " ")
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
-
-
-def _named(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """Ranks in short: ``0-3, 7``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def first_difference(explained: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, Any]] | None:

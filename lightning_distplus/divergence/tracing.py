@@ -16,9 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.divergence.agreement import disagreement, ranges
+from lightning_distplus.divergence.agreement import disagreement
 from lightning_distplus.errors import DistplusError, DivergenceError
 from lightning_distplus.trees import describe
+from lightning_distplus.world import ranges
 
 __all__ = ["CollectiveTrace", "TracedCall"]
 

@@ -43,7 +43,8 @@ class CommitsCheckpoints(_Base):
     _staging: Staging | None = None
     _in_flight: BackgroundSave | None = None
 
-    def _note(self, kind: str, **fields: Any) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger."""
         raise NotImplementedError
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:
@@ -125,12 +126,12 @@ class CommitsCheckpoints(_Base):
         self._failing_saves.require_saved()
 
     def _save_failed(self, path: str, step: int | None, error: SaveFailed) -> None:
-        self._note("save_failed", path=path, global_step=step, error=str(error)[:1000])
+        self.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
         self._failing_saves.failed(path, error)
 
     def _saved(self, path: str, step: int | None) -> None:
         self._failing_saves.succeeded()
-        self._note("saved", path=path, global_step=step)
+        self.note("saved", path=path, global_step=step)
 
     @contextmanager
     def _staging_where_asked(self) -> Iterator[Staging | None]:
@@ -186,8 +187,8 @@ class CommitsCheckpoints(_Base):
         if self._calibration is not None and found:
             self.timeouts = self._calibration.adopt(found)
             self.phases.replace(self.timeouts)
-            self._note("calibrated", **self._calibration.to_event())
-        self._note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
+            self.note("calibrated", **self._calibration.to_event())
+        self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 
     def _fitting_checkpoint(self, path: Path) -> Path:

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat, env
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect
+from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect, part
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
-from lightning_distplus.events import EventLog
+from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.agreeing import check_agreement, check_data
@@ -126,11 +126,13 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     @property
     def home(self) -> Path:
         """Where the artefacts of this run go."""
-        return self._home()
+        assert self.lightning_module is not None
+        return folder_of_run(self.lightning_module.trainer.default_root_dir)
 
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event into the ledger, once it is open."""
-        self._note(kind, **fields)
+        if self._events is not None:
+            self._events.write(kind, **fields)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -203,24 +205,18 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             deadline=lambda: self.phases.deadline,
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
-            folder=self._home(),
+            folder=self.home,
         )
         self._watchdog.start()
-
-    def _home(self) -> Path:
-        """Where the artefacts of this run go."""
-        assert self.lightning_module is not None
-        folder = self.lightning_module.trainer.default_root_dir
-        return Path("distplus") if "://" in folder else Path(folder) / "distplus"
 
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
         function = self.lightning_module.trainer.state.fn
-        self._events = EventLog(self._home(), self.global_rank, attempt=address_of(self).attempt)
+        self._events = EventLog(self.home, self.global_rank, attempt=address_of(self).attempt)
         if self.local_rank == 0:
-            tell_launcher(self._home())
-        self._note(
+            tell_launcher(self.home)
+        self.note(
             "start",
             function=function,
             strategy=type(self).__name__,
@@ -228,10 +224,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             backend=self._get_process_group_backend(),
             nccl=self.nccl.apply(),
         )
-
-    def _note(self, kind: str, **fields: Any) -> None:
-        if self._events is not None:
-            self._events.write(kind, **fields)
 
     def _form_default_group(self) -> None:
         """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
@@ -286,7 +278,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
             self.timeouts = self._calibration.settle(ranks)
             self.phases.replace(self.timeouts)
-            self._note("calibrated", **self._calibration.to_event())
+            self.note("calibrated", **self._calibration.to_event())
             log.info("rank %d: %s", self.global_rank, self._calibration.describe())
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:
@@ -332,7 +324,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
         is_own = not isinstance(exception, (PeerError, SystemExit))
-        self._note(
+        self.note(
             "failed",
             error=f"{type(exception).__name__}: {exception}"[:1000],
             exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
@@ -360,8 +352,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._points.end()
             self._points = None
         if self._plane is not None:
-            self._leave(self._plane)
-        self._note("end", failed=self._has_failed)
+            part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
+        self.note("end", failed=self._has_failed)
         super().teardown()
 
     def _end_saves(self) -> None:
@@ -391,12 +383,3 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         vars(trainer).pop("save_checkpoint", None)
         for callback in trainer.checkpoint_callbacks:
             _compat.restore_checkpoint_link(callback)
-
-    def _leave(self, plane: ControlPlane) -> None:
-        if self._has_failed:
-            plane.stop_listening()
-            return
-        try:
-            plane.farewell(self.phases.patience_in(Phase.TEARDOWN))
-        except DistplusError as error:
-            log.warning("rank %d ends alone: %s", self.global_rank, error)

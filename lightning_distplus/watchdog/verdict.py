@@ -9,7 +9,9 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Verdict", "name_ranks"]
+from lightning_distplus.world import name_ranks
+
+__all__ = ["Verdict"]
 
 _PRINTED_LINES = 30
 _PRINTED_STACK_LINES = 10
@@ -101,9 +103,3 @@ class Verdict:
         stage.write_text(self.to_json())
         stage.rename(path)
         return path
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """``rank 1``, ``ranks 0, 2`` or ``nobody``."""
-    shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" if ranks else "nobody"

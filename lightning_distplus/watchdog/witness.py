@@ -21,7 +21,7 @@ from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.p2p import p2p_call, waits_for_work
-from lightning_distplus.watchdog.verdict import name_ranks
+from lightning_distplus.world import name_ranks
 
 __all__ = ["Witness"]
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, _compat
+from lightning_distplus.control import connected
 from lightning_distplus.divergence.mailbox import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
@@ -615,6 +616,34 @@ def test_a_sharded_strategy_refuses_to_leave_out_a_step_that_failed_locally(tmp_
 
 
 # -- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+class AsksLate(Callback):
+    """Rank 1 still has a question when rank 0, whose process serves the store, has nothing left to do."""
+
+    def on_fit_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(1.0)
+            plane = connected()
+            assert plane is not None
+            plane.read("anything")
+
+
+def end_late(rank: int, folder: str) -> int:
+    trainer = jobs.trainer(
+        jobs.strategy("DDPStrategy"),
+        2,
+        folder,
+        max_steps=2,
+        callbacks=[AsksLate(), RankDivergenceMonitor()],
+        use_distributed_sampler=True,
+    )
+    trainer.fit(jobs.Model(), jobs.loader())
+    return trainer.global_step
+
+
+def test_rank_0_of_a_stock_strategy_serves_the_store_to_the_last(tmp_path: Path) -> None:
+    assert spawn(end_late, 2, args=(str(tmp_path),), deadline="40s").check().results == {0: 2, 1: 2}
 
 
 class Lively(jobs.Model):

@@ -486,6 +486,18 @@ def full_state_dict_without_offload() -> Iterator[None]:
 
 
 @contextmanager
+def loading_unsharded_models() -> Iterator[None]:
+    """Lets ModelParallelStrategy load, in this block, a model of which nothing is sharded.
+
+    It saves such a model, and refuses to load it (lightning 2.6.6, fabric's ``model_parallel.py`` 424).
+    """
+    modules = ("lightning.fabric.strategies.model_parallel",)
+    consequence = "the checkpoint of a model without shards is not loaded"
+    with _replaced(modules, "_has_dtensor_modules", lambda part: isinstance(part, torch.nn.Module), consequence):
+        yield
+
+
+@contextmanager
 def _replaced(names: Iterable[str], attribute: str, value: Any, consequence: str) -> Iterator[None]:
     """Puts a value in the place of an attribute of each module in this block; says so where it is not there."""
     originals = []

@@ -115,7 +115,10 @@ def test_weights_are_part_of_the_identity_and_lengths_are_tied_to_the_global_bat
         "on_train_epoch_end",
     ],
 )
-@pytest.mark.parametrize("case", ["limited by steps", "accumulation", "validation inside windows"])
+@pytest.mark.parametrize(
+    "case",
+    ["limited by steps", "validation inside windows", pytest.param("accumulation", marks=pytest.mark.soak)],
+)
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
     make_data, arguments = arguments_of(case)
     assert assert_every_save_resumes_exactly(make_data, hook, tmp_path, **arguments) >= 2

@@ -68,7 +68,7 @@ class Points:
         self._points = 0
         self._gates = 0
         self._place: Place | None = None  # None: this rank does not wait
-        self._point = Point(operation="")
+        self._point: Callable[[], Point] = _nowhere
         self._look_at_s = _ALONE_S
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
@@ -89,7 +89,7 @@ class Points:
         global _active
         _active = None
         self._plane.on_wait = None
-        self._enter(Place.END, Point(operation="the end"))
+        self._enter(Place.END, lambda: Point(operation="the end"))
         try:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
@@ -117,7 +117,7 @@ class Points:
         self._points += 1
         number, digest = self._points, point.digest()
         self._slots.post(number, digest)
-        self._enter(Place.POINT, point)
+        self._enter(Place.POINT, lambda: point)
         come: dict[int, bytes] = {}
 
         def all_agree() -> bool:
@@ -136,7 +136,7 @@ class Points:
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
         self._gates += 1
-        self._enter(Place.GATE, Point(operation=f"the step gate of batch {record.micro_batch}"))
+        self._enter(Place.GATE, lambda: Point(operation=f"the step gate of batch {record.micro_batch}"))
 
     def leave_gate(self) -> None:
         """This rank has passed the gate, or has given up."""
@@ -144,7 +144,7 @@ class Points:
 
     # -- where the others are ------------------------------------------------------------------------------------------
 
-    def _enter(self, place: Place, point: Point) -> None:
+    def _enter(self, place: Place, point: Callable[[], Point]) -> None:
         self._place, self._point = place, point
         self._look_at_s = _ALONE_S
         self._own = self._excluded_since = None
@@ -212,7 +212,7 @@ class Points:
                 place=self._place,
                 points=self._points,
                 gates=self._gates,
-                point=self._point,
+                point=self._point(),
                 location=self._locate() if self._place is Place.POINT else None,
             )
             self._plane.send(self._at(rank), self._own.to_json())
@@ -224,6 +224,10 @@ class Points:
 
     def _at(self, rank: int) -> str:
         return f"points/{self._name}/at/{rank}"
+
+
+def _nowhere() -> Point:
+    return Point(operation="")
 
 
 class WatchedGate(StepGate):

@@ -37,11 +37,16 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
-            raise
-        cause = _cause(plane)
-        if cause is None:
-            raise
+        _raise_cause(plane, error)
+        raise
+
+
+def _raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
+    """Raises what a peer did, where it becomes known that the error comes from that."""
+    if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
+        return
+    cause = _cause(plane)
+    if cause is not None:
         raise cause from error
 
 
@@ -110,5 +115,9 @@ class NamesPeers(_Base):
             self._marks.leave(outer)
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        with naming_peers(self._plane):
+        """``naming_peers`` without its generator: each step comes by three times."""
+        try:
             return method(*arguments, **named)
+        except RuntimeError as error:
+            _raise_cause(self._plane, error)
+            raise

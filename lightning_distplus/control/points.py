@@ -11,7 +11,7 @@ from datetime import timedelta
 from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.record import GateRecord
-from lightning_distplus.control.slots import Slots
+from lightning_distplus.control.tally import Tally
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
 
@@ -64,7 +64,7 @@ class Points:
         self._locate = locate
         self._name = name or f"run-{next(_runs)}"
         self._thread = threading.get_ident()
-        self._slots = Slots(plane, f"points/{self._name}", is_owner=plane.world.rank == 0)
+        self._tally = Tally(plane, f"points/{self._name}")
         self._points = 0
         self._gates = 0
         self._place: Place | None = None  # None: this rank does not wait
@@ -115,23 +115,13 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         self._points += 1
-        number, digest = self._points, point.digest()
-        self._slots.post(number, digest)
         self._enter(Place.POINT, lambda: point)
-        come: dict[int, bytes] = {}
-
-        def all_agree() -> bool:
-            come.update(self._slots.read(number))
-            if any(theirs != digest for theirs in come.values()):
-                self._settle_difference()
-                return False
-            return len(come) == self._plane.world.size
-
+        self._tally.enter(self._points, point.digest)
         try:
-            self._plane.poll(all_agree, self._patience(), what=str(point), arrived=lambda: set(come))
+            self._plane.poll(self._all_agree, self._patience(), what=str(point), arrived=self._arrived)
         finally:
             self._place = None
-        self._slots.passed(number)
+        self._tally.passed(self._points)
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
@@ -141,6 +131,17 @@ class Points:
     def leave_gate(self) -> None:
         """This rank has passed the gate, or has given up."""
         self._place = None
+
+    def _all_agree(self) -> bool:
+        num_ranks = self._tally.look()
+        if num_ranks is None:
+            self._settle_difference()
+        return num_ranks == self._plane.world.size
+
+    def _arrived(self) -> set[int]:
+        """The ranks that have come to this rank's point: whoever waits there for long has said so."""
+        here = {rank for rank, one in self._places().items() if one.points >= self._points}
+        return here | {self._plane.world.rank}
 
     # -- where the others are ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["NamesPeers", "naming_peers"]
+__all__ = ["NamesPeers", "naming_peers", "raise_cause"]
 
 _EVIDENCE_S = 2.0  # how long the cause may take to reach this rank
 _POLL_S = 0.02
@@ -37,12 +37,12 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _raise_cause(plane, error)
+        raise_cause(plane, error)
         raise
 
 
-def _raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
-    """Raises what a peer did, where it becomes known that the error comes from that."""
+def raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
+    """Raises what a peer did, where it becomes known that the error comes from that; what ``naming_peers`` raises."""
     if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
         return
     cause = _cause(plane)
@@ -119,5 +119,5 @@ class NamesPeers(_Base):
         try:
             return method(*arguments, **named)
         except RuntimeError as error:
-            _raise_cause(self._plane, error)
+            raise_cause(self._plane, error)
             raise

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_distplus.world import name_ranks
 
 __all__ = ["Verdict"]
 
+T = TypeVar("T")
+
 _PRINTED_LINES = 30
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
+_TOLD_RANKS = 16
 _PRINTED_FINDINGS = 4
 
 
@@ -71,6 +74,25 @@ class Verdict:
     def from_json(cls, text: str | bytes) -> Verdict:
         """Reads a verdict."""
         return cls(**json.loads(text))
+
+    def shortened(self) -> Verdict:
+        """The same for the other hosts of a large job: what it says of each rank, for a few ranks only."""
+        ranks = [*self.culprits[:_TOLD_RANKS], *self.waiting[:_TOLD_RANKS]]
+
+        def told(values: dict[str, T]) -> dict[str, T]:
+            return {str(rank): values[str(rank)] for rank in ranks if str(rank) in values}
+
+        hosts = told(self.hosts)
+        return replace(
+            self,
+            hosts=hosts,
+            stacks=told(self.stacks),
+            locations=told(self.locations),
+            collectives=told(self.collectives),
+            lines=self.lines[: len(ranks)],
+            load={host: load for host, load in self.load.items() if host in hosts.values()},
+            mismatch=None if self.mismatch is None else {**self.mismatch, "calls": {}},
+        )
 
     def render(self) -> str:
         """The verdict for people: at most 30 lines, the rest is in the file."""

@@ -79,7 +79,9 @@ class ControlPlane:
 
     def second_line(self) -> ControlPlane:
         """The same plane over another connection, for another thread."""
-        return ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        line = ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        line._peers = self._peers  # what one has learnt, the others know when the store is gone
+        return line
 
     def listen(self) -> None:
         """Starts to listen for the first error; idempotent."""

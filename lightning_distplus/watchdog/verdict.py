@@ -19,6 +19,7 @@ _PRINTED_LINES = 30
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
 _TOLD_RANKS = 16
+_SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
 
 
@@ -116,6 +117,12 @@ class Verdict:
             return []
         lines = text.rstrip().splitlines()[-num_lines:]
         return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
+
+    def is_written(self, folder: Path, host: str) -> bool:
+        """Whether a rank of this host has written its verdict on this incident; they judge at about the same moment."""
+        kind, _, second = self.incident.rpartition("-")
+        others = (path.name.removeprefix(f"verdict-{kind}-") for path in folder.glob(f"verdict-{kind}-*-{host}.json"))
+        return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
     def write(self, folder: Path, host: str) -> Path:
         """Writes the file beside its name and renames it; the first one for a host stays."""

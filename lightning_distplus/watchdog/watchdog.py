@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,13 +18,14 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
 from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, is_traced
+from lightning_distplus.liveness import is_traced
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
 from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.leaving import end_peer, end_process, say
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.stacks import is_debugged
 from lightning_distplus.watchdog.verdict import Verdict
@@ -50,7 +48,9 @@ _STEP_IN_S = 5.0
 _STEP_IN_FACTOR = 4
 _SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
-_JOIN_S = 3.0  # a verdict may be under way
+_JOIN_S = 5.0  # a verdict may be under way
+_TOLD_S = 1.0
+_SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _LAST_S = 0.5  # the process that serves the store ends last
 
 _LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
@@ -168,15 +168,28 @@ class Watchdog:
         if error.type == ABORTED:
             self._judge_abort()
         elif error.message.startswith(_JUDGED) and (self._board.is_few or self._speaks_for_host(error.ranks)):
-            with suppress(PeerError):
-                told = self._line.read(f"watchdog/verdict/{error.rank}")
-                if told is not None:
-                    self._give(Verdict.from_json(told))
+            verdict = self._told_by(error.rank)
+            if verdict is not None:
+                self._give(verdict)
+
+    def _told_by(self, rank: int) -> Verdict | None:
+        """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+        told: list[bytes | None] = []
+
+        def read() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.read(f"watchdog/verdict/{rank}"))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(timeout=_TOLD_S)
+        return Verdict.from_json(told[0]) if told and told[0] is not None else None
 
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
         """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
         if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
-            self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
+            say(f"{error.describe()}\n{error.traceback}")
+            end_process(error.as_heard().exit_code)
 
     def _notice_suspension(self) -> None:
         now = time.monotonic()
@@ -298,13 +311,20 @@ class Watchdog:
             self._tell(verdict)
 
     def _give(self, verdict: Verdict) -> None:
-        if self._speaks_for_host(verdict.silent):
+        if self._speaks_for_host(verdict.silent) or (self._ends_run and not self._is_told_by_another(verdict)):
             self._tell(verdict)
         if self._ends_run:
             self._tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-            self._end(None, ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+            end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+
+    def _is_told_by_another(self, verdict: Verdict) -> bool:
+        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
+        end = time.monotonic() + _SPOKEN_S
+        while not (is_written := verdict.is_written(self._folder, self._world.host)) and time.monotonic() < end:
+            time.sleep(_TICK_S / 4)
+        return is_written
 
     def _tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
@@ -324,7 +344,7 @@ class Watchdog:
     def _tell(self, verdict: Verdict) -> None:
         with suppress(OSError):
             path = verdict.write(self._folder, self._world.host)
-            _say(f"{verdict.render()}\n  file:  {path}")
+            say(f"{verdict.render()}\n  file:  {path}")
 
     def _speaks_for_host(self, silent: Iterable[int]) -> bool:
         """Whether this is the lowest rank of its host whose Python runs."""
@@ -336,21 +356,5 @@ class Watchdog:
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
             peer = self._board.peers.get(rank)
-            if peer is not None and peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
-                with suppress(ProcessLookupError):
-                    os.kill(peer.pid, signal.SIGKILL)
-
-    def _end(self, text: str | None, code: ExitCode) -> None:
-        """Ends the process at once: its training thread may stand in a call that nothing interrupts."""
-        if text is not None:
-            _say(text)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(int(code))
-
-
-def _say(text: str) -> None:
-    """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+            if peer is not None:
+                end_peer(peer)

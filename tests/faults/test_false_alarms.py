@@ -176,11 +176,12 @@ def test_a_job_that_is_paused_goes_on(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("number", range(10))
-def test_five_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
-    """With three kinds in the first run: 50 slow moments in all."""
+def test_seven_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
+    """Five runs, of which the first one is slow in three ways: 50 runs in all."""
     for name, check in (
         ("slow", check_slow),
         ("data", test_slow_data_that_comes_ends_nothing),
+        ("validation", test_a_rank_that_waits_says_how_fast_the_slow_one_moves),
         ("debugged", test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does),
         ("paused", test_a_job_that_is_paused_goes_on),
     ):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class NonFinite:
     """The first parameter found with such a gradient; gradients come last layer first."""
     micro_batch: int = 0
     sample_ids: tuple[Any, ...] | None = None
+    replayed: str | None = None
+    """What the same step gave once more, where it was replayed."""
 
     def to_dict(self) -> dict[str, Any]:
         """For an exchange as JSON."""
@@ -45,7 +49,8 @@ class NonFinite:
         """One line."""
         where = f"gradient of {self.parameter}" if self.parameter else self.what
         samples = "" if self.sample_ids is None else f", samples {_shortened(self.sample_ids)}"
-        return f"{where} is {self.value} in micro-batch {self.micro_batch}{samples}"
+        replayed = "" if self.replayed is None else f"; the step {self.replayed}"
+        return f"{where} is {self.value} in micro-batch {self.micro_batch}{samples}{replayed}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Section:
     numel: int
 
 
-def name_at(sections: Sequence[Section], index: int) -> str | None:
+def name_at(sections: Iterable[Section], index: int) -> str | None:
     """Whose element this is."""
     for section in sections:
         if index < section.numel:
@@ -208,7 +213,9 @@ class BucketHook:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._is_retired:
             self._sent.append((buffer, parameters[0]))
-            keeps = self._gradients.look_at(buffer, lambda index: name_at(self._sections(parameters), index))
+            keeps: bool | Tensor = True
+            for part, sections in self._parts(buffer, parameters):
+                keeps = self._gradients.look_at(part, partial(name_at, sections))
             _fill_unless(keeps, buffer, 0.0)
             _fill_unless(keeps, buffer[:1], torch.nan)
         buffer.div_(dist.get_world_size(self._group))
@@ -233,8 +240,22 @@ class BucketHook:
         self._sent.clear()
         return any(flags)
 
-    def _sections(self, parameters: Sequence[torch.nn.Parameter]) -> list[Section]:
-        return [Section(self._names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
+    def _parts(
+        self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter]
+    ) -> Iterator[tuple[Tensor, Iterable[Section]]]:
+        """The model's gradients in a bucket: without what only rides along and would spoil the norm."""
+        riders = [place for place, parameter in enumerate(parameters) if id(parameter) not in self._names]
+        begin = 0
+        for first, last in itertools.pairwise([-1, *riders, len(parameters)]):
+            own = parameters[first + 1 : last]
+            offset = begin + sum(parameter.numel() for parameter in own) if riders else buffer.numel()
+            if own:
+                yield buffer[begin:offset], self._sections(own)
+            begin = offset + (parameters[last].numel() if last < len(parameters) else 0)
+
+    def _sections(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[Section]:
+        """Made only when something is found."""
+        return (Section(self._names[id(parameter)], parameter.numel()) for parameter in parameters)
 
 
 class FlaggingReduceScatter:

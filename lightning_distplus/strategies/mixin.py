@@ -26,6 +26,7 @@ from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFail
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.nccl import NcclSettings
+from lightning_distplus.strategies.progressing import progress_of
 from lightning_distplus.strategies.provenance import configuration_digest
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
@@ -208,6 +209,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
+            progress=lambda: progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
 

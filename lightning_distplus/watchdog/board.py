@@ -13,6 +13,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import PeerError
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.marks import Mark, Marks
+from lightning_distplus.watchdog.pace import Pace, Progress
 from lightning_distplus.watchdog.stacks import frame_of, place_of
 
 __all__ = ["BEAT_S", "FEW_RANKS", "NUM_READERS", "Board", "Sighting"]
@@ -53,6 +55,8 @@ class Sighting:
     """``file.py:line`` of the peer's training thread at that beat."""
     printer: StackPrinter | None = None
     """How to ask for its stack from its own host."""
+    pace: str = ""
+    """What it counts, how fast, and when it is there; "" where nothing is counted."""
     since: tuple[int, float] = (0, 0.0)
     """Number of the mark, and ``time.monotonic()``, at the first of the sightings that follow each other."""
 
@@ -77,15 +81,24 @@ class Board:
         marks: This rank's marks.
         thread: The thread that trains; each beat tells where it is.
         printer: How this rank's stacks can be had from outside.
+        progress: Tells how far the training thread has come; asked for at each beat.
     """
 
     def __init__(
-        self, plane: ControlPlane, marks: Marks, *, thread: int = 0, printer: StackPrinter | None = None
+        self,
+        plane: ControlPlane,
+        marks: Marks,
+        *,
+        thread: int = 0,
+        printer: StackPrinter | None = None,
+        progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._plane = plane
         self._marks = marks
         self._watched = thread
         self._printer = printer
+        self._progress = progress
+        self._pace = Pace()
         self.alert = threading.Event()
         self.sightings: dict[int, Sighting] = {}
         self.peers: dict[int, Peer] = {}
@@ -172,10 +185,12 @@ class Board:
         if posts:
             self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", posts[-1])
         self._beat += 1
+        self._pace.note(self._progress())
         beat = {
             "beat": self._beat,
             "mark": asdict(self._marks.read()),
             "place": place_of(frame_of(self._watched)),
+            "pace": self._pace.describe(),
             "printer": None if self._printer is None else self._printer.to_plain(),
             "posted": self._posted,
         }
@@ -228,6 +243,7 @@ class Board:
                 changed_at=now,
                 since=last.since if last is not None and follows else (mark.number, now),
                 place=data["place"],
+                pace=data["pace"],
                 printer=None if data["printer"] is None else StackPrinter(**data["printer"]),
             )
         if data["posted"] != mark.number:

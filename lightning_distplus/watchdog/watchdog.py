@@ -27,6 +27,7 @@ from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.judging import judge
 from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
 from lightning_distplus.watchdog.marks import Marks
+from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.watchdog.witness import Witness
@@ -72,6 +73,7 @@ class Watchdog:
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
+        progress: Tells how far the training thread has come.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Watchdog:
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
+        progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
@@ -97,7 +100,7 @@ class Watchdog:
         self._printer: StackPrinter | None = armed[0] if armed else None
         self._printed: IO[bytes] | None = armed[1] if armed else None
         thread = threading.get_ident()
-        self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer)
+        self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._line = plane.second_line()
         self._abort = Abort(plane, self._witness, on_told=self._judge_abort)

@@ -16,7 +16,7 @@ from lightning_distplus.flight_recorder import Recording
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.liveness import ProcessState, children, host_answers
 from lightning_distplus.watchdog import stacks
-from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.board import Board, Sighting
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.marks import Marks
@@ -111,7 +111,7 @@ class Witness:
             mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
         elif seen is not None and self._board.beats(rank):
             mark, place = seen.mark, seen.place
-            pace = f", and moves ({seen.marks_per_s:.1f} marks/s)" if seen.marks_per_s > 0 else ""
+            pace = _pace_of(seen)
         else:
             return self._seen_from_here(rank).describe().partition(": ")[2]
         return f"in {mark.operation!r}" + (f" at {place}" if place else "") + pace
@@ -176,6 +176,12 @@ class Witness:
             if stacks.is_fetching_data(stack):
                 return pid, stack
         return None
+
+
+def _pace_of(seen: Sighting) -> str:
+    if seen.marks_per_s <= 0:
+        return ""
+    return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"
 
 
 def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None, recording: Recording) -> bool:

@@ -716,7 +716,8 @@ def live(rank: int, name: str, options: dict[str, Any], folder: str) -> tuple[in
         monitor=monitor,
         **{"max_steps": 40, "max_epochs": 50, "enable_checkpointing": True, "val_check_interval": 0.5, **options},
     )
-    return trainer.global_step, monitor.metrics()["distplus/divergences"]
+    metrics = monitor.metrics()
+    return trainer.global_step, metrics["distplus/divergences"] + metrics["distplus/spikes"]
 
 
 RUNS = {

@@ -140,6 +140,15 @@ def test_a_skipped_step_changes_no_weight_and_no_optimizer_state_on_any_rank(nam
         assert result.results[0]["last"] == result.results[1]["last"]
 
 
+def test_a_gradient_that_is_not_finite_is_replayed_and_its_message_says_what_came_out(tmp_path: Path) -> None:
+    faults = FaultPlan().nan(rank=1, step=STEP)
+    job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="raise", replay_suspects=True)
+    result = spawn(job, 2, faults=faults, deadline="50s")
+    require_named(result, tmp_path, "gradient")
+    for log in result.logs.values():
+        assert "both times: this device miscalculated the first time" in log
+
+
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_loss_that_is_not_finite_counts_though_its_gradients_are_sound(
     value: float, text: str, tmp_path: Path

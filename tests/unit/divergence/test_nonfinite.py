@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from lightning_distplus.divergence.nonfinite import FlaggingReduceScatter, LocalGradients, NonFinite, Section, name_at
+from lightning_distplus.divergence.nonfinite import (
+    BucketHook,
+    FlaggingReduceScatter,
+    LocalGradients,
+    NonFinite,
+    Section,
+    name_at,
+)
 
 
 def a(index: int) -> str:
@@ -68,3 +75,17 @@ def test_an_element_of_a_reduce_scatter_input_has_the_name_of_its_parameter() ->
     names = [reduce_scatter._name_at(column, 12, 2) for column in range(12)]
     assert names == ["w"] * 10 + ["b"] * 2
     assert reduce_scatter._name_at(0, 10, 2) == "w or b", "one had no gradient"
+
+
+def test_what_rides_along_in_a_bucket_is_no_gradient() -> None:
+    """The mailbox's numbers are larger than the gradients of a trained model."""
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 4)]
+    names = {id(weights[0]): "first", id(weights[2]): "last"}
+    hook = BucketHook(LocalGradients(), names, None)
+    buffer = torch.arange(9.0)
+    parts = [(part.tolist(), [one.name for one in sections]) for part, sections in hook._parts(buffer, weights)]
+    assert parts == [([0, 1, 2], ["first"]), ([5, 6, 7, 8], ["last"])]
+    (whole,) = hook._parts(buffer[:7], [weights[0], weights[2]])
+    assert whole[0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    (after,) = hook._parts(buffer[:5], [weights[1], weights[0]])
+    assert after[0].tolist() == [2, 3, 4]

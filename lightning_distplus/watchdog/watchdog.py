@@ -25,7 +25,7 @@ from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.leaving import end_peer, end_process, say
+from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
@@ -119,6 +119,7 @@ class Watchdog:
         if self._has_process:
             flight_recorder.arm()
             self._abort.arm()
+            tie_workers(self)
         self._board.start()
         self._thread.start()
 

@@ -156,6 +156,7 @@ class Witness:
             operation=mark.operation if mark else "",
             global_step=mark.global_step if mark else 0,
             silence_s=seen.silence_s if seen else 0.0,
+            waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(stacks.format_stack(stack)),
             is_last_seen=not stack,

@@ -27,6 +27,7 @@ from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.progressing import progress_of
+from lightning_distplus.strategies.provenance import configuration_digest
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -184,6 +185,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into_trainer(trainer)
         check_agreement(self, trainer)
+        self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
                 trainer,

@@ -81,7 +81,7 @@ def _is_there(name: str) -> bool:
 
 def test_every_private_name_is_there() -> None:
     vanished = [name for name in NAMES if not _is_there(name)]
-    assert not vanished, f"{vanished}: give _compat.py another way, or switch the feature off there"
+    assert not vanished, f"{vanished}: give _compat another way, or switch the feature off there"
 
 
 def test_every_private_attribute_of_a_parent_is_there() -> None:
@@ -95,14 +95,14 @@ def test_full_state_dict_context_has_the_signature_that_we_replace() -> None:
     for module in ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel"):
         original = importlib.import_module(module)._get_full_state_dict_context
         assert list(inspect.signature(original).parameters) == list(
-            inspect.signature(_compat._full_state_dict_on_cpu).parameters
+            inspect.signature(_compat.fsdp._full_state_dict_on_cpu).parameters
         )
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The default group; it is not handed over, because a reference to it would keep its socket open."""
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield
     dist.destroy_process_group()
@@ -110,7 +110,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     return Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
@@ -150,7 +150,7 @@ def test_a_backend_without_a_setter_keeps_its_time_out(group, monkeypatch, caplo
     class Backend:
         options = None
 
-    monkeypatch.setattr(_compat, "_backends", lambda _group: [Backend()])
+    monkeypatch.setattr(_compat.groups, "_backends", lambda _group: [Backend()])
     for _ in range(2):
         _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=5))
     assert _compat.read_group_timeout(dist.group.WORLD) is None
@@ -208,7 +208,7 @@ def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, cap
 
 
 def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     module = importlib.import_module("torch.utils.data._utils.signal_handling")
     called: list[str] = []
     monkeypatch.setattr(module, "_set_worker_signal_handlers", torchs := lambda: called.append("torch"))
@@ -225,7 +225,7 @@ def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, ca
 
 
 def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     monkeypatch.delattr("lightning.pytorch.overrides.distributed._register_ddp_comm_hook")
     for _ in range(2):
         _compat.register_ddp_comm_hook(None, None, None, None)
@@ -234,7 +234,7 @@ def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, 
 
 
 def test_without_the_full_state_dict_context_there_is_one_warning_per_module(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     module = importlib.import_module("lightning.pytorch.strategies.fsdp")
     original = importlib.import_module("lightning.fabric.strategies.model_parallel")._get_full_state_dict_context
     monkeypatch.delattr(module, "_get_full_state_dict_context")
@@ -378,7 +378,7 @@ def test_buffers_that_are_not_saved_are_known() -> None:
 
 
 def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat, "_warned", set())
+    monkeypatch.setattr(_compat.probing, "_warned", set())
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: None))
     for _ in range(2):
         assert not _compat.discard_next_deepspeed_step(engine)

@@ -1,0 +1,89 @@
+"""The one place that touches private names of torch, Lightning and DeepSpeed. Each is probed before it is used.
+
+When an upstream name has vanished, the feature behind it is switched off with one warning and training goes on.
+``tests/unit/test_compat.py`` fails loudly for every name, so that we hear of it first.
+"""
+
+from lightning_distplus._compat.deepspeed import discard_next_deepspeed_step, loading_universal
+from lightning_distplus._compat.evidence import flight_recorder_dumps, on_terminate
+from lightning_distplus._compat.fsdp import (
+    FlatUnit,
+    flat_units,
+    full_state_dict_without_offload,
+    is_fsdp_shard,
+    replacing_sharded_saves,
+)
+from lightning_distplus._compat.groups import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_group_timeout,
+    default_store,
+    init_default_group,
+    num_collectives,
+    process_groups,
+    read_group_timeout,
+    set_group_timeout,
+)
+from lightning_distplus._compat.modules import inner_schedulers, non_persistent_buffers, register_ddp_comm_hook
+from lightning_distplus._compat.probing import restore_method, warn_once, wrap_method
+from lightning_distplus._compat.signals import (
+    add_to_worker_signals,
+    replace_sigterm_notifier,
+    replace_stock_signals,
+    restore_sigterm_notifier,
+    restore_worker_signals,
+)
+from lightning_distplus._compat.trainer import (
+    agree_on_resume,
+    logged_metric,
+    replace_batch_broadcast,
+    replace_checkpoint_link,
+    replace_preparation_barrier,
+    restore_batch_broadcast,
+    restore_checkpoint_link,
+    synced_metrics,
+)
+
+__all__ = [
+    "FlatUnit",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "add_to_worker_signals",
+    "agree_on_resume",
+    "default_group_timeout",
+    "default_store",
+    "discard_next_deepspeed_step",
+    "flat_units",
+    "flight_recorder_dumps",
+    "full_state_dict_without_offload",
+    "init_default_group",
+    "inner_schedulers",
+    "is_fsdp_shard",
+    "loading_universal",
+    "logged_metric",
+    "non_persistent_buffers",
+    "num_collectives",
+    "on_terminate",
+    "process_groups",
+    "read_group_timeout",
+    "register_ddp_comm_hook",
+    "replace_batch_broadcast",
+    "replace_checkpoint_link",
+    "replace_preparation_barrier",
+    "replace_sigterm_notifier",
+    "replace_stock_signals",
+    "replacing_sharded_saves",
+    "restore_batch_broadcast",
+    "restore_checkpoint_link",
+    "restore_method",
+    "restore_sigterm_notifier",
+    "restore_worker_signals",
+    "set_group_timeout",
+    "synced_metrics",
+    "warn_once",
+    "wrap_method",
+]

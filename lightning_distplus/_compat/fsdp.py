@@ -1,0 +1,98 @@
+"""FSDP: its flat parameters, and how Lightning reads and writes its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_distplus._compat.probing import replaced, warn_once
+
+__all__ = ["FlatUnit", "flat_units", "full_state_dict_without_offload", "is_fsdp_shard", "replacing_sharded_saves"]
+
+
+@contextmanager
+def full_state_dict_without_offload() -> Iterator[None]:
+    """Gathers full FSDP1 state dicts without ``offload_to_cpu`` in this block.
+
+    On the CPU the offload is a use-after-free that crashes the process (Lightning-AI/pytorch-lightning#21804, fixed
+    after lightning 2.6.6).
+    """
+    modules = ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel")
+    consequence = "a full FSDP checkpoint on the CPU may crash the process"
+    with replaced(modules, "_get_full_state_dict_context", _full_state_dict_on_cpu, consequence):
+        yield
+
+
+def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.api import FullOptimStateDictConfig
+
+    return FullyShardedDataParallel.state_dict_type(
+        module=module,
+        state_dict_type=StateDictType.FULL_STATE_DICT,
+        state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+        optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+    )
+
+
+@contextmanager
+def replacing_sharded_saves(save: Callable[[dict[str, Any], Any], None]) -> Iterator[None]:
+    """Has FSDPStrategy and ModelParallelStrategy hand their shards to ``save`` in this block, instead of writing them.
+
+    Lightning calls ``torch.distributed.checkpoint.save`` on the default group (lightning 2.6.6, ``fsdp.py`` 860).
+    """
+    modules = ("lightning.pytorch.strategies.fsdp", "lightning.pytorch.strategies.model_parallel")
+    consequence = "sharded checkpoints are written while training waits"
+    with replaced(modules, "_distributed_checkpoint_save", save, consequence):
+        yield
+
+
+def is_fsdp_shard(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has taken this parameter over, so that each rank may see its own part of it only."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """The flat parameter of one FSDP1 unit."""
+
+    parameter: torch.Tensor
+    """The leaf whose gradient is the whole, flat gradient of this rank."""
+    local: torch.Tensor
+    """What this rank holds of it between steps."""
+    sections: list[tuple[str, int]]
+    """Name and number of elements of each parameter in it, in order."""
+    shard: str | None
+    """Ranks with the same value hold the same content; None where this rank is the only holder."""
+
+
+def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
+    """The units of an FSDP1 model; none of another one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    hybrid = (ShardingStrategy.HYBRID_SHARD, getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None))
+    found: list[FlatUnit] = []
+    for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+        handle = getattr(unit, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            if not hasattr(unit, "_handle"):
+                warn_once("FullyShardedDataParallel._handle", "gradients and shards of FSDP are not compared")
+            continue
+        names = iter(getattr(flat, "_fqns", ()))
+        numels = getattr(flat, "_numels_with_padding", ())
+        padding = getattr(flat, "_is_padding_mask", [False] * len(numels))
+        sections = [
+            ("padding" if is_padding else next(names, "?"), numel)
+            for numel, is_padding in zip(numels, padding, strict=False)
+        ]
+        shard = "" if unit.sharding_strategy is ShardingStrategy.NO_SHARD else None
+        if unit.sharding_strategy in hybrid:
+            shard = f"shard {dist.get_rank(unit.process_group)}"
+        found.append(FlatUnit(flat, getattr(flat, "_local_shard", flat.data), sections, shard))
+    return found

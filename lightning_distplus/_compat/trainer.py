@@ -1,0 +1,157 @@
+"""The Trainer's loops and connectors."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from lightning_distplus._compat.probing import warn_once
+
+__all__ = [
+    "agree_on_resume",
+    "logged_metric",
+    "replace_batch_broadcast",
+    "replace_checkpoint_link",
+    "replace_preparation_barrier",
+    "restore_batch_broadcast",
+    "restore_checkpoint_link",
+    "synced_metrics",
+]
+
+_FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
+
+
+def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
+    """Puts ``gate`` in the place of the broadcast that Lightning issues on the default group before every batch.
+
+    That broadcast carries one bit (SIGTERM on rank 0) and swallows its own errors (lightning 2.6.6,
+    ``training_epoch_loop.py`` 259-272); it runs only when a process group exists.
+
+    Returns:
+        Whether the broadcast was there to be replaced.
+    """
+    loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+    if not callable(getattr(loop, "_broadcast_sigterm_tensor", None)):
+        warn_once("_TrainingEpochLoop._broadcast_sigterm_tensor", "ranks are not compared before each step")
+        return False
+    loop._broadcast_sigterm_tensor = gate  # type: ignore[union-attr]
+    return True
+
+
+def restore_batch_broadcast(trainer: Any) -> None:
+    """Puts the stock broadcast back."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
+    """What Lightning is about to reduce for ``self.log(..., sync_dist=True)``, read off the frames of its callers.
+
+    Args:
+        frame: The caller of ``strategy.reduce``.
+
+    Returns:
+        The hook and the key, as in ``"training_step.loss"``, and ``"step"`` or ``"epoch"``; None for any other call.
+    """
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    metric = getattr(module, "_ResultMetric", None)
+    if not hasattr(metric, "update") or not hasattr(metric, "compute"):
+        warn_once(f"{module.__name__}._ResultMetric", "a reduction of a logged value is not named after its key")
+        return None
+    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}  # type: ignore[union-attr]
+    for _ in range(_FRAMES_TO_METRIC):
+        if frame is None:
+            return None
+        if moment := moments.get(frame.f_code):
+            meta = getattr(frame.f_locals["self"], "meta", None)
+            return f"{getattr(meta, 'fx', '')}.{getattr(meta, 'name', '')}", moment
+        frame = frame.f_back
+    return None
+
+
+def synced_metrics(trainer: Any) -> list[str]:
+    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        return []
+    found = []
+    for key, metric in results.items():
+        meta = getattr(metric, "meta", None)
+        if meta is None or not hasattr(meta, "sync"):
+            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            return []
+        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
+            found.append(str(key))
+    return found
+
+
+def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:
+    """Puts the context manager that ``barrier`` makes in the place of the one around the next ``prepare_data``.
+
+    Lightning's waits 10,000 days, and waits so too where ``prepare_data`` has raised on one rank (lightning 2.6.6,
+    ``data_connector.py`` 93 and 100).
+
+    Returns:
+        Whether the barrier was there to be replaced.
+    """
+    connector = getattr(trainer, "_data_connector", None)
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    prepare = getattr(connector, "prepare_data", None)
+    original = getattr(module, "_InfiniteBarrier", None)
+    if not callable(prepare) or original is None:
+        warn_once(f"{module.__name__}._InfiniteBarrier", "ranks wait for prepare_data without a deadline")
+        return False
+
+    def prepare_once() -> None:
+        vars(connector).pop("prepare_data", None)
+        setattr(module, "_InfiniteBarrier", barrier)  # noqa: B010  # mypy refuses the attribute
+        try:
+            prepare()
+        finally:
+            setattr(module, "_InfiniteBarrier", original)  # noqa: B010
+
+    connector.prepare_data = prepare_once  # type: ignore[union-attr]
+    return True
+
+
+def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
+    """Has the next run of ``trainer`` resume from what ``agree`` makes of this rank's ``ckpt_path``.
+
+    Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
+    158-230), so that some may resume while others start anew.
+
+    Returns:
+        Whether the path could be taken over.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    resume = getattr(connector, "resume_start", None)
+    if connector is None or not callable(resume):
+        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
+        return False
+
+    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+
+    connector.resume_start = resume_once
+    return True
+
+
+def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
+
+    Returns:
+        Whether there was one to be replaced.
+    """
+    if not callable(getattr(callback, "_link_checkpoint", None)):
+        if hasattr(callback, "save_last"):
+            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
+        return False
+    callback._link_checkpoint = link
+    return True
+
+
+def restore_checkpoint_link(callback: Any) -> None:
+    """Puts a ModelCheckpoint's own method back."""
+    vars(callback).pop("_link_checkpoint", None)

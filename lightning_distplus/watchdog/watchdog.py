@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
-from lightning_distplus import flight_recorder
+from lightning_distplus import _compat, flight_recorder
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
@@ -25,7 +25,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
 from lightning_distplus.watchdog.board import BEAT_S, Board
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.far_stacks import StackPrinter
+from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter
 from lightning_distplus.watchdog.judging import judge
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
@@ -103,6 +103,7 @@ class Watchdog:
         self._heard_at: float | None = None
         self._reported_at = -1
         self._judged_at = -1
+        self._restore_workers: Callable[[], None] = lambda: None
         self._posted_at = -1
         self._posted: Evidence | None = None
         self._awake_since = time.monotonic()
@@ -114,6 +115,8 @@ class Watchdog:
         if self._has_process:
             flight_recorder.arm()
             self._abort.arm()
+        if (printer := self._printer) is not None:
+            self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
         self._board.start()
         self._thread.start()
 
@@ -123,6 +126,7 @@ class Watchdog:
         self._thread.join(timeout=_JOIN_S)
         self._board.stop()
         self._abort.disarm()
+        self._restore_workers()
         if self._printer is not None and self._printed is not None:
             self._printer.disarm(self._printed)
             self._printer = None

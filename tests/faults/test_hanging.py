@@ -161,10 +161,13 @@ class BadSample(Dataset[torch.Tensor]):
         return torch.ones(jobs.NUM_FEATURES)
 
 
-def train_with_workers(folder: str, raises: bool = False) -> None:
+def train_with_workers(folder: str, raises: bool = False, context: str = "fork") -> None:
     timeout = {"step": DEADLINE_S, "setup": "60s"}
     trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout=timeout), 2, folder, max_steps=30)
-    trainer.fit(jobs.Model(), DataLoader(BadSample(1, f"{folder}/fired", raises), batch_size=4, num_workers=2))
+    num_workers = 2 if context == "fork" else 1  # each of the others loads torch
+    samples = BadSample(1, f"{folder}/fired", raises)
+    loader = DataLoader(samples, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
+    trainer.fit(jobs.Model(), loader)
 
 
 def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tmp_path: Path) -> None:
@@ -178,8 +181,9 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert seconds < 6
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(tmp_path: Path) -> None:
-    result = spawn(train_with_workers, 2, args=(str(tmp_path),), deadline="50s")
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(context: str, tmp_path: Path) -> None:
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), False, context), deadline="100s")
     verdict = verdict_in(tmp_path)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sample"))

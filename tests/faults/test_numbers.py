@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.divergence.fingerprint import fingerprint_of_each
+from lightning_distplus.divergence.nonfinite import BucketHook, LocalGradients
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
@@ -362,6 +364,31 @@ def train_twice(name: str, folder: str) -> list[list[Any]]:
 def test_a_monitored_run_is_bit_for_bit_the_unmonitored_one(name: str, tmp_path: Path) -> None:
     for alone, monitored in spawn(train_twice, 2, args=(name, str(tmp_path))).check().results.values():
         assert alone == monitored
+
+
+def mean_gradients(rank: int, folder: str) -> list[list[float]]:
+    """Those of plain DDP on three ranks, with and without the hook; the mailbox would change the order of the sum."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
+    found = []
+    for is_hooked in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(64, 64)
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        if is_hooked:
+            names = {id(parameter): name for name, parameter in net.named_parameters()}
+            hook = BucketHook(LocalGradients(), names, model.process_group)
+            model.register_comm_hook(None, lambda state, bucket, hook=hook: hook(state, bucket))
+        torch.manual_seed(rank + 1)
+        model(torch.randn(16, 64)).pow(2).mean().backward()
+        found.append(net.weight.grad.flatten().tolist())
+        del model
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_mean_over_three_ranks_has_the_bits_that_ddp_gives_without_a_hook(tmp_path: Path) -> None:
+    for stock, hooked in spawn(mean_gradients, 3, args=(str(tmp_path),), deadline="40s").check().results.values():
+        assert hooked == stock
 
 
 def train_with_scaler(folder: str, value: float | None) -> dict[str, Any]:

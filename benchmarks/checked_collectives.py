@@ -1,7 +1,8 @@
 """What the check of a collective costs: one exchange over the control plane before the collective itself.
 
 The ranks do nothing but check, all at once and with equal points, as in a healthy run. Every arm takes what a caller
-pays: the name, the structure and the frames of the call are made each time.
+pays: the name, the structure and the frames of the call are made each time. Blocks of checked calls, of calls that are
+not checked, which is Lightning's own part, and of checked calls again (A/A) alternate.
 """
 
 from __future__ import annotations
@@ -25,30 +26,40 @@ __all__ = ["measure", "run"]
 
 _PROCESSES = (2, 4)
 _TARGET_MS = 0.3
+_BLOCK = 20
+_ARMS = ("checked", "unchecked", "control")
+Taken = dict[str, dict[str, list[float]]]
+"""Kind of call -> arm -> milliseconds of a call, the median of each block."""
 
 
 def run(quick: bool) -> list[Figure]:
-    """Times 2,000 checks of each kind (quick: 100) with 2 and 4 processes."""
-    figures: list[Figure] = []
-    for size in _PROCESSES:
-        ranks = spawn(measure, size, args=(size, 100 if quick else 2000), deadline="180s").check().results
-        for kind in ranks[0]:
-            taken_ms = [milliseconds for of_one_rank in ranks.values() for milliseconds in of_one_rank[kind]]
-            name = f"{kind}, {size} processes"
-            figures += [
-                Figure(
-                    name=f"{name}, median", value=median(taken_ms), unit="ms", ci95=bootstrap_ci95(taken_ms),
-                    target=_TARGET_MS,
-                ),
-                Figure(name=f"{name}, p90", value=statistics.quantiles(taken_ms, n=10)[-1], unit="ms"),
-            ]  # fmt: skip
+    """Times 100 blocks of each kind (quick: 10) with 2 and 4 processes."""
+    return [figure for size in _PROCESSES for figure in _figures(size, 10 if quick else 100)]
+
+
+def _figures(size: int, num_blocks: int) -> list[Figure]:
+    ranks = spawn(measure, size, args=(size, num_blocks), deadline="180s").check().results
+    figures = []
+    for kind in ranks[0]:
+        arms = {arm: [taken for of_one in ranks.values() for taken in of_one[kind][arm]] for arm in _ARMS}
+        added = [ours - theirs for ours, theirs in zip(arms["checked"], arms["unchecked"], strict=True)]
+        spread = [ours - again for ours, again in zip(arms["checked"], arms["control"], strict=True)]
+        name = f"{kind}, {size} processes"
+        figures += [
+            Figure(
+                name=f"{name}: added", value=median(added), unit="ms", ci95=bootstrap_ci95(added), target=_TARGET_MS,
+                note=f"p90 {statistics.quantiles(added, n=10)[-1]:.3f}, least {min(added):.3f}; "
+                f"Lightning's own part {median(arms['unchecked']):.3f}",
+            ),
+            Figure(name=f"{name}: A/A", value=median(spread), unit="ms", ci95=bootstrap_ci95(spread)),
+        ]  # fmt: skip
     return figures
 
 
-def measure(size: int, num_calls: int) -> dict[str, list[float]]:
-    """Milliseconds of each check on this rank, by kind of call; a tenth more warms up."""
+def measure(size: int, num_blocks: int) -> Taken:
+    """What each kind of call takes on this rank."""
     with tempfile.TemporaryDirectory() as folder:
-        timed = _Timed(num_calls)
+        timed = _Timed(num_blocks)
         trainer = pl.Trainer(
             strategy=ResilientDDP(preflight=False), accelerator="cpu", devices=size, default_root_dir=folder,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -59,11 +70,11 @@ def measure(size: int, num_calls: int) -> dict[str, list[float]]:
 
 
 class _Timed(pl.Callback):
-    """Times the checks alone: the parent's collective is left out of each call."""
+    """Times the checks: the collective itself is left out of each call, in every arm."""
 
-    def __init__(self, num_calls: int) -> None:
-        self.num_calls = num_calls
-        self.taken_ms: dict[str, list[float]] = {}
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.taken_ms: Taken = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         with _without_collectives(trainer.strategy):
@@ -75,8 +86,20 @@ class _Timed(pl.Callback):
                 "all_gather of a tree": lambda: module.all_gather(tree),
             }
             for kind, call in kinds.items():
-                self.taken_ms[kind] = [_milliseconds(call) for _ in range(self.num_calls * 11 // 10)]
-                del self.taken_ms[kind][: self.num_calls // 10]
+                self.taken_ms[kind] = self._blocks(strategy, call)
+
+    def _blocks(self, strategy: Any, call: Callable[[], Any]) -> dict[str, list[float]]:
+        points = strategy._points
+        taken: dict[str, list[float]] = {arm: [] for arm in _ARMS}
+        for number in range(self.num_blocks + 1):  # the first one warms up
+            for arm in _ARMS:
+                strategy._points = None if arm == "unchecked" else points
+                call()  # the ranks meet again
+                block = median([_milliseconds(call) for _ in range(_BLOCK)])
+                if number:
+                    taken[arm].append(block)
+        strategy._points = points
+        return taken
 
 
 def _milliseconds(call: Callable[[], Any]) -> float:

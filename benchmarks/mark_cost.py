@@ -1,14 +1,15 @@
 """What the marks of the watchdog add to a step of the training thread.
 
-Two ways. Marks are counted in a run, and one mark is timed alone, as the fastest of many: that is steady on a busy
-machine. And all marks are toggled inside one fit on two processes, each pinned to a core: blocks of steps with marks,
-without them, and without them again (A/A), in random order. The watchdog's own threads run in all three.
+Two ways. Marks are counted in a run, and one mark of each kind is timed alone, as the fastest of many: that is steady
+on a busy machine. And all marks are toggled inside one fit on two processes, each pinned to a core: blocks of steps
+with marks, without them, and without them again (A/A), in random order. The watchdog's own threads run in all three.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,9 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from benchmarks.strategy_cost import Toggle, differences, measure
 from lightning_distplus import ResilientDDP
+from lightning_distplus.divergence.moments import Moment
 from lightning_distplus.strategies.marking import MarkingProfiler
+from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.testing import spawn
 from lightning_distplus.watchdog import Marks
 
@@ -35,19 +38,17 @@ _STEPS = 20
 def run(quick: bool) -> list[Figure]:
     """One fit that counts, and one with 100 alternations (quick: 20)."""
     marks_per_step, (mark_us, added_us) = spawn(count, 2, deadline="60s").check().results[0], _one_mark_us()
+    own_us, own_marks = _own_marks_us()
+    in_actions = marks_per_step - own_marks
     figures = [
         Figure(name="marks in a step", value=marks_per_step, unit=""),
         Figure(name="one mark", value=mark_us, unit="us", target=_TARGET_MARK_US, note="Lightning's profiling too"),
         Figure(
             name="one mark, beyond Lightning's profiling", value=added_us, unit="us", note="the fastest of 200 runs"
         ),
-        Figure(name="all marks of a step", value=marks_per_step * mark_us, unit="us/step", target=_TARGET_US),
-        Figure(
-            name="the same, beyond Lightning's profiling",
-            value=marks_per_step * added_us,
-            unit="us/step",
-            target=_TARGET_US,
-        ),
+        Figure(name="the strategy's own in a step", value=own_us, unit="us/step", note="with the naming of peers"),
+        Figure(name="all of a step", value=in_actions * mark_us + own_us, unit="us/step", target=_TARGET_US),
+        Figure(name="the same, beyond Lightning's profiling", value=in_actions * added_us + own_us, unit="us/step"),
     ]
     ranks = measure("ResilientDDP", 20 if quick else 100, toggle=ToggleMarks)
     for what, quantity in (("CPU time", "cpu_us"), ("wall time", "wall_us")):
@@ -93,6 +94,38 @@ def _one_mark_us() -> tuple[float, float]:
 _ACTIONS = 500
 
 
+def _own_marks_us() -> tuple[float, int]:
+    """What the strategy's methods add to those of its parent in a step, and how many marks they set."""
+    marks, strategy = Marks(phase=lambda: "step"), object.__new__(NamesPeers)
+    strategy._marks = marks
+
+    def nothing(*arguments: Any) -> None:
+        pass
+
+    def ours(batch_idx: int) -> None:
+        marks.set(f"the gate at {Moment.STEP}")
+        strategy._named(nothing)  # optimizer_step
+        strategy._in_batch("training_step", nothing, None, batch_idx)
+        strategy._marked(f"backward{strategy._batch}", nothing)
+
+    def theirs(batch_idx: int) -> None:
+        nothing()
+        nothing(None, batch_idx)
+        nothing()
+
+    best_us = [min(_seconds_of_steps(step) for _ in range(200)) / _ACTIONS * 1e6 for step in (ours, theirs)]
+    before = marks.read().number
+    ours(0)
+    return best_us[0] - best_us[1], marks.read().number - before
+
+
+def _seconds_of_steps(step: Callable[[int], None]) -> float:
+    begin = time.perf_counter()
+    for number in range(_ACTIONS):
+        step(number)
+    return time.perf_counter() - begin
+
+
 def _seconds_of_actions(profiler: Any) -> float:
     begin = time.perf_counter()
     for _ in range(_ACTIONS):
@@ -113,7 +146,7 @@ class _NoMarks(Marks):
     def leave(self, outer: str) -> None:
         pass
 
-    def ended(self, operation: str) -> None:
+    def back_to(self, after: str) -> None:
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     """For example ``"float32[2, 3]"``, or ``"cuda float32[2, 3]"``."""
-    device = "" if tensor.device.type == "cpu" else f"{tensor.device.type} "
-    return f"{device}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _describe_tensor(tensor.device.type, tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=1000)
+def _describe_tensor(device: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{'' if device == 'cpu' else f'{device} '}{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def describe(tree: Any, numbers: Mapping[type, str] = NUMBERS_OF_LIGHTNING) -> str:

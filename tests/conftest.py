@@ -25,7 +25,7 @@ from hypothesis import settings
 
 from lightning_distplus.testing import preload
 
-DEFAULT_DEADLINE_S = 60.0
+DEFAULT_DEADLINE_S = 150.0
 TEARDOWN_S = 10.0  # what a teardown gets at least, after a call that used up the deadline
 BACKSTOP_S = 10.0  # how long after the deadline a test that no signal handler can interrupt ends the whole run
 GRACE_S = 2.0  # how long a thread or a process that is on its way out may take
@@ -160,7 +160,7 @@ def police() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     global stderr_fd
-    config.addinivalue_line("markers", "deadline(seconds): how long the test may take (default 60)")
+    config.addinivalue_line("markers", "deadline(seconds): how long the test may take (default 150)")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "soak: long repetition, run by `make chaos`")
     capture = config.pluginmanager.getplugin("capturemanager")

@@ -37,6 +37,7 @@ __all__ = [
     "is_committed",
     "newest_valid",
     "read_manifest",
+    "reference",
     "remove",
     "state",
     "verify",
@@ -233,6 +234,13 @@ def _age(report: Report) -> tuple[float, float]:
     if report.manifest is None:
         return (math.inf, math.inf)
     return (report.manifest.global_step, report.manifest.committed_at)
+
+
+def reference(path: Path) -> dict[str, str] | None:
+    """A committed checkpoint by its path and the digest of its manifest, for the manifest of one that follows it."""
+    if not is_committed(path):
+        return None
+    return {"path": str(path.absolute()), "manifest_xxh3_128": _read_marker(meta_folder(_real(path)) / MARKER)}
 
 
 def _inspect(path: Path) -> Report:

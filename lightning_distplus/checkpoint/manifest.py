@@ -7,6 +7,12 @@
   "epoch": 3,                          >= 0
   "world_size": 8,                     number of ranks that saved, >= 1
   "strategy": "ResilientFSDP",
+  "layout": {"data_parallel": 8},      how they share data and model; the axes of a device mesh by name
+  "configuration": "32 hex digits",    digest of settings, model and hyperparameters, or null
+  "parent": {                          the checkpoint before this one in the run, or null
+    "path": "/runs/a/step=1100.ckpt",
+    "manifest_xxh3_128": "32 lower-case hex digits"
+  },
   "committed_at": 1767225600.25,       unix seconds on rank 0
   "packages": {"torch": "2.13.0"},     versions at the time of the save
   "data": {"consumed_samples": 9600},  place in the data, or null
@@ -27,7 +33,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any
@@ -63,6 +69,9 @@ class Manifest:
     committed_at: float
     packages: dict[str, str]
     data: dict[str, Any] | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
+    configuration: str | None = None
+    parent: dict[str, str] | None = None
     version: int = VERSION
 
     @property
@@ -112,6 +121,14 @@ class Manifest:
             committed_at=float(_take(document, source, "committed_at", "unix seconds, finite and >= 0", _is_time)),
             packages=_take(document, source, "packages", "an object of strings", _is_text_map),
             data=_take(document, source, "data", "an object or null", lambda v: v is None or isinstance(v, dict)),
+            # Manifests of before these fields were added have none.
+            layout=_take({"layout": {}, **document}, source, "layout", "an object", lambda v: isinstance(v, dict)),
+            configuration=_take(
+                {"configuration": None, **document}, source, "configuration", "a string or null", _is_text_or_null
+            ),
+            parent=_take(
+                {"parent": None, **document}, source, "parent", "null or an object with path and digest", _is_parent
+            ),
             files=_take_files(document, source),
         )
 
@@ -169,6 +186,14 @@ def _is_time(value: Any) -> bool:
 
 def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _is_text_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_parent(value: Any) -> bool:
+    return value is None or (_is_text_map(value) and "path" in value and _is_digest(value.get("manifest_xxh3_128")))
 
 
 def _is_digest(value: Any) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_distplus.checkpoint.catalog import is_committed, read_manifest
+from lightning_distplus.checkpoint.catalog import is_committed, read_manifest, reference
 from lightning_distplus.checkpoint.files import Sync, digest_file, discard, list_files, remove_tree, write_file
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
@@ -54,6 +54,9 @@ class SaveInfo:
         strategy: Class name of the strategy.
         data: Place in the data, JSON-able, or None.
         packages: Versions by package name.
+        layout: How the ranks share data and model.
+        configuration: A digest of the configuration.
+        parent: Path and manifest digest of the checkpoint before this one, as ``catalog.reference`` gives them.
     """
 
     global_step: int
@@ -61,6 +64,9 @@ class SaveInfo:
     strategy: str
     data: dict[str, Any] | None = None
     packages: dict[str, str] = field(default_factory=installed_packages)
+    layout: dict[str, Any] = field(default_factory=dict)
+    configuration: str | None = None
+    parent: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
@@ -72,7 +78,12 @@ def info_like(source: Path) -> SaveInfo:
         return SaveInfo(global_step=0, epoch=0, strategy="unknown")
     manifest = read_manifest(source)
     return SaveInfo(
-        global_step=manifest.global_step, epoch=manifest.epoch, strategy=manifest.strategy, data=manifest.data
+        global_step=manifest.global_step,
+        epoch=manifest.epoch,
+        strategy=manifest.strategy,
+        data=manifest.data,
+        configuration=manifest.configuration,
+        parent=reference(source),
     )
 
 
@@ -262,6 +273,9 @@ class StagedSave:
             committed_at=time.time(),
             packages=info.packages,
             data=info.data,
+            layout=info.layout,
+            configuration=info.configuration,
+            parent=info.parent,
         )
         publish(self.stage, manifest, sync=self._sync)
         self.manifest = manifest

@@ -1,7 +1,8 @@
 """The control plane: messages between ranks without a collective, which would hang exactly when it is needed.
 
 Read in this order: ``rendezvous`` (how the ranks find one store), ``plane`` (barrier, gather, first error), ``record``
-and ``gate`` (the one check of each step), ``points`` (the calls in which all ranks take part).
+and ``gate`` (the one check of each step), ``points`` with ``tally`` (the calls in which all
+ranks take part).
 """
 
 from lightning_distplus.control.gate import StepGate

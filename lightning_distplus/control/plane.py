@@ -41,10 +41,10 @@ _LONGEST_PAUSE_S = 0.5
 
 _NOTHING = b"\0nothing"
 _LOOK_EVERY_S = 1.0  # how often one who waits looks whether the others' processes are still there
-_LOOK_EVERY_PER_RANK_S = 0.02  # each look asks about every rank that is missing
 
 _COMBINED_BYTES = 4 << 20  # torch's store refuses values above 8 MiB
 _DIRECT_RANKS = 64
+_READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
 
 
@@ -67,10 +67,11 @@ class ControlPlane:
         self.is_attended = False
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self._calls: Counter[str] = Counter()
+        self._peers: dict[int, Peer] = {}
         self.on_wait: Callable[[float], None] | None = None
         """Called between two looks of every wait of this plane, with the seconds that it has lasted."""
         # A store serves one call at a time, so that the listener has a connection of its own.
-        self._listener = Listener(store.clone(), world)
+        self._listener = Listener(store, world)
 
     def store_for(self, name: str) -> Store:
         """A store with keys and a connection of its own, for a process group."""
@@ -78,7 +79,9 @@ class ControlPlane:
 
     def second_line(self) -> ControlPlane:
         """The same plane over another connection, for another thread."""
-        return ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        line = ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        line._peers = self._peers  # what one has learnt, the others know when the store is gone
+        return line
 
     def listen(self) -> None:
         """Starts to listen for the first error; idempotent."""
@@ -183,6 +186,17 @@ class ControlPlane:
         value = bytes(self._call(f"reading {key!r}", self._store.compare_set, key, _NOTHING, _NOTHING))
         return None if value == _NOTHING else value
 
+    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What ``read`` finds under each key; one or two round trips for hundreds of keys that are there."""
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), _READ_AT_ONCE):
+            some = list(keys[start : start + _READ_AT_ONCE])
+            if len(some) > 1 and self._call(f"reading {some[0]!r}", self._store.check, some):
+                found += self.receive(some)
+            else:  # a read of many waits for the one that is not there
+                found += [self.read(key) for key in some]
+        return found
+
     # -- the first error ---------------------------------------------------------------------------------------------
 
     @property
@@ -234,9 +248,8 @@ class ControlPlane:
         size = self.world.size
         floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
         ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
-        look_every_s = max(_LOOK_EVERY_S, _LOOK_EVERY_PER_RANK_S * size)
         start = time.monotonic()
-        look_at_s = look_every_s
+        look_at_s = _LOOK_EVERY_S
         while not is_complete():
             if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
                 self.raise_if_peer_failed()
@@ -244,8 +257,8 @@ class ControlPlane:
             if self.on_wait is not None:
                 self.on_wait(elapsed)
             if elapsed >= look_at_s:
-                look_at_s = elapsed + look_every_s
-                self.raise_if_gone(what, set(self.world.ranks) - arrived())
+                look_at_s = elapsed + _LOOK_EVERY_S
+                self.raise_if_gone(what, arrived)
             left = deadline.total_seconds() - elapsed
             if left <= 0:
                 missing = set(self.world.ranks) - arrived()
@@ -254,21 +267,20 @@ class ControlPlane:
                 raise self._missing(missing, deadline, what)
             time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
 
-    def raise_if_gone(self, what: str, ranks: Iterable[int] | None = None) -> None:
+    def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
         """Raises when the process of a rank for which we wait is gone, as far as this host can tell.
 
         Args:
             what: What we wait for, for the message.
-            ranks: Whom to look for; None: all others.
+            arrived: Asked where a process is gone: the ranks for which we do not wait.
 
         Raises:
             PeerLost: ``.ranks`` names them.
         """
-        asked = set(self.world.ranks) - {self.world.rank} if ranks is None else set(ranks)
-        peers = {rank: self._peer(rank) for rank in sorted(asked)}
-        gone = [rank for rank, peer in peers.items() if peer is not None and peer.state() is ProcessState.GONE]
+        gone = {rank for rank, peer in self.peers_nearby().items() if peer.state() is ProcessState.GONE}
+        gone -= {self.world.rank, *(arrived() if gone else ())}
         if gone:
-            names = ", ".join(self.describe_rank(rank) for rank in gone)
+            names = ", ".join(self.describe_rank(rank) for rank in sorted(gone))
             raise PeerLost(
                 f"Rank {self.world.rank} waits for {what}, and the process of {names} is gone without an error of its "
                 "own: it was killed (out of memory, a signal, a scheduler). Look at the last lines of its log and at "
@@ -276,9 +288,16 @@ class ControlPlane:
                 gone,
             )
 
-    def _peer(self, rank: int) -> Peer | None:
-        hello = self.read(f"hello/{rank}")
-        return None if hello is None else Peer.from_json(hello)
+    def peers_nearby(self) -> dict[int, Peer]:
+        """The ranks of whose processes this host may know; among more than 64 those of this node."""
+        return self.peers_of(self.world.ranks if self.world.size <= _DIRECT_RANKS else self.world.node_ranks)
+
+    def peers_of(self, ranks: Iterable[int]) -> dict[int, Peer]:
+        """How these ranks have introduced themselves, of those that have; each is asked for once."""
+        unknown = [rank for rank in ranks if rank not in self._peers]
+        hellos = zip(unknown, self.read_each([f"hello/{rank}" for rank in unknown]), strict=True)
+        self._peers |= {rank: Peer.from_json(hello) for rank, hello in hellos if hello is not None}
+        return {rank: self._peers[rank] for rank in ranks if rank in self._peers}
 
     def _missing(self, missing: set[int], deadline: timedelta, what: str) -> PeerMissing:
         names = ", ".join(self.describe_rank(rank) for rank in sorted(missing)[:_NAMED_RANKS])
@@ -292,7 +311,7 @@ class ControlPlane:
 
     def describe_rank(self, rank: int) -> str:
         """A rank with host and pid, where it has introduced itself."""
-        peer = self._peer(rank)
+        peer = self.peers_of([rank]).get(rank)
         if peer is None:
             return f"rank {rank} (never seen, node {rank * self.world.num_nodes // self.world.size})"
         return f"rank {rank} ({peer})"
@@ -309,7 +328,15 @@ class ControlPlane:
         return {int(rank) for rank in (self.read(key) or b"").split(b",") if rank}
 
     def _present(self, keys: Sequence[str]) -> set[int]:
-        return {rank for rank, key in enumerate(keys) if self._call(f"reading {key!r}", self._store.check, [key])}
+        """Which of the keys, one per rank, are there; halves that are complete cost one question."""
+
+        def present(first: int, last: int) -> set[int]:
+            if self._call(f"reading {keys[first]!r}", self._store.check, list(keys[first:last])):
+                return set(range(first, last))
+            middle = (first + last) // 2
+            return present(first, middle) | present(middle, last) if last - first > 1 else set()
+
+        return present(0, len(keys))
 
     def _read_all(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
         self.wait_for(keys, deadline, what=what, arrived=lambda: self._present(keys))

@@ -11,7 +11,7 @@ from datetime import timedelta
 from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.record import GateRecord
-from lightning_distplus.control.slots import Slots
+from lightning_distplus.control.tally import Tally
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
 
@@ -64,11 +64,11 @@ class Points:
         self._locate = locate
         self._name = name or f"run-{next(_runs)}"
         self._thread = threading.get_ident()
-        self._slots = Slots(plane, f"points/{self._name}", is_owner=plane.world.rank == 0)
+        self._tally = Tally(plane, f"points/{self._name}")
         self._points = 0
         self._gates = 0
         self._place: Place | None = None  # None: this rank does not wait
-        self._point = Point(operation="")
+        self._point: Callable[[], Point] = _nowhere
         self._look_at_s = _ALONE_S
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
@@ -89,7 +89,7 @@ class Points:
         global _active
         _active = None
         self._plane.on_wait = None
-        self._enter(Place.END, Point(operation="the end"))
+        self._enter(Place.END, lambda: Point(operation="the end"))
         try:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
@@ -115,36 +115,37 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         self._points += 1
-        number, digest = self._points, point.digest()
-        self._slots.post(number, digest)
-        self._enter(Place.POINT, point)
-        come: dict[int, bytes] = {}
-
-        def all_agree() -> bool:
-            come.update(self._slots.read(number))
-            if any(theirs != digest for theirs in come.values()):
-                self._settle_difference()
-                return False
-            return len(come) == self._plane.world.size
-
+        self._enter(Place.POINT, lambda: point)
+        self._tally.enter(self._points, point.digest)
         try:
-            self._plane.poll(all_agree, self._patience(), what=str(point), arrived=lambda: set(come))
+            self._plane.poll(self._all_agree, self._patience(), what=str(point), arrived=self._arrived)
         finally:
             self._place = None
-        self._slots.passed(number)
+        self._tally.passed(self._points)
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
         self._gates += 1
-        self._enter(Place.GATE, Point(operation=f"the step gate of batch {record.micro_batch}"))
+        self._enter(Place.GATE, lambda: Point(operation=f"the step gate of batch {record.micro_batch}"))
 
     def leave_gate(self) -> None:
         """This rank has passed the gate, or has given up."""
         self._place = None
 
+    def _all_agree(self) -> bool:
+        num_ranks = self._tally.look()
+        if num_ranks is None:
+            self._settle_difference()
+        return num_ranks == self._plane.world.size
+
+    def _arrived(self) -> set[int]:
+        """The ranks that have come to this rank's point: whoever waits there for long has said so."""
+        here = {rank for rank, one in self._places().items() if one.points >= self._points}
+        return here | {self._plane.world.rank}
+
     # -- where the others are ------------------------------------------------------------------------------------------
 
-    def _enter(self, place: Place, point: Point) -> None:
+    def _enter(self, place: Place, point: Callable[[], Point]) -> None:
         self._place, self._point = place, point
         self._look_at_s = _ALONE_S
         self._own = self._excluded_since = None
@@ -212,7 +213,7 @@ class Points:
                 place=self._place,
                 points=self._points,
                 gates=self._gates,
-                point=self._point,
+                point=self._point(),
                 location=self._locate() if self._place is Place.POINT else None,
             )
             self._plane.send(self._at(rank), self._own.to_json())
@@ -224,6 +225,10 @@ class Points:
 
     def _at(self, rank: int) -> str:
         return f"points/{self._name}/at/{rank}"
+
+
+def _nowhere() -> Point:
+    return Point(operation="")
 
 
 class WatchedGate(StepGate):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import cached_property
 
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import name_ranks
@@ -42,12 +43,17 @@ class Point:
     arguments: str = ""
     """What else must be equal, for example the reduction."""
 
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal where the points are."""
         text = "\0".join((self.operation, self.name, self.structure, self.arguments))
         return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         structure = f" of {self.structure}" if self.structure else ""
         arguments = f" [{self.arguments}]" if self.arguments else ""

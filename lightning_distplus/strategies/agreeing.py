@@ -13,7 +13,7 @@ from lightning_distplus.preflight import Facts, Status, raise_errors
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
 from lightning_distplus.strategies.starting import facts_of, settings_of
 
-__all__ = ["check_agreement", "check_data"]
+__all__ = ["check_agreement", "check_data", "model_of", "settings_of_trainer"]
 
 _NAMED_PARAMETERS = 2000
 _NAMED_PARAMETERS_OF_ALL = 20_000
@@ -39,7 +39,11 @@ def check_agreement(strategy: Any, trainer: Any) -> None:
         PreflightError: On all ranks, with the odd rank, the field and both values.
     """
     facts = facts_of(strategy)
-    mine = {**state_of_process(facts), **_settings(trainer), **_model(strategy.lightning_module, strategy.world_size)}
+    mine = {
+        **state_of_process(facts),
+        **settings_of_trainer(trainer),
+        **model_of(strategy.lightning_module, strategy.world_size),
+    }
     _compare(strategy, facts, mine, device=_device(strategy.root_device))
 
 
@@ -64,11 +68,12 @@ def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str =
     raise_errors([found for found in findings if found.status is Status.ERROR or strategy.global_rank == 0], facts)
 
 
-def _settings(trainer: Any) -> dict[str, str]:
+def settings_of_trainer(trainer: Any) -> dict[str, str]:
+    """The settings that decide the course of a run, as texts."""
     return {f"trainer.{name}": str(getattr(trainer, name, None)) for name in _SETTINGS}
 
 
-def _model(module: torch.nn.Module, world_size: int) -> dict[str, str]:
+def model_of(module: torch.nn.Module, world_size: int) -> dict[str, str]:
     """The parameters by name, as many as the messages of all ranks can hold; and the digest of all."""
     shapes = {f"model.{name}": _shape(parameter) for name, parameter in module.named_parameters()}
     digest = hashlib.sha256(str(shapes).encode()).hexdigest()[:16]

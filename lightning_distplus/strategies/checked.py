@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from lightning_distplus import _compat
 from lightning_distplus.control import Point, Points
-from lightning_distplus.strategies.naming import NamesPeers, naming_peers
+from lightning_distplus.strategies.naming import NamesPeers, raise_cause
 from lightning_distplus.trees import describe, describe_tensor
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 
 __all__ = ["ChecksCollectives", "line_of_the_caller"]
+
+T = TypeVar("T")
 
 _SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
 
@@ -37,26 +39,31 @@ class ChecksCollectives(NamesPeers):
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """The parent's part, once all ranks are at a barrier of this name."""
         name = arguments[0] if arguments else named.get("name")
-        with self._together(lambda: Point(operation="barrier", name=str(name or ""))):
-            super().barrier(*arguments, **named)
+        parent = super().barrier
+        self._together(lambda: _point("barrier", name=str(name or "")), lambda: parent(*arguments, **named))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The parent's part, once all ranks broadcast from the same one; what they hold may differ."""
-        with self._together(lambda: Point(operation="broadcast", arguments=f"from rank {src}")):
-            return super().broadcast(obj, src)
+        parent = super().broadcast
+        return self._together(lambda: _point("broadcast", arguments=f"from rank {src}"), lambda: parent(obj, src))
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key."""
+        parent = super().reduce
         if not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)  # the parents hand it back without a collective
+            return parent(tensor, group, reduce_op)  # the parents hand it back without a collective
         caller = sys._getframe(1)
-        with self._together(lambda: _reduction(tensor, reduce_op, caller), group):
-            return super().reduce(tensor, group, reduce_op)
+        return self._together(
+            lambda: _reduction(tensor, reduce_op, caller), lambda: parent(tensor, group, reduce_op), group
+        )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # the parent's name
         """The parent's part, once all ranks decide in the same way."""
-        with self._together(lambda: Point(operation="reduce_boolean_decision", arguments="all" if all else "any")):
-            return super().reduce_boolean_decision(decision, all)
+        parent = super().reduce_boolean_decision
+        return self._together(
+            lambda: _point("reduce_boolean_decision", arguments="all" if all else "any"),
+            lambda: parent(decision, all),
+        )
 
     @property
     def all_gather(self) -> Callable[..., Any]:
@@ -70,34 +77,35 @@ class ChecksCollectives(NamesPeers):
             return self._all_gather
         tree, group = frame.f_locals["data"], frame.f_locals["group"]
         point = _gathering(describe(tree), frame.f_locals["sync_grads"])
-        with self._together(lambda: point, group):
-            pass
+        self._together(lambda: point, _nothing, group)
+        parent, operation = super().all_gather, str(point)
 
         def gather_leaf(tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-            with self._covered(str(point)):
-                return super(ChecksCollectives, self).all_gather(tensor, group=group, sync_grads=sync_grads)
+            return self._covered(operation, lambda: parent(tensor, group=group, sync_grads=sync_grads))
 
         return gather_leaf
 
     def _all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with self._together(lambda: _gathering(describe(tensor), sync_grads), group):
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        parent = super().all_gather
+        return self._together(
+            lambda: _gathering(describe(tensor), sync_grads),
+            lambda: parent(tensor, group=group, sync_grads=sync_grads),
+            group,
+        )
 
     def _announcing(self, save: Callable[..., None]) -> Callable[..., None]:
         """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
 
         def save_checkpoint(*arguments: Any, **named: Any) -> None:
-            with self._together(lambda: _SAVE):
-                pass
+            self._together(lambda: _SAVE, _nothing)
             save(*arguments, **named)
 
         return save_checkpoint
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _together(self, make_point: Callable[[], Point], group: Any | None = None) -> Iterator[None]:
-        """Meets all ranks at a point, and covers what the parent does there.
+    def _together(self, make_point: Callable[[], Point], call: Callable[[], T], group: Any | None = None) -> T:
+        """Makes the parent's call once all ranks are at the same point; covers the calls that it takes inside.
 
         Raises:
             DivergenceError: The ranks are in different calls.
@@ -105,21 +113,20 @@ class ChecksCollectives(NamesPeers):
         """
         points = self._points
         if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
-            with naming_peers(self._plane):
-                yield
-            return
+            return self._named(call)  # type: ignore[no-any-return]
         point = make_point()
-        with self._covered(str(point)):
-            points.meet(point)
-            yield
+        return self._covered(str(point), call, lambda: points.meet(point))
 
-    @contextmanager
-    def _covered(self, operation: str) -> Iterator[None]:
+    def _covered(self, operation: str, call: Callable[[], T], before: Callable[[], None] | None = None) -> T:
         was_covered, self._is_covered = self._is_covered, True
         outer = self._marks.enter(operation)
         try:
-            with naming_peers(self._plane):
-                yield
+            if before is not None:
+                before()
+            return call()
+        except RuntimeError as error:
+            raise_cause(self._plane, error)
+            raise
         finally:
             self._is_covered = was_covered
             self._marks.leave(outer)
@@ -128,13 +135,23 @@ class ChecksCollectives(NamesPeers):
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == self.world_size
 
 
+def _nothing() -> None:
+    pass
+
+
 def line_of_the_caller() -> str | None:
     """``file.py:line`` in the user's code from which this thread has come here; takes about a millisecond."""
     return user_location(stack_of(threading.get_ident()))
 
 
+@lru_cache(maxsize=1000)
+def _point(operation: str, **what: str) -> Point:
+    """A run comes to the same few points again and again, and each keeps its digest."""
+    return Point(operation=operation, **what)
+
+
 def _gathering(structure: str, sync_grads: bool) -> Point:
-    return Point(operation="all_gather", structure=structure, arguments="with gradients" if sync_grads else "")
+    return _point("all_gather", structure=structure, arguments="with gradients" if sync_grads else "")
 
 
 def _reduction(tensor: Tensor, reduce_op: Any, caller: FrameType | None) -> Point:
@@ -142,6 +159,6 @@ def _reduction(tensor: Tensor, reduce_op: Any, caller: FrameType | None) -> Poin
     structure, operator = describe_tensor(tensor), str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
     logged = _compat.logged_metric(caller)
     if logged is None:
-        return Point(operation="reduce", structure=structure, arguments=operator)
+        return _point("reduce", structure=structure, arguments=operator)
     key, moment = logged
-    return Point(operation="log", name=key, structure=structure, arguments=f"{operator}, {moment}")
+    return _point("log", name=key, structure=structure, arguments=f"{operator}, {moment}")

@@ -16,6 +16,7 @@ from lightning_distplus.errors import SaveFailed
 from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.background import BackgroundSave, Staging
 from lightning_distplus.strategies.failing_saves import FailingSaves
+from lightning_distplus.strategies.provenance import layout_of
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
 from lightning_distplus.timeouts import Phase, Timeouts
@@ -42,6 +43,7 @@ class CommitsCheckpoints(_Base):
     async_save: bool
     _staging: Staging | None = None
     _in_flight: BackgroundSave | None = None
+    _configuration: str | None = None
 
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event into the ledger."""
@@ -80,6 +82,8 @@ class CommitsCheckpoints(_Base):
                     filepath,
                     lambda stage: super(CommitsCheckpoints, self).save_checkpoint(checkpoint, stage, storage_options),
                     data=self._place_in_data(checkpoint),
+                    layout=layout_of(self),
+                    configuration=self._configuration,
                     deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
                     staging=staging,
                 )

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_distplus.watchdog import Marks
 
 __all__ = ["MarkingProfiler"]
+
+_KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
 
 
 class MarkingProfiler(Profiler):
@@ -26,6 +28,8 @@ class MarkingProfiler(Profiler):
     def __init__(self, inner: Any, marks: Marks) -> None:
         self.inner = inner
         self._marks = marks
+        self._actions: dict[str, _Marked] = {}
+        self._kind = _Marked if type(inner) is PassThroughProfiler else _Profiled
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -37,12 +41,21 @@ class MarkingProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         """Marks the end and stops the user's profiler."""
-        self._marks.ended(action_name)
+        self._marks.back_to(f"after {action_name}")
         self.inner.stop(action_name)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Marks the action around the user's own profiling."""
-        return _Marked(self, action_name)
+        try:
+            return self._actions[action_name]
+        except KeyError:
+            return self._new(action_name)
+
+    def _new(self, action_name: str) -> _Marked:
+        marked = self._kind(self._marks, action_name, self.inner)
+        if len(self._actions) < _KEPT_ACTIONS:
+            self._actions[action_name] = marked
+        return marked
 
     def setup(self, *arguments: Any, **named: Any) -> None:
         """Sets the user's profiler up."""
@@ -62,16 +75,34 @@ class MarkingProfiler(Profiler):
 
 
 class _Marked(AbstractContextManager[None]):
-    __slots__ = ("_action", "_profiler")
+    """The marks of one action. It holds nothing of one use, so that it serves every step, also within itself."""
 
-    def __init__(self, profiler: MarkingProfiler, action: str) -> None:
-        self._profiler = profiler
+    __slots__ = ("_action", "_after", "_inner", "_marks")
+
+    def __init__(self, marks: Marks, action: str, inner: Any) -> None:
+        self._marks = marks
         self._action = action
+        self._after = f"after {action}"
+        self._inner = inner
 
     def __enter__(self) -> None:
-        self._profiler.start(self._action)
+        self._marks.set(self._action)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._profiler.stop(self._action)
+        self._marks.back_to(self._after)
+
+
+class _Profiled(_Marked):
+    """The same, around a profiler that measures something."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._inner.start(self._action)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inner.stop(self._action)

@@ -26,6 +26,8 @@ from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFail
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.nccl import NcclSettings
+from lightning_distplus.strategies.progressing import progress_of
+from lightning_distplus.strategies.provenance import configuration_digest
 from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
@@ -183,6 +185,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into_trainer(trainer)
         check_agreement(self, trainer)
+        self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(
                 trainer,
@@ -206,6 +209,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
+            progress=lambda: progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
 

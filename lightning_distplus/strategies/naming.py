@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["NamesPeers", "naming_peers"]
+__all__ = ["NamesPeers", "naming_peers", "raise_cause"]
 
 _EVIDENCE_S = 2.0  # how long the cause may take to reach this rank
 _POLL_S = 0.02
@@ -37,11 +37,16 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
-            raise
-        cause = _cause(plane)
-        if cause is None:
-            raise
+        raise_cause(plane, error)
+        raise
+
+
+def raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
+    """Raises what a peer did, where it becomes known that the error comes from that; what ``naming_peers`` raises."""
+    if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
+        return
+    cause = _cause(plane)
+    if cause is not None:
         raise cause from error
 
 
@@ -110,5 +115,9 @@ class NamesPeers(_Base):
             self._marks.leave(outer)
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        with naming_peers(self._plane):
+        """``naming_peers`` without its generator: each step comes by three times."""
+        try:
             return method(*arguments, **named)
+        except RuntimeError as error:
+            raise_cause(self._plane, error)
+            raise

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, remove, state, verify_or_raise
+from lightning_distplus.checkpoint.catalog import (
+    CheckpointState,
+    read_manifest,
+    reference,
+    remove,
+    state,
+    verify_or_raise,
+)
 from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, stage
@@ -67,6 +74,7 @@ class CommittedSaves:
         self.sync: Sync = os.fsync
         """Forces what is saved to the disk."""
         self._loaded: str | Path = ""
+        self._parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
         self.loaded_deadlines_s: dict[str, float] = {}
         """Calibrated deadlines of the checkpoint that was loaded."""
 
@@ -77,6 +85,8 @@ class CommittedSaves:
         write: Callable[[Path], object],
         *,
         data: dict[str, Any] | None = None,
+        layout: dict[str, Any] | None = None,
+        configuration: str | None = None,
         deadlines_s: dict[str, float] | None = None,
         staging: Staging | None = None,
     ) -> BackgroundSave | None:
@@ -87,6 +97,8 @@ class CommittedSaves:
             target: Where the checkpoint shall be.
             write: The parent's own save, given the place in the stage.
             data: The place in the data, for people who read the manifest.
+            layout: How the ranks share data and model, for the same.
+            configuration: A digest of the configuration, for the same.
             deadlines_s: The calibrated deadlines, for the run that resumes.
             staging: Keeps what ``write`` writes, for a thread that finishes the save; None: it is finished here.
 
@@ -109,6 +121,9 @@ class CommittedSaves:
             epoch=checkpoint.get("epoch", 0),
             strategy=self._strategy,
             data=_plain(data),
+            layout=dict(layout or {}),
+            configuration=configuration,
+            parent=self._parent,
         )
         staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync)
         begun = None
@@ -126,6 +141,7 @@ class CommittedSaves:
 
     def committed(self, path: str | Path) -> None:
         """A save is on the disk: what it stands in for can go."""
+        self._follow(Path(path))
         postponed, self._postponed = self._postponed, []
         for old in postponed:
             if old.absolute() != Path(path).absolute():
@@ -157,10 +173,16 @@ class CommittedSaves:
         else:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
             found = self._agree("checkpoint-verdict", lambda: self._verify(chosen, fitting))
+            self._follow(chosen)
             with self.refusing_another_model(chosen):
                 checkpoint = read(Path(found["path"]))
         self._remember(checkpoint)
         return checkpoint
+
+    def _follow(self, path: Path) -> None:
+        """What is saved from now on has this checkpoint before it."""
+        if self._rank == 0:
+            self._parent = reference(path)
 
     @contextmanager
     def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:

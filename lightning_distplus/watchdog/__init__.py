@@ -1,13 +1,15 @@
 """Who hangs: progress marks of the training thread, and a thread beside it that names the rank which stands still.
 
-Read in this order: ``marks`` (what the training thread says), ``board`` (what the ranks tell each other), ``evidence``
-and ``witness`` (what is known of a rank: ``stacks``, ``far_stacks``, ``p2p``), ``judging`` and ``verdict`` (who is to
-blame), ``watchdog`` (the thread that finds out, and the end of the process), ``aborting`` (the end that C++ decides).
+Read in this order: ``marks`` and ``pace`` (what the training thread does), ``board`` (what the ranks tell each other),
+``evidence`` and ``witness`` (what is known of a rank: ``stacks``, ``far_stacks``, ``p2p``), ``judging`` and ``verdict``
+(who is to blame), ``watchdog`` (the thread that finds out), ``leaving`` (the end of processes), ``aborting`` (the end
+that C++ decides).
 """
 
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.marks import Mark, Marks
+from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.watchdog.watchdog import Watchdog
 
-__all__ = ["Evidence", "Mark", "Marks", "Verdict", "Watchdog"]
+__all__ = ["Evidence", "Mark", "Marks", "Progress", "Verdict", "Watchdog"]

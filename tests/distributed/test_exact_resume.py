@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit_merge import audit
@@ -273,17 +272,3 @@ def test_two_ranks_resume_exactly_on_two_ranks_and_on_one(kind: str, corpus: dic
             first = (point + 1) // 2
             assert global_batches(resumed, place) == {step: steps[step] for step in steps if step >= first}
             assert {runs[place][1] for runs in resumed.values()} == {undisturbed[0][0][1]}
-
-
-def fit_with_tensor_parallel_peers(data: dict[str, Any]) -> dict[int, list[list[int]]]:
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    return fit_on_ranks(token_data, data, 4, "", [], {"strategy": strategy, "max_steps": 3, "callbacks": []})[0][0]
-
-
-def test_tensor_parallel_peers_get_identical_batches_and_data_parallel_ranks_different_ones(
-    corpus: dict[str, Any],
-) -> None:
-    seen = spawn(fit_with_tensor_parallel_peers, 4, args=(corpus,), deadline="60s").check().results
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert not {*seen[0][0][0]} & {*seen[2][0][0]}

@@ -92,11 +92,19 @@ def test_with_on_hang_report_there_is_a_verdict_and_the_run_goes_on(tmp_path: Pa
     assert "rank 1 to blame" in run.logs[0]
 
 
+BATCH_S = 0.4
+
+
+def _seconds(text: str) -> int:
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
 class SlowValidation(Callback):
     """Rank 1 needs its time for every batch of a validation."""
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        time.sleep(0.4 * trainer.global_rank)
+        time.sleep(BATCH_S * trainer.global_rank)
 
 
 def slow_validation(folder: str) -> int:
@@ -108,11 +116,15 @@ def slow_validation(folder: str) -> int:
     return trainer.global_step
 
 
-def test_a_rank_that_waits_says_how_fast_the_slow_one_moves(tmp_path: Path) -> None:
+def test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there(tmp_path: Path) -> None:
     run = spawn(slow_validation, 2, args=(str(tmp_path),)).check()
     assert run.results == {0: 4, 1: 4}
-    (pace,) = re.findall(r"rank 1: in '.*, and moves \((\S+) marks/s\)", run.logs[0])
-    assert float(pace) > 1.0
+    told = r"(\S+) marks/s; (\d+) of 16 batches of the validation, (\S+) batches/s, (\S+) left"
+    ((marks, done, batches, left),) = re.findall(rf"rank 1: in '.*, and moves \({told}\)", run.logs[0])
+    assert float(marks) > 1.0
+    assert 0 < float(batches) < 2 / BATCH_S
+    assert 0 < int(done) < 16
+    assert _seconds(left) >= (16 - int(done)) * BATCH_S / 2 - 1
 
 
 class Breakpoint(Callback):

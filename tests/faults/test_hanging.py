@@ -154,22 +154,28 @@ class BadSample(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 40 and int(os.environ["RANK"]) == self.rank:
-            Path(self.record).write_text(str(time.time()))
+            Path(self.record).write_text(f"{time.time()} {os.getpid()}")
             if self.raises:
                 raise ValueError("the planted sample")
             time.sleep(1000)  # the sample
         return torch.ones(jobs.NUM_FEATURES)
 
 
-def train_with_workers(folder: str, raises: bool = False) -> None:
+def train_with_workers(folder: str, rank: int, raises: bool) -> None:
     timeout = {"step": DEADLINE_S, "setup": "60s"}
     trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout=timeout), 2, folder, max_steps=30)
-    trainer.fit(jobs.Model(), DataLoader(BadSample(1, f"{folder}/fired", raises), batch_size=4, num_workers=2))
+    trainer.fit(jobs.Model(), DataLoader(BadSample(rank, f"{folder}/fired", raises), batch_size=4, num_workers=2))
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there; of one that has ended, and for which nobody has waited, the name only is left."""
+    path = Path("/proc", pid, "cmdline")
+    return path.exists() and path.read_bytes() != b""
 
 
 def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tmp_path: Path) -> None:
-    result = spawn(train_with_workers, 2, args=(str(tmp_path), True), deadline="50s")
-    seconds = time.time() - float((tmp_path / "fired").read_text())
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), 1, True), deadline="50s")
+    seconds = time.time() - float((tmp_path / "fired").read_text().split()[0])
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}
     assert result.alive == {}
     for log in result.logs.values():
@@ -178,17 +184,19 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert seconds < 6
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_in_the_data_set(tmp_path: Path) -> None:
-    result = spawn(train_with_workers, 2, args=(str(tmp_path),), deadline="50s")
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(tmp_path: Path) -> None:
+    # Of rank 0: its workers hold copies of the connections to the store that it serves.
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, False), deadline="50s")
     verdict = verdict_in(tmp_path)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sample"))
-    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1])
     assert verdict["location"] == f"{__file__}:{line}"
     assert "dataloader" in verdict["operation"]
-    assert "the data worker, pid" in verdict["stacks"]["1"]
+    assert "the data worker, pid" in verdict["stacks"]["0"]
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     assert result.alive == {}
+    assert not runs((tmp_path / "fired").read_text().split()[1])
 
 
 def hang_in_stock(folder: str) -> tuple[str, float]:

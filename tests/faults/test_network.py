@@ -62,7 +62,7 @@ def verdict_of(folder: Path, host: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.deadline(90)
+@pytest.mark.deadline(240)
 def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         run = spawn(train, 2, args=(hosts, str(tmp_path)), deadline="60s")

@@ -20,6 +20,9 @@ MANIFEST = Manifest(
     committed_at=1767225600.25,
     packages={"torch": "2.13.0"},
     data={"consumed_samples": 96},
+    layout={"data_parallel": 2, "sharding": "FULL_SHARD"},
+    configuration="0123456789abcdef" * 2,
+    parent={"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "b" * 32},
 )
 
 
@@ -51,6 +54,16 @@ def test_unknown_field_is_ignored() -> None:
     assert Manifest.from_json(changed("from_the_future", [1])) == MANIFEST
 
 
+def test_a_manifest_of_before_layout_configuration_and_parent_is_read() -> None:
+    document = json.loads(MANIFEST.to_json())
+    for name in ("layout", "configuration", "parent"):
+        del document[name]
+
+    manifest = Manifest.from_json(json.dumps(document))
+
+    assert (manifest.layout, manifest.configuration, manifest.parent) == ({}, None, None)
+
+
 def test_unknown_version_is_refused_naming_both_sides() -> None:
     with pytest.raises(CheckpointMismatch, match="has manifest version 2; this release reads version 1"):
         Manifest.from_json(changed("version", 2))
@@ -72,6 +85,11 @@ def test_unknown_version_is_refused_naming_both_sides() -> None:
         ("packages", {"torch": 2}),
         ("packages", ...),
         ("data", [1]),
+        ("layout", None),
+        ("configuration", 7),
+        ("parent", "step=8.ckpt"),
+        ("parent", {"path": "/runs/a/step=8.ckpt"}),
+        ("parent", {"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "B" * 32}),
         ("files", []),
         ("files", {}),
     ],

@@ -66,7 +66,6 @@ def test_trainer_joins_the_spawned_processes_as_its_ranks() -> None:
     assert result.results == {rank: (2, rank, "LightningEnvironment") for rank in range(2)}
 
 
-@pytest.mark.deadline(40)
 def test_trainer_starts_the_other_ranks_itself_in_lightning_mode() -> None:
     result = spawn(_fit, 2, mode="lightning").check()
 

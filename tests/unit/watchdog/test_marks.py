@@ -31,11 +31,11 @@ def test_when_a_part_has_ended_the_mark_is_again_that_of_the_whole() -> None:
     seen = []
     outer = marks.enter("backward batch 4")
     marks.set("a hook")
-    marks.ended("a hook")
+    marks.back_to("after a hook")
     seen.append(marks.read().operation)
     marks.leave(outer)
     seen.append(marks.read().operation)
-    marks.ended("the next hook")
+    marks.back_to("after the next hook")
     seen.append(marks.read().operation)
     assert seen == ["backward batch 4", "after backward batch 4", "after the next hook"]
 

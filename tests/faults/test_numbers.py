@@ -268,6 +268,42 @@ def test_a_shard_that_changes_between_two_steps_is_named_by_the_rank_that_holds_
     assert f"between step {STEP} and the next one" in result.logs[0]
 
 
+class Rots(Callback):
+    """Memory that changes by itself on rank 1, between two steps: what ZeRO keeps on that rank alone."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank != 1 or trainer.global_step != STEP:
+            return
+        inner = trainer.optimizers[0].optimizer
+        held = {
+            "weights": lambda: next(iter(inner.state)),
+            "moments": lambda: next(iter(inner.state.values()))["exp_avg_sq"],
+            "shard": lambda: next(pl_module.parameters()).ds_tensor,
+        }
+        held[self.what]().detach().view(-1)[:1].add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "parameter"),
+    [
+        ("zero2", "weights", "weights 0 of optimizer 0"),
+        ("zero2", "moments", "exp_avg_sq of tensor 0 of optimizer 0"),
+        ("zero3", "weights", "weights 0 of optimizer 0"),
+        ("zero3", "shard", "net.0.weight"),
+    ],
+)
+def test_what_zero_keeps_on_one_rank_is_named_when_it_changes_between_two_steps(
+    name: str, what: str, parameter: str, tmp_path: Path
+) -> None:
+    job = partial(train, name=name, folder=str(tmp_path), policy="raise", state_at_rest=True, callbacks=[Rots(what)])
+    result = spawn(job, 2, deadline="50s")
+    verdict = require_named(result, tmp_path, "state_at_rest")
+    assert (verdict["parameter"], verdict["global_step"]) == (parameter, STEP)
+
+
 class Memory(Logger):
     """Keeps what is logged."""
 

@@ -96,6 +96,11 @@ class Points:
             return
 
     @property
+    def num_calls(self) -> int:
+        """How many points this rank has begun."""
+        return self._points
+
+    @property
     def are_due(self) -> bool:
         """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
         error = self._plane.first_error

@@ -77,11 +77,11 @@ class ChecksCollectives(NamesPeers):
             return self._all_gather
         tree, group = frame.f_locals["data"], frame.f_locals["group"]
         point = _gathering(describe(tree), frame.f_locals["sync_grads"])
-        self._together(lambda: point, _nothing, group)
+        number = self._together(lambda: point, lambda: self._marks.call, group)
         parent, operation = super().all_gather, str(point)
 
         def gather_leaf(tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-            return self._covered(operation, lambda: parent(tensor, group=group, sync_grads=sync_grads))
+            return self._covered(operation, lambda: parent(tensor, group=group, sync_grads=sync_grads), number=number)
 
         return gather_leaf
 
@@ -115,10 +115,13 @@ class ChecksCollectives(NamesPeers):
         if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
             return self._named(call)  # type: ignore[no-any-return]
         point = make_point()
-        return self._covered(str(point), call, lambda: points.meet(point))
+        return self._covered(str(point), call, lambda: points.meet(point), number=points.num_calls + 1)
 
-    def _covered(self, operation: str, call: Callable[[], T], before: Callable[[], None] | None = None) -> T:
+    def _covered(
+        self, operation: str, call: Callable[[], T], before: Callable[[], None] | None = None, *, number: int = 0
+    ) -> T:
         was_covered, self._is_covered = self._is_covered, True
+        was_in, self._marks.call = self._marks.call, number
         outer = self._marks.enter(operation)
         try:
             if before is not None:
@@ -129,6 +132,7 @@ class ChecksCollectives(NamesPeers):
             raise
         finally:
             self._is_covered = was_covered
+            self._marks.call = was_in
             self._marks.leave(outer)
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:

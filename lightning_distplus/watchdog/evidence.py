@@ -29,6 +29,8 @@ class Evidence:
     phase: str = ""
     operation: str = ""
     global_step: int = 0
+    call: int = 0
+    """``Mark.call``."""
     silence_s: float = 0.0
     waits: bool = False
     """Whether its training thread stands in a collective or in another wait for peers."""
@@ -88,7 +90,8 @@ class Evidence:
             return "its process runs, and its Python does not answer (a C call holds the GIL)"
         if not self.answers:
             return "waits for its peers, as seen from outside; its Python has not answered in time"
-        return f"in {self.operation!r}, for {self.silence_s:.0f} s"
+        call = f", call {self.call} of the run" if self.call else ""
+        return f"in {self.operation!r}{call}, for {self.silence_s:.0f} s"
 
     def _place(self) -> str:
         collective = self.collective

@@ -23,6 +23,8 @@ class Mark:
     """Completed optimizer steps when the current step began."""
     silence_s: float
     """Seconds since the mark was set."""
+    call: int = 0
+    """In a call through Lightning in which all ranks take part: its number in the run; else 0."""
 
 
 class Marks:
@@ -38,6 +40,8 @@ class Marks:
     def __init__(self, phase: Callable[[], str]) -> None:
         self._phase = phase
         self.global_step = 0
+        self.call = 0
+        """Of the call through Lightning in which the training thread is; see ``Mark.call``."""
         self.within = ""
         """The operation to which the mark returns when a part of it has ended."""
         self._count = itertools.count(1)
@@ -75,4 +79,5 @@ class Marks:
             operation=operation,
             global_step=self.global_step,
             silence_s=monotonic() - at,
+            call=self.call,
         )

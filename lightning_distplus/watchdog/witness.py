@@ -77,6 +77,7 @@ class Witness:
             answers=True,
             phase=mark.phase,
             operation=mark.operation,
+            call=mark.call,
             global_step=mark.global_step,
             silence_s=mark.silence_s,
             waits=waits,
@@ -114,7 +115,8 @@ class Witness:
             pace = _pace_of(seen)
         else:
             return self._seen_from_here(rank).describe().partition(": ")[2]
-        return f"in {mark.operation!r}" + (f" at {place}" if place else "") + pace
+        call = f", call {mark.call} of the run" if mark.call else ""
+        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + pace
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
@@ -154,6 +156,7 @@ class Witness:
             is_unreachable=is_unreachable,
             phase=mark.phase if mark else "",
             operation=mark.operation if mark else "",
+            call=mark.call if mark else 0,
             global_step=mark.global_step if mark else 0,
             silence_s=seen.silence_s if seen else 0.0,
             waits=stacks.is_waiting_for_peers(stack),

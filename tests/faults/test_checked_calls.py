@@ -243,6 +243,7 @@ def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stan
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [0])
     assert verdict["location"] == line
     assert verdict["operation"] == "barrier 'Trainer.save_checkpoint'"
+    assert re.search(r"in \"barrier 'Trainer.save_checkpoint'\", call \d+ of the run, for", run.logs[0])
     assert f"rank 0 in barrier 'Trainer.save_checkpoint' at {line}; {others}" in verdict["cause"]
     assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
     assert DEADLINE_S <= verdict["elapsed_s"] < DEADLINE_S + 2

@@ -27,6 +27,7 @@ NAMES = (
     "mark_cost",
     "strategy_cost",
     "divergence_overhead",
+    "checkpoint_cost",
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 

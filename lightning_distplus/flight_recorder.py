@@ -87,9 +87,15 @@ class Recording:
         kept = [call for index, call in enumerate(self.calls) if index >= start or not call.is_done]
         return replace(self, calls=kept)
 
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it; calls are written as lists, because there are many."""
-        return {"calls": [list(vars(call).values()) for call in self.calls], "groups": self.groups}
+    def to_plain(self, *, with_members: bool = True) -> dict[str, Any]:
+        """As JSON takes it; calls are written as lists, because there are many.
+
+        Args:
+            with_members: Whether to write the ranks of each group. A comparison needs its name only, and a large job
+                has as many lists of all ranks as it has ranks.
+        """
+        groups = {name: ranks if with_members else [] for name, ranks in self.groups.items()}
+        return {"calls": [list(vars(call).values()) for call in self.calls], "groups": groups}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Recording:

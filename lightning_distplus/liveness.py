@@ -13,6 +13,7 @@ __all__ = [
     "boot_id",
     "catches_signal",
     "children",
+    "forks",
     "host_answers",
     "is_traced",
     "process_state",
@@ -75,6 +76,18 @@ def children(pid: int) -> list[int]:
     """The processes that a process has started, in order of their numbers."""
     numbers = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
     return [number for number in numbers if (fields := _stat(number)) and int(fields[_PARENT]) == pid]
+
+
+def forks(pid: int) -> list[int]:
+    """The children of a process that were forked from it and run the same program, as data workers do."""
+    command = _command(pid)
+    return [child for child in children(pid) if command and _command(child) == command]
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def catches_signal(pid: int, number: int) -> bool:

@@ -40,6 +40,13 @@ class World:
         """All ranks of the job."""
         return range(self.size)
 
+    @property
+    def node_ranks(self) -> range:
+        """The ranks of this node, where ranks are numbered node by node, as launchers do by default."""
+        per_node = max(1, self.size // self.num_nodes)
+        first = self.rank // per_node * per_node
+        return range(first, min(first + per_node, self.size))
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} (host {self.host}, pid {self.pid})"
 

@@ -11,6 +11,7 @@ from lightning_distplus._compat.fsdp import (
     flat_units,
     full_state_dict_without_offload,
     is_fsdp_shard,
+    loading_unsharded_models,
     replacing_sharded_saves,
 )
 from lightning_distplus._compat.groups import (
@@ -65,6 +66,7 @@ __all__ = [
     "inner_schedulers",
     "is_fsdp_shard",
     "loading_universal",
+    "loading_unsharded_models",
     "logged_metric",
     "non_persistent_buffers",
     "num_collectives",

@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from lightning_distplus._compat.probing import replaced, warn_once
 
-__all__ = ["FlatUnit", "flat_units", "full_state_dict_without_offload", "is_fsdp_shard", "replacing_sharded_saves"]
+__all__ = [
+    "FlatUnit",
+    "flat_units",
+    "full_state_dict_without_offload",
+    "is_fsdp_shard",
+    "loading_unsharded_models",
+    "replacing_sharded_saves",
+]
 
 
 @contextmanager
@@ -38,6 +45,18 @@ def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = Tru
         state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
         optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
     )
+
+
+@contextmanager
+def loading_unsharded_models() -> Iterator[None]:
+    """Lets ModelParallelStrategy load, in this block, a model of which nothing is sharded.
+
+    It saves such a model, and refuses to load it (lightning 2.6.6, fabric's ``model_parallel.py`` 424).
+    """
+    modules = ("lightning.fabric.strategies.model_parallel",)
+    consequence = "the checkpoint of a model without shards is not loaded"
+    with replaced(modules, "_has_dtensor_modules", lambda part: isinstance(part, torch.nn.Module), consequence):
+        yield
 
 
 @contextmanager

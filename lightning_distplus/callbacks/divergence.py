@@ -23,8 +23,10 @@ from lightning_distplus.callbacks.metrics import MetricCheck
 from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
 from lightning_distplus.callbacks.pairing import PairingCheck
 from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
+from lightning_distplus.callbacks.replay import ReplayCheck
 from lightning_distplus.callbacks.replicas import ReplicaCheck
 from lightning_distplus.callbacks.settings import SettingsCheck
+from lightning_distplus.callbacks.spikes import OnSpike, SpikeCheck
 from lightning_distplus.callbacks.tracing import TraceCheck
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
@@ -66,6 +68,11 @@ class RankDivergenceMonitor(Callback):
             "same" on all ranks or "distinct" on each, at the start of each epoch; nothing is required of the others.
         repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
             write that into the ledger. Without a majority the run ends as it does otherwise.
+        on_spike: What follows when one rank's loss or gradient norm stands out from the others' and from its own past:
+            ``"warn"`` (rank, step, samples), ``"raise"``, or ``"ignore"``.
+        replay_suspects: Compute a step again, on its rank alone, when its loss or gradients stand out or are not
+            finite: the same again speaks for the samples, otherwise the device miscalculated. For DDP with one
+            micro-batch per step; costs a copy of buffers and generators per step, and of the model in a replay.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
     """
@@ -81,12 +88,15 @@ class RankDivergenceMonitor(Callback):
         rng_policy: dict[str, RngPolicy] | None = None,
         repair_replicas: bool = False,
         state_at_rest: bool = False,
+        on_spike: OnSpike = "warn",
+        replay_suspects: bool = False,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1.")
         _require_one_of("on_divergence", on_divergence, get_args(OnDivergence))
         _require_one_of("on_local_failure", on_local_failure, get_args(OnLocalFailure))
+        _require_one_of("on_spike", on_spike, get_args(OnSpike))
         self.every_n_steps = every_n_steps
         self.parameters_every_n_steps = parameters_every_n_steps
         self.on_divergence = on_divergence
@@ -95,6 +105,8 @@ class RankDivergenceMonitor(Callback):
         self.rng_policy = rng_policy
         self.repair_replicas = repair_replicas
         self.state_at_rest = state_at_rest
+        self.on_spike = on_spike
+        self.replay_suspects = replay_suspects
         self.skips = SkipBudget(max_skips_in_a_row)
         self.checks: list[Check] = self._make_checks()
         self._host: Host | None = None
@@ -103,7 +115,9 @@ class RankDivergenceMonitor(Callback):
 
     def _make_checks(self) -> list[Check]:
         """All checks, in the order in which they speak. Each keeps its own state."""
-        finite = NonFiniteCheck()
+        replay = ReplayCheck(lambda: finite.norm())
+        finite = NonFiniteCheck(lambda: replay.outcome)
+        spikes = SpikeCheck(lambda: finite.local_norm, self.on_spike, lambda: replay.last_outcome)
         pairing = PairingCheck(lambda: finite.is_incomplete)
         return [
             *([AtRestCheck()] if self.state_at_rest else []),
@@ -113,7 +127,9 @@ class RankDivergenceMonitor(Callback):
             DecisionCheck(self._before_save),
             MetricCheck(),
             *([LocalFailureCheck(pairing.tie)] if self.on_local_failure == "skip_all" else []),
+            *([replay] if self.replay_suspects else []),
             finite,
+            *([spikes] if self.on_spike != "ignore" else []),
             pairing,
             ReplicaCheck(repairs=self.repair_replicas),
             *([TraceCheck()] if self.trace_collectives else []),

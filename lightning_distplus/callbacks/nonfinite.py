@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,9 +42,13 @@ class NonFiniteCheck(Check):
     rides in the bucket; under every other engine, beside a loss scaler, and beside a communication hook of the user's,
     the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn and step
     without that rank's contribution.
+
+    Args:
+        replayed: What a replay of this step has shown on this rank, if it was replayed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replayed: Callable[[], str | None] = lambda: None) -> None:
+        self._replayed = replayed
         self._gradients = LocalGradients()
         self._bucket_hook: BucketHook | None = None
         self._handles: list[Any] = []
@@ -51,10 +56,13 @@ class NonFiniteCheck(Check):
         self._engine: Any = None
         self.is_incomplete = False
         """Whether the sum of this step's gradients lacks what some rank should have contributed."""
+        self.local_norm = 0.0
+        """The norm of this rank's own gradients in this step, as far as optimizers have been about to step."""
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """A new step begins."""
         self.is_incomplete = False
+        self.local_norm = 0.0
         return {}
 
     def attach(self, run: MonitoredRun) -> None:
@@ -73,6 +81,11 @@ class NonFiniteCheck(Check):
         """A loss that is not finite counts, whatever its gradients are."""
         self._gradients.look_at_loss(loss)
 
+    def norm(self) -> float:
+        """The norm of this rank's own gradients, after the backward; waits for the device. NaN when it dropped some."""
+        self._gradients.settle()
+        return self._gradients.norm()
+
     def after_backward(self) -> None:
         """Reads what rode in the buckets; all ranks read the same."""
         if self._bucket_hook is not None:
@@ -86,7 +99,7 @@ class NonFiniteCheck(Check):
         """
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
-        self._gradients.settle()
+        self.local_norm = math.hypot(self.local_norm, self.norm())
         if self._agree():
             self._act(optimizer)
         else:
@@ -159,7 +172,8 @@ class NonFiniteCheck(Check):
     def _act(self, optimizer: Any) -> None:
         self.is_incomplete = True
         found = self._gradients.found
-        told = self.run.gather("not-finite", None if found is None else found.to_dict())
+        mine = None if found is None else {**found.to_dict(), "replayed": self._replayed()}
+        told = self.run.gather("not-finite", mine)
         findings = {rank: NonFinite.from_dict(one) for rank, one in enumerate(told) if one is not None}
         policy = self.run.on_divergence
         error = _error(findings, self.run.trainer.global_step, self.run.plane.world.size, policy)

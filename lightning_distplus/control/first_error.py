@@ -105,12 +105,13 @@ def _differs(error: DivergenceError) -> dict[str, Any]:
 class Listener:
     """Waits for the first error on a thread and a connection of its own, without traffic while nothing happens.
 
-    The thread waits for a key of its own rank; whoever reports an error sets that key for every rank.
+    The thread waits for a key of its own rank; whoever reports an error sets that key for every rank. Its connections
+    are made when it starts: most control planes of a process never listen, and one host serves those of all ranks.
     """
 
     def __init__(self, store: Store, world: World) -> None:
         self._store = store
-        self._speaker = store.clone()
+        self._connection: Store | None = None
         self._world = world
         self._thread: threading.Thread | None = None
         self._rounds = 0
@@ -121,7 +122,10 @@ class Listener:
         if self._thread is not None or self.heard is not None:
             return
         self._rounds += 1
-        self._thread = threading.Thread(target=self._listen, name="distplus-control", daemon=True)
+        self._connect()  # now: when there is something to report, it may take too long
+        self._thread = threading.Thread(
+            target=self._listen, args=(self._store.clone(),), name="distplus-control", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -130,9 +134,11 @@ class Listener:
             return
         bell = self._bell(self._world.rank, self._rounds)
         with suppress(RuntimeError):
-            self._speaker.set(bell, b"stop")
+            speaker, listens = self._connect(), self._thread.is_alive()
+            speaker.set(bell, b"stop")
             self._thread.join(timeout=_JOIN_S)
-            self._speaker.delete_key(bell)
+            if listens and not self._thread.is_alive():  # the store answers; one that is silent would hold us for ever
+                speaker.delete_key(bell)
         self._thread = None
 
     def report(self, error: BaseException, *, is_host: bool) -> FirstError:
@@ -145,34 +151,41 @@ class Listener:
         Returns:
             The error that won.
         """
-        winner = self._speaker.compare_set(_KEY, "", json.dumps(asdict(FirstError.of(error, self._world))))
+        speaker = self._connect()
+        winner = speaker.compare_set(_KEY, "", json.dumps(asdict(FirstError.of(error, self._world))))
         self.heard = FirstError(**json.loads(winner))
         if self.heard.rank == self._world.rank:
             for rank in self._world.ranks:
                 for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
-                    self._speaker.set(self._bell(rank, number), b"error")
-            self._speaker.check([_KEY])  # a round trip: what was set before it has arrived
+                    speaker.set(self._bell(rank, number), b"error")
+            speaker.check([_KEY])  # a round trip: what was set before it has arrived
         else:  # it has heard now, and may end before its thread can say so
-            self._speaker.append(_HEARD_BY, f"{self._world.rank},")
+            speaker.append(_HEARD_BY, f"{self._world.rank},")
         if is_host:
             culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
-            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
+            self._await_listeners(speaker, set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
+
+    def _connect(self) -> Store:
+        """The connection of whoever reports."""
+        if self._connection is None:
+            self._connection = self._store.clone()
+        return self._connection
 
     def _bell(self, rank: int, number: int) -> str:
         return f"bell/{rank}/{number}"
 
-    def _listen(self) -> None:
+    def _listen(self, store: Store) -> None:
         with suppress(RuntimeError):  # the store is gone: the calling thread finds out where it asks for something
-            self._store.wait([self._bell(self._world.rank, self._rounds)], _FOR_EVER)
-            if self._store.check([_KEY]):
-                self.heard = FirstError(**json.loads(self._store.get(_KEY)))
-                self._store.append(_HEARD_BY, f"{self._world.rank},")
+            store.wait([self._bell(self._world.rank, self._rounds)], _FOR_EVER)
+            if store.check([_KEY]):
+                self.heard = FirstError(**json.loads(store.get(_KEY)))
+                store.append(_HEARD_BY, f"{self._world.rank},")
 
-    def _await_listeners(self, ranks: set[int]) -> None:
+    def _await_listeners(self, speaker: Store, ranks: set[int]) -> None:
         end = time.monotonic() + _HEARD_BY_ALL_S
-        self._speaker.append(_HEARD_BY, "")  # so that it is there
+        speaker.append(_HEARD_BY, "")  # so that it is there
         while time.monotonic() < end:
-            if ranks <= {int(rank) for rank in self._speaker.get(_HEARD_BY).split(b",") if rank}:
+            if ranks <= {int(rank) for rank in speaker.get(_HEARD_BY).split(b",") if rank}:
                 return
             time.sleep(_HEARD_POLL_S)

@@ -70,6 +70,12 @@ class ArrowTokens(TokenStream):
         digest_files(digest, self._files)
         return self._sealed(digest)
 
+    def _paths(self) -> list[Path]:
+        return self._files
+
+    def _num_documents(self) -> int:
+        return sum(map(len, self._read()))
+
     def _list(self, path: Path) -> list[Path]:
         state = path / "state.json"
         if state.is_file():

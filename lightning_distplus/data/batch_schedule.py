@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["BatchSchedule", "Window", "require_fit_for_schedule"]
+__all__ = ["BatchSchedule", "Window", "require_fit_for_schedule", "tell_engine"]
 
 _MAX_SHOWN = 4  # stages in a message
 
@@ -148,10 +148,10 @@ def require_fit_for_schedule(trainer: Any, schedule: BatchSchedule) -> None:
     """
     strategy, present = trainer.strategy, trainer.accumulate_grad_batches
     whole = "Under a schedule of global batches the run is one epoch"
-    if strategy.handles_gradient_accumulation:
+    if strategy.handles_gradient_accumulation and not hasattr(type(strategy), "deepspeed_engine"):
         problem = (
-            f"{type(strategy).__name__} fixes the accumulation when its engine is made. Use another strategy, or "
-            f"global_batch_size={schedule.stages[-1][1]}"
+            f"{type(strategy).__name__} accumulates by itself, and cannot be told when a window ends. Use another "
+            f"strategy, or global_batch_size={schedule.stages[-1][1]}"
         )
     elif not trainer.lightning_module.automatic_optimization:
         problem = "With manual optimization the Trainer does not accumulate. Leave the schedule out"
@@ -164,3 +164,21 @@ def require_fit_for_schedule(trainer: Any, schedule: BatchSchedule) -> None:
     else:
         return
     raise ValueError(f"{problem}. (The schedule: {schedule}.)")
+
+
+def tell_engine(trainer: Any, batch_idx: int) -> None:
+    """Tells DeepSpeed whether this micro-batch is the last of its window, before each training step under a schedule.
+
+    Its engine would count windows of one size. It is left with an accumulation of 1, so that it does not divide the
+    gradients a second time: Lightning has divided the loss by the micro-batches of the window.
+    """
+    if not trainer.strategy.handles_gradient_accumulation:
+        return
+    engine, window = trainer.strategy.deepspeed_engine, trainer.accumulate_grad_batches
+    if engine.gradient_accumulation_steps() != 1:
+        engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    if hasattr(
+        engine.optimizer, "gradient_accumulation_steps"
+    ):  # where it looks for the sum when it offloads to the CPU
+        engine.optimizer.gradient_accumulation_steps = int(window)
+    engine.set_gradient_accumulation_boundary((batch_idx + 1) % window == 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_distplus.data.batch_schedule import BatchSchedule
+from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
@@ -119,6 +119,10 @@ class ExactDataModule(pl.LightningDataModule):
     def _end_of_data(self) -> Callable[[int], bool] | None:
         """For ``Cursor``: whether iterable data ended before a micro-batch."""
         return None
+
+    def uneven_end(self) -> str:
+        """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
+        return ""
 
     def _begin_anew(self) -> None:
         """Forgets what an earlier Trainer's position depended on."""
@@ -318,6 +322,7 @@ class ExactDataModule(pl.LightningDataModule):
         """Follows the schedule, called before each training step."""
         if batch_idx % self.trainer.accumulate_grad_batches == 0:  # type: ignore[union-attr]
             self.cursor.begin_window()
+        tell_engine(self.trainer, batch_idx)
 
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]

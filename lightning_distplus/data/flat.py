@@ -68,12 +68,23 @@ class DatatroveTokens(RawTokens):
 
     format = "ds"
 
+    def _indices(self) -> list[Path]:
+        """The index of each file; none where one is missing."""
+        indices = [part.path.with_name(part.path.name + ".index") for part in self._parts]
+        return indices if all(index.is_file() for index in indices) else []
+
+    def _num_documents(self) -> int:
+        return sum(index.stat().st_size for index in self._indices()) // 8
+
+    def _index_paths(self) -> list[Path]:
+        return self._paths() + self._indices()
+
     def _read_document_starts(self) -> NDArray[np.int64] | None:
         starts = []
-        for part, first in zip(self._parts, self._starts.tolist(), strict=True):
-            index = part.path.with_name(part.path.name + ".index")
-            if not index.is_file():
-                return None
+        indices = self._indices()
+        if not indices:
+            return None
+        for part, first, index in zip(self._parts, self._starts.tolist(), indices, strict=True):
             # Unsigned 64-bit numbers: the token behind each document's last one.
             ends = np.fromfile(index, dtype="<u8").astype(np.int64)
             if not len(ends) or ends[-1] != part.num_tokens or (np.diff(ends, prepend=0) < 0).any():

@@ -84,6 +84,9 @@ class LitdataTokens(TokenStream):
             parts.append(part)
         super().__init__(parts, name=str(folder), dtype=dtype, seq_len=seq_len, is_blocked=True, split=split)
 
+    def _num_documents(self) -> int:
+        return sum(self._num_items)
+
     def _read_document_starts(self) -> NDArray[np.int64]:
         starts = []
         for part, num_items, first in zip(self._parts, self._num_items, self._starts.tolist(), strict=True):

@@ -13,6 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_distplus.data.index_cache import shared_index
+
 __all__ = ["INTEGERS", "WHOLE", "Part", "Split", "TokenStream", "digest_file", "digest_files", "size_of"]
 
 Split = tuple[float, float]
@@ -22,6 +24,7 @@ INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 _WHOLE_BELOW = 16 * 2**20  # bytes; files up to this size enter the fingerprint as a whole, larger ones by samples
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
+_SHARED_FROM = 2**18  # documents; where fewer begin is read faster than verified
 _MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
 
 
@@ -139,7 +142,7 @@ class TokenStream:
     def fingerprint(self) -> str:
         """16 hex digits over format, type, share and content (of much data: some spread samples of 4 KiB)."""
         digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name}".encode())
-        digest_files(digest, [part.path for part in self._parts])
+        digest_files(digest, self._paths())
         return self._sealed(digest)
 
     def _sealed(self, digest: xxhash.xxh3_64) -> str:
@@ -180,11 +183,41 @@ class TokenStream:
     def _document_starts(self) -> NDArray[np.int64] | None:
         """The token with which each document begins, ascending; None where that is unknown."""
         if self._documents is None:
-            self._documents = self._read_document_starts()
+            if self._num_documents() < _SHARED_FROM:
+                self._documents = self._read_document_starts()
+            else:
+                self._documents = shared_index(self._paths()[0], self._index_key(), self._require_document_starts)
         return self._documents
 
     def _read_document_starts(self) -> NDArray[np.int64] | None:
         return None
+
+    def _num_documents(self) -> int:
+        """About how many documents there are, known without reading where they begin; 0 where that is unknown."""
+        return 0
+
+    def _paths(self) -> list[Path]:
+        """The files whose content is that of the source."""
+        return list(dict.fromkeys(part.path for part in self._parts))
+
+    def _index_paths(self) -> list[Path]:
+        """The files on which the begins of the documents depend."""
+        return self._paths()
+
+    def _index_key(self) -> int:
+        """64 bits over format, type, sizes, times and (spread samples of the) content of the files."""
+        digest = xxhash.xxh3_64(f"{self.format} {self._dtype.name}".encode())
+        paths = self._index_paths()
+        for path in paths:
+            found = path.stat()
+            digest.update(np.array([found.st_size, found.st_mtime_ns], dtype="<i8").tobytes())
+        digest_files(digest, paths)
+        return digest.intdigest()
+
+    def _require_document_starts(self) -> NDArray[np.int64]:
+        begins = self._read_document_starts()
+        assert begins is not None, "a source that counts its documents knows where they begin"
+        return begins
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part in which each sample begins, and its first token, counted over all parts."""

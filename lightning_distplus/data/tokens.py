@@ -90,9 +90,15 @@ class MegatronTokens(TokenStream):
     def fingerprint(self) -> str:
         """16 hex digits over format, sizes and content (of large files: 64 spread samples of 4 KiB each)."""
         digest = xxhash.xxh3_64(f"megatron {_VERSION} {self.dtype.__name__}".encode())
-        for path in (self._idx, self._bin):
+        for path in self._paths():
             digest_file(digest, path)
         return self._sealed(digest)
+
+    def _num_documents(self) -> int:
+        return self.num_documents
+
+    def _paths(self) -> list[Path]:
+        return [self._idx, self._bin]
 
     def _read_document_starts(self) -> NDArray[np.int64]:
         """Mark k is the first sequence of document k, and pointers say where sequences begin."""

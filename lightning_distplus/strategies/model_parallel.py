@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_distplus import _compat
 from lightning_distplus.strategies.mixin import ResilientStrategy
 
 __all__ = ["ResilientModelParallel"]
 
 
-class ResilientModelParallel(ResilientStrategy, ModelParallelStrategy):
+class _LoadsUnshardedModels(ModelParallelStrategy):
+    """The parent saves a model of which nothing is sharded, and then refuses to load its checkpoint."""
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        with _compat.loading_unsharded_models():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class ResilientModelParallel(ResilientStrategy, _LoadsUnshardedModels):
     """``ModelParallelStrategy`` with deadlines, a step gate and committed checkpoints.
 
     Args:

@@ -2,8 +2,8 @@
 
 Read in this order: ``marks`` and ``pace`` (what the training thread does), ``board`` (what the ranks tell each other),
 ``evidence`` and ``witness`` (what is known of a rank: ``stacks``, ``far_stacks``, ``p2p``), ``judging`` and ``verdict``
-(who is to blame), ``watchdog`` (the thread that finds out, and the end of the process), ``aborting`` (the end that C++
-decides).
+(who is to blame), ``watchdog`` (the thread that finds out), ``leaving`` (the end of processes), ``aborting`` (the end
+that C++ decides).
 """
 
 from lightning_distplus.watchdog.evidence import Evidence

@@ -2,6 +2,9 @@
 
 Every call to the store is made by this thread. When the process that serves the store is stopped, it blocks here, and
 the thread that judges goes on without it.
+
+Of more than 64 ranks only a few read what all others say, hundreds of keys in a round trip, so that the work of a rank
+and the traffic of the job grow with the number of ranks and not with its square.
 """
 
 from __future__ import annotations
@@ -23,19 +26,20 @@ from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Pace, Progress
 from lightning_distplus.watchdog.stacks import frame_of, place_of
 
-__all__ = ["BEAT_S", "Board", "Sighting"]
+__all__ = ["BEAT_S", "FEW_RANKS", "NUM_READERS", "Board", "Sighting"]
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-_ALERT_BEAT_S = 0.25
-_ALERT_BEAT_PER_RANK_S = 2e-3
-_FEW_RANKS = 64  # so many ranks all read what all others say; of more, only the first ones do
-_NUM_READERS = 4
+_LOOK_S = 0.25
+_LOOK_PER_RANK_S = 1e-4  # reading what a rank says takes some 20 microseconds
+FEW_RANKS = 64
+"""So many ranks all read what all others say; of more, only the first ones do."""
+NUM_READERS = 4
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
-_MISSED_BEATS_S = 1.6  # so long after a beat the peer's Python, its process or the way to it has stopped
+_MISSED_BEATS_S = 1.35  # seen so much later than the last one, and a look: its Python, or the way to it, has stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,10 @@ class Sighting:
 
     @property
     def marks_per_s(self) -> float:
-        """How fast its training thread moves; 0 where it does not, or was not seen for long enough."""
+        """How fast its training thread moves; 0 where it stands still, or was not seen for long enough."""
         seconds = self.changed_at - self.since[1]
-        return (self.mark.number - self.since[0]) / seconds if seconds > BEAT_S else 0.0
-
-    @property
-    def beats(self) -> bool:
-        """Whether the peer's Python runs, and its messages arrive."""
-        return time.monotonic() - self.changed_at < _MISSED_BEATS_S
+        moves = seconds > BEAT_S and self.silence_s < seconds / 2
+        return (self.mark.number - self.since[0]) / seconds if moves else 0.0
 
     @property
     def silence_s(self) -> float:
@@ -105,12 +105,17 @@ class Board:
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = time.monotonic()
         """When the store last answered."""
-        self.reads = plane.world.size <= _FEW_RANKS or plane.world.rank < _NUM_READERS
+        self.reads = plane.world.size <= FEW_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
+        self.is_few = plane.world.size <= FEW_RANKS
+        self._looked_at = (0.0, 0.0)
+        """When this rank last looked, and the time before."""
         self._asked = b""
         self.is_asked = False
         """Whether a rank that reads wants this rank's evidence for the present silence."""
         self._to_post: list[bytes] = []
+        self._posted = -1
+        self._weighed: dict[int, int] = {}
         self._has_post = threading.Event()
         self._question: bytes | None = None
         self._stopping = threading.Event()
@@ -133,6 +138,12 @@ class Board:
         """Whether the store has stopped answering, so that nothing is known of anybody."""
         return time.monotonic() - self.last_answer_at > _SILENT_STORE_S
 
+    def beats(self, rank: int) -> bool:
+        """Whether the peer's Python runs and its messages arrive; that this rank is late is not held against it."""
+        last, before = self._looked_at
+        seen = self.sightings.get(rank)
+        return seen is not None and last - seen.changed_at < _MISSED_BEATS_S + last - before and not self.is_silent
+
     @property
     def has_posted(self) -> bool:
         """Whether all evidence of this rank is out: a rank that ends earlier would leave its peers without it."""
@@ -141,27 +152,38 @@ class Board:
     def post_evidence(self, number: int, evidence: dict[str, Any]) -> None:
         """Sends this rank's evidence at once; it holds for the mark of this number only."""
         self._to_post.append(json.dumps({"number": number, "evidence": evidence}).encode())
+        self._posted = number
         self._has_post.set()
 
     def _run(self) -> None:
         with suppress(PeerError, RuntimeError):  # the store is gone: whoever waits for it finds out
-            self._learn_peers()
             while not self._stopping.is_set():
-                self._publish()
-                if self.alert.is_set():
-                    self._listen()
-                    self._look()
-                self.last_answer_at = time.monotonic()
-                pause_s = self._alert_beat_s if self.alert.is_set() else BEAT_S
+                pause_s = self.turn()
                 (self._has_post if self.alert.is_set() else self.alert).wait(pause_s)
                 self._has_post.clear()
 
-    def _learn_peers(self) -> None:
-        ranks = self._plane.world.ranks
-        hellos = self._plane.receive([f"hello/{rank}" for rank in ranks])  # all have met: all are there
-        self.peers = {rank: Peer.from_json(hello) for rank, hello in zip(ranks, hellos, strict=True)}
+    def turn(self) -> float:
+        """Says where this rank is and, in an alert, finds out where the others are.
+
+        Returns:
+            Seconds until the next turn, unless an alert or something to post comes first.
+        """
+        if not self.peers:
+            self.peers = self._plane.peers_nearby()
+        self._publish()
+        if self.alert.is_set():
+            self._listen()
+            if self.reads:
+                self._look()
+        self.last_answer_at = time.monotonic()
+        if not self.alert.is_set() or not self.reads:
+            return BEAT_S
+        return max(_LOOK_S, _LOOK_PER_RANK_S * self._plane.world.size)
 
     def _publish(self) -> None:
+        posts = list(self._to_post)
+        if posts:
+            self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", posts[-1])
         self._beat += 1
         self._pace.note(self._progress())
         beat = {
@@ -170,24 +192,19 @@ class Board:
             "place": place_of(frame_of(self._watched)),
             "pace": self._pace.describe(),
             "printer": None if self._printer is None else self._printer.to_plain(),
+            "posted": self._posted,
         }
         self._plane.send(f"watchdog/beat/{self._plane.world.rank}", json.dumps(beat).encode())
-        while self._to_post:
-            self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", self._to_post[0])
-            self._to_post.pop(0)
-
-    @property
-    def _alert_beat_s(self) -> float:
-        size = self._plane.world.size
-        return max(_ALERT_BEAT_S, BEAT_S if size > _FEW_RANKS else 0.0, _ALERT_BEAT_PER_RANK_S * size * self.reads)
+        del self._to_post[: len(posts)]
 
     def ask(self, number: int) -> None:
         """Asks every rank that does not move for its evidence."""
-        if self._plane.world.size > _FEW_RANKS:
+        if not self.is_few:
             self._question = f"{self._plane.world.rank}/{number}".encode()
+            self._has_post.set()
 
     def _listen(self) -> None:
-        if self._plane.world.size <= _FEW_RANKS:
+        if self.is_few:
             self.is_asked = bool(set(self.evidence) - {self._plane.world.rank})
             return
         if self._question is not None:
@@ -198,28 +215,27 @@ class Board:
         self._asked = asked
 
     def _look(self) -> None:
-        if not self.reads:
-            return
-        for rank in self._plane.world.ranks:
-            data = self._plane.read(f"watchdog/beat/{rank}")
-            if data is not None:
-                self._see(rank, json.loads(data))
-            posted = self._plane.read(f"watchdog/evidence/{rank}")
+        ranks = self._plane.world.ranks
+        if len(self.peers) < len(ranks):
+            self.peers = self._plane.peers_of(ranks)
+        news = []
+        for rank, data in zip(ranks, self._plane.read_each([f"watchdog/beat/{rank}" for rank in ranks]), strict=True):
+            if data is not None and self._see(rank, json.loads(data)):
+                news.append(rank)
+        posts = self._plane.read_each([f"watchdog/evidence/{rank}" for rank in news])
+        for rank, posted in zip(news, posts, strict=True):
             if posted is not None:
                 self._weigh(rank, json.loads(posted))
+        self._looked_at = (time.monotonic(), self._looked_at[0])
 
-    def _weigh(self, rank: int, posted: dict[str, Any]) -> None:
-        """Keeps what was said of the present silence; a rank that has moved since then has said nothing of this one."""
-        seen = self.sightings.get(rank)
-        if seen is not None and seen.mark.number == posted["number"]:
-            self.evidence[rank] = posted["evidence"]
-        else:
-            self.evidence.pop(rank, None)
+    def _see(self, rank: int, data: dict[str, Any]) -> bool:
+        """Keeps a peer's beat; whether it has evidence of its present silence that is not known here.
 
-    def _see(self, rank: int, data: dict[str, Any]) -> None:
-        last = self.sightings.get(rank)
+        A rank that has moved since it posted has said nothing of this silence.
+        """
+        last, mark = self.sightings.get(rank), Mark(**data["mark"])
         if last is None or data["beat"] != last.beat:
-            now, mark = time.monotonic(), Mark(**data["mark"])
+            now = time.monotonic()
             follows = last is not None and now - last.changed_at < _FOLLOWS_S
             self.sightings[rank] = Sighting(
                 mark=mark,
@@ -230,3 +246,12 @@ class Board:
                 pace=data["pace"],
                 printer=None if data["printer"] is None else StackPrinter(**data["printer"]),
             )
+        if data["posted"] != mark.number:
+            self.evidence.pop(rank, None)
+            return False
+        return self._weighed.get(rank) != mark.number or rank not in self.evidence
+
+    def _weigh(self, rank: int, posted: dict[str, Any]) -> None:
+        if posted["number"] == self.sightings[rank].mark.number:
+            self._weighed[rank] = posted["number"]
+            self.evidence[rank] = posted["evidence"]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_distplus.world import name_ranks
 
 __all__ = ["Verdict"]
 
+T = TypeVar("T")
+
 _PRINTED_LINES = 30
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
+_TOLD_RANKS = 16
+_SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
 
 
@@ -72,6 +76,25 @@ class Verdict:
         """Reads a verdict."""
         return cls(**json.loads(text))
 
+    def shortened(self) -> Verdict:
+        """The same for the other hosts of a large job: what it says of each rank, for a few ranks only."""
+        ranks = [*self.culprits[:_TOLD_RANKS], *self.waiting[:_TOLD_RANKS]]
+
+        def told(values: dict[str, T]) -> dict[str, T]:
+            return {str(rank): values[str(rank)] for rank in ranks if str(rank) in values}
+
+        hosts = told(self.hosts)
+        return replace(
+            self,
+            hosts=hosts,
+            stacks=told(self.stacks),
+            locations=told(self.locations),
+            collectives=told(self.collectives),
+            lines=self.lines[: len(ranks)],
+            load={host: load for host, load in self.load.items() if host in hosts.values()},
+            mismatch=None if self.mismatch is None else {**self.mismatch, "calls": {}},
+        )
+
     def render(self) -> str:
         """The verdict for people: at most 30 lines, the rest is in the file."""
         doubt = "" if self.is_decided else " (undecided)"
@@ -94,6 +117,12 @@ class Verdict:
             return []
         lines = text.rstrip().splitlines()[-num_lines:]
         return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
+
+    def is_written(self, folder: Path, host: str) -> bool:
+        """Whether a rank of this host has written its verdict on this incident; they judge at about the same moment."""
+        kind, _, second = self.incident.rpartition("-")
+        others = (path.name.removeprefix(f"verdict-{kind}-") for path in folder.glob(f"verdict-{kind}-*-{host}.json"))
+        return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
     def write(self, folder: Path, host: str) -> Path:
         """Writes the file beside its name and renames it; the first one for a host stays."""

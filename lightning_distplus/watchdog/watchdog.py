@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import sys
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -20,13 +18,14 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
 from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, is_traced
+from lightning_distplus.liveness import is_traced
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
-from lightning_distplus.watchdog.board import BEAT_S, Board
+from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter
 from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
@@ -43,10 +42,16 @@ _COLLECT_S = 0.7  # how long the ranks have to send their evidence
 _COLLECT_BUSY_S = 1.8  # the same for ranks whose beats say that their Python runs
 _MOVED_S = 1.0  # a rank whose silence is shorter than the deadline by more than this has moved
 _UNSEEN_S = _ALERT_AFTER_S + BEAT_S + 0.3  # so much of a peer's silence goes by before this rank first looks
+# Of many ranks one judges, and the others only where it does not: first the other readers, one after the other, then
+# one rank of each node, in growing numbers, so that not all of a large job read what all of it says.
+_NEXT_READER_S = 1.0
 _STEP_IN_S = 5.0
+_STEP_IN_FACTOR = 4
 _SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
-_JOIN_S = 3.0  # a verdict may be under way
+_JOIN_S = 5.0  # a verdict may be under way
+_TOLD_S = 1.0
+_SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _LAST_S = 0.5  # the process that serves the store ends last
 
 _LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
@@ -115,6 +120,7 @@ class Watchdog:
         if self._has_process:
             flight_recorder.arm()
             self._abort.arm()
+            tie_workers(self)
         if (printer := self._printer) is not None:
             self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
         self._board.start()
@@ -131,6 +137,11 @@ class Watchdog:
             self._printer.disarm(self._printed)
             self._printer = None
 
+    @property
+    def board(self) -> Board:
+        """What the ranks tell each other."""
+        return self._board
+
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -141,11 +152,15 @@ class Watchdog:
 
     def _watch_until_stopped(self) -> None:
         while not self._stopping.wait(_TICK_S):
-            self._notice_suspension()
-            if self._plane.first_error is None:
-                self._look_at_silence()
-            self._heed_peers()
+            self.turn()
         self._heed_peers()  # the training thread may have raised what a peer has judged, and be on its way out
+
+    def turn(self) -> None:
+        """Looks once; the thread does so ten times a second. A verdict takes a second or two."""
+        self._notice_suspension()
+        if self._plane.first_error is None:
+            self._look_at_silence()
+        self._heed_peers()
 
     def _heed_peers(self) -> None:
         error = self._plane.first_error
@@ -160,16 +175,29 @@ class Watchdog:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
         if error.type == ABORTED:
             self._judge_abort()
-        elif error.message.startswith(_JUDGED):
-            with suppress(PeerError):
-                told = self._line.read(f"watchdog/verdict/{error.rank}")
-                if told is not None:
-                    self._give(Verdict.from_json(told))
+        elif error.message.startswith(_JUDGED) and (self._board.is_few or self._speaks_for_host(error.ranks)):
+            verdict = self._told_by(error.rank)
+            if verdict is not None:
+                self._give(verdict)
+
+    def _told_by(self, rank: int) -> Verdict | None:
+        """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+        told: list[bytes | None] = []
+
+        def read() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.read(f"watchdog/verdict/{rank}"))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(timeout=_TOLD_S)
+        return Verdict.from_json(told[0]) if told and told[0] is not None else None
 
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
         """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
         if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
-            self._end(f"{error.describe()}\n{error.traceback}", error.as_heard().exit_code)
+            say(f"{error.describe()}\n{error.traceback}")
+            end_process(error.as_heard().exit_code)
 
     def _notice_suspension(self) -> None:
         now = time.monotonic()
@@ -204,8 +232,8 @@ class Watchdog:
     def _report_stall(self, silence_s: float) -> None:
         if not self._board.reads:
             return
-        lowest = min((rank for rank, seen in self._board.sightings.items()), default=self._world.rank)
-        if self._world.rank == lowest:
+        alive = {rank for rank in self._board.sightings if self._board.beats(rank)}
+        if self._world.rank == min(alive, default=self._world.rank):
             log.warning(
                 "no progress for %.0f s (nothing is ended by this report):\n  %s\n  load of host %s: %s",
                 silence_s,
@@ -219,7 +247,7 @@ class Watchdog:
     def _consider(self, number: int, deadline_s: float) -> None:
         """Gives the verdict, unless somebody moves."""
         self._post(number)
-        if not self._board.reads and not self._must_read(deadline_s):
+        if not self._must_judge(deadline_s):
             return
         self._board.ask(number)
         self._collect(_COLLECT_S)
@@ -238,31 +266,40 @@ class Watchdog:
         own = {} if self._posted is None else {self._world.rank: self._posted}
         return {**self._witness.of_peers(), **own}
 
-    def _must_read(self, deadline_s: float) -> bool:
-        """Of many ranks the first ones judge; where they do not, one rank of each host does."""
-        if self._marks.read().silence_s > deadline_s + _STEP_IN_S and self._world.local_rank == 0:
-            self._board.reads = True
-        return self._board.reads
+    def _must_judge(self, deadline_s: float) -> bool:
+        """Of many ranks the first one judges; where it does not, others do."""
+        if self._board.is_few:
+            return True
+        rank, node = self._world.rank, self._world.node_ranks
+        if rank < NUM_READERS:
+            patience_s = rank * _NEXT_READER_S
+        elif rank == node[0]:
+            patience_s = _STEP_IN_S * (1 + int(math.log(1 + rank // len(node), _STEP_IN_FACTOR)))
+        else:
+            return False
+        is_due = self._marks.read().silence_s > deadline_s + patience_s
+        self._board.reads |= is_due
+        return is_due
 
     def _collect(self, seconds: float) -> None:
         """Waits for the evidence of the others; longer for those that beat, which can still speak on a busy host."""
         begin = time.monotonic()
+        asked_s = 0.0 if self._board.is_few else BEAT_S
         others = set(self._world.ranks) - {self._world.rank}
         while (missing := others - set(self._board.evidence)) or not self._board.has_posted:
-            seen = [self._board.sightings.get(rank) for rank in missing]
-            can_speak = any(one is not None and one.beats for one in seen)
-            if time.monotonic() - begin > (_COLLECT_BUSY_S if can_speak else seconds):
+            can_speak = any(self._board.beats(rank) for rank in missing)
+            if time.monotonic() - begin > (_COLLECT_BUSY_S if can_speak else seconds) + asked_s:
                 return
             time.sleep(_TICK_S / 4)
 
     def _somebody_moves(self, deadline_s: float) -> bool:
         for rank, seen in self._board.sightings.items():
-            posted = self._board.evidence.get(rank)
             if rank == self._world.rank:
                 continue
-            if posted is None and seen.silence_s < deadline_s - (_MOVED_S if seen.beats else _UNSEEN_S):
+            has_posted, beats = rank in self._board.evidence, self._board.beats(rank)
+            if not has_posted and seen.silence_s < deadline_s - (_MOVED_S if beats else _UNSEEN_S):
                 return True
-            if posted is not None and seen.beats and seen.silence_s < deadline_s - _MOVED_S:
+            if has_posted and beats and seen.silence_s < deadline_s - _MOVED_S:
                 return True
         return False
 
@@ -275,27 +312,37 @@ class Watchdog:
         self._board.alert.set()
         self._post(self._marks.read().number)
         self._collect(_COLLECT_S)
+        if not self._board.reads:
+            return
         verdict = judge(self._evidence(), f"abort-{int(time.time())}")
-        if self._speaks_for_host(verdict):
+        if self._speaks_for_host(verdict.silent):
             self._tell(verdict)
 
     def _give(self, verdict: Verdict) -> None:
-        if self._speaks_for_host(verdict):
+        if self._speaks_for_host(verdict.silent) or (self._ends_run and not self._is_told_by_another(verdict)):
             self._tell(verdict)
         if self._ends_run:
             self._tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-            self._end(None, ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+            end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+
+    def _is_told_by_another(self, verdict: Verdict) -> bool:
+        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
+        end = time.monotonic() + _SPOKEN_S
+        while not (is_written := verdict.is_written(self._folder, self._world.host)) and time.monotonic() < end:
+            time.sleep(_TICK_S / 4)
+        return is_written
 
     def _tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
         kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
         error = kind(f"{_JUDGED}{verdict.render()}", verdict.culprits)
+        told = verdict if self._board.is_few else verdict.shortened()
 
         def tell() -> None:
             with suppress(PeerError):
-                self._line.send(f"watchdog/verdict/{self._world.rank}", verdict.to_json().encode())
+                self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
                 self._plane.report_failure(error)
 
         teller = threading.Thread(target=tell, daemon=True)  # it may have to wait for the store
@@ -305,33 +352,17 @@ class Watchdog:
     def _tell(self, verdict: Verdict) -> None:
         with suppress(OSError):
             path = verdict.write(self._folder, self._world.host)
-            _say(f"{verdict.render()}\n  file:  {path}")
+            say(f"{verdict.render()}\n  file:  {path}")
 
-    def _speaks_for_host(self, verdict: Verdict) -> bool:
-        """The lowest rank of this host whose Python runs."""
-        here = [int(rank) for rank, host in verdict.hosts.items() if host == self._world.host]
-        return self._world.rank == min(set(here) - set(verdict.silent) | {self._world.rank})
+    def _speaks_for_host(self, silent: Iterable[int]) -> bool:
+        """Whether this is the lowest rank of its host whose Python runs."""
+        here = {rank for rank, peer in self._board.peers.items() if peer.host == self._world.host}
+        return self._world.rank == min(here - set(silent) | {self._world.rank})
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
             peer = self._board.peers.get(rank)
-            if peer is not None and peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
-                with suppress(ProcessLookupError):
-                    os.kill(peer.pid, signal.SIGKILL)
-
-    def _end(self, text: str | None, code: ExitCode) -> None:
-        """Ends the process at once: its training thread may stand in a call that nothing interrupts."""
-        if text is not None:
-            _say(text)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(int(code))
-
-
-def _say(text: str) -> None:
-    """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+            if peer is not None:
+                end_peer(peer)

@@ -26,7 +26,6 @@ from lightning_distplus.world import name_ranks
 __all__ = ["Witness"]
 
 _KEPT_CALLS = 256  # of each rank, for the comparison: some steps of a large model
-_FEW_RANKS = 64
 _KEPT_CALLS_OF_MANY = 32
 _BRIEF_LINES = 8
 _PROBE_S = 0.5
@@ -62,7 +61,7 @@ class Witness:
         mark = self._marks.read()
         frame = stacks.frame_of(self._thread)
         stack = stacks.stack_of(self._thread)
-        recording = flight_recorder.dump().last(_KEPT_CALLS if self._world.size <= _FEW_RANKS else _KEPT_CALLS_OF_MANY)
+        recording = flight_recorder.dump().last(_KEPT_CALLS if self._board.is_few else _KEPT_CALLS_OF_MANY)
         waits = stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
         standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
         text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
@@ -85,7 +84,7 @@ class Witness:
             location=location,
             stack=text,
             stands_in=None if standing is None else asdict(standing),
-            recording=recording.to_plain(),
+            recording=recording.to_plain(with_members=self._board.is_few),
             load=HostLoad.now().to_plain(),
             was_ended_by=self.ended_by,
         )
@@ -111,7 +110,7 @@ class Witness:
         seen, pace = self._board.sightings.get(rank), ""
         if rank == self._world.rank:
             mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
-        elif seen is not None and seen.beats and not self._board.is_silent:
+        elif seen is not None and self._board.beats(rank):
             mark, place = seen.mark, seen.place
             pace = _pace_of(seen)
         else:
@@ -136,8 +135,7 @@ class Witness:
         self._answering_hosts[address] = host_answers(address, _PROBE_S)
 
     def _is_heard(self, rank: int) -> bool:
-        seen = self._board.sightings.get(rank)
-        return rank in self._board.evidence or (seen is not None and seen.beats and not self._board.is_silent)
+        return rank in self._board.evidence or self._board.beats(rank)
 
     def _seen_from_here(self, rank: int) -> Evidence:
         """A rank that has sent nothing: what its last beat, this host's system and the network say."""
@@ -161,6 +159,7 @@ class Witness:
             call=mark.call if mark else 0,
             global_step=mark.global_step if mark else 0,
             silence_s=seen.silence_s if seen else 0.0,
+            waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(stacks.format_stack(stack)),
             is_last_seen=not stack,

@@ -14,6 +14,7 @@ from lightning_distplus import ResilientDDP, TokenDataModule
 from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import spawn, weights_digest
+from tests.distributed import jobs
 from tests.distributed.resume_jobs import (
     SampleDiary,
     SaveAt,
@@ -129,6 +130,51 @@ def test_ramp_goes_on_from_2_to_1_to_3_ranks_with_the_same_steps(prefix: str, tm
     change = "global batch 6 (batch size 1 x 2 data-parallel ranks x accumulation 3) from sample 8, step 4 on"
     assert runs[0].logs[0].count(change) == 1
     assert "from sample" not in runs[0].logs[1]
+
+
+SAVED_AFTER = (9, 19)  # micro-batches: inside a window of the second stage, and of the third
+FIRST_STEPS = (5, 8)
+
+
+def fit_under(name: str, prefix: str, folder: str, stages: tuple[int, ...]) -> list[Any]:
+    """The undisturbed run, and one resumed from each save, per ZeRO stage: samples of each step, digest, weights."""
+    runs = []
+    for stage in stages:
+        arguments = {"stage": stage} if stage else {}
+        for load in (None, *SAVED_AFTER):
+            trainer = quiet_trainer(
+                strategy=jobs.strategy(name, timeout="60s", **arguments),
+                devices=2,
+                default_root_dir=folder,
+                max_steps=NUM_STEPS,
+                callbacks=[] if load else [SaveAfter(save, f"{folder}/{stage}-{save}.ckpt") for save in SAVED_AFTER],
+            )
+            model = Learner()
+            data = token_data(sources=prefix, micro_batch_size=1, global_batch_size=STAGES)
+            trainer.fit(model, data, ckpt_path=load and f"{folder}/{stage}-{load}.ckpt")
+            weights = [value.detach().flatten().tolist() for value in model.parameters()]
+            runs.append((model.steps, weights_digest(model), weights))
+    return runs
+
+
+@pytest.mark.deadline(180)
+def test_zero_follows_the_schedule_exactly_and_takes_the_steps_of_ddp(prefix: str, tmp_path: Path) -> None:
+    jobs_of = {"ResilientDDP": (0,), "ResilientDeepSpeed": (1, 2, 3)}
+    found = {
+        name: spawn(fit_under, 2, args=(name, prefix, str(tmp_path), stages), deadline="80s").check().results
+        for name, stages in jobs_of.items()
+    }
+    for rank in range(2):
+        ddp, *_ = found["ResilientDDP"][rank]
+        assert [len(batches) for batches in ddp[0].values()] == [1] * 4 + [3] * 4 + [6] * 4
+        for first in (0, 3, 6):
+            undisturbed, *resumed = found["ResilientDeepSpeed"][rank][first : first + 3]
+            assert undisturbed[0] == ddp[0]
+            for begins, (steps, digest, _) in zip(FIRST_STEPS, resumed, strict=True):
+                assert steps == {step: ddp[0][step] for step in range(begins, NUM_STEPS)}
+                assert digest == undisturbed[1]
+            if first < 6:  # ZeRO 3 has shards
+                assert torch.allclose(torch.tensor(undisturbed[2]), torch.tensor(ddp[2]), atol=1e-7)
 
 
 def test_what_does_not_go_with_a_schedule_is_refused(prefix: str, tmp_path: Path) -> None:

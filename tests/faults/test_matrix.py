@@ -24,7 +24,8 @@ DEADLINE_S = 4.0
 SEEDS = range(20)
 PLANNED = ("hang", "hang_gil", "stop", "kill", "raise_")
 COLLECTIVES = ("order", "only", "count", "shape", "dtype")
-KINDS = (*PLANNED, *COLLECTIVES, "worker", "cycle")
+CHECKED = ("lonely", "uneven", "arguments")
+KINDS = (*PLANNED, *COLLECTIVES, *CHECKED, "worker", "cycle")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Raw(Callback):
             kind = self.case.kind if trainer.global_rank == self.case.rank else None
             if self.case.kind == "cycle" and trainer.global_rank in self.case.guilty:
                 self.exchange(trainer.global_rank)
+        if kind == "lonely":
+            trainer.strategy.barrier("of one rank")
+        if self.case.kind == "arguments":
+            trainer.strategy.reduce(torch.ones(3 if kind is None else 4))
         if kind == "order":
             dist.all_gather([torch.ones(8) for _ in range(WORLD_SIZE)], torch.ones(8))
         if kind == "only":
@@ -106,6 +111,9 @@ class Samples(Dataset[torch.Tensor]):
 def train(case: Case, folder: str) -> None:
     record = f"{folder}/fired"
     data = DataLoader(Samples(case, record), batch_size=4, num_workers=1) if case.kind == "worker" else jobs.loader(200)
+    if case.kind == "uneven" and os.environ["RANK"] == str(case.rank):
+        Path(record).write_text(str(time.time()))
+        data = jobs.loader(4 * case.step)
     raw = [] if case.kind == "worker" else [Raw(case, record)]
     trainer = jobs.trainer(
         jobs.strategy(case.strategy, timeout={"step": DEADLINE_S, "setup": "60s"}),
@@ -127,9 +135,11 @@ def named_by(run: SpawnResult, folder: Path, case: Case) -> list[int]:
 
 
 def _blames(log: str, rank: int) -> bool:
-    return (
-        f"Rank {rank} (host" in log or f"the process of rank {rank} (host" in log or f"connection to rank {rank}" in log
-    )
+    named = (
+        f"Rank {rank} (host", f"the process of rank {rank} (host", f"connection to rank {rank}",
+        f"(wrong: rank {rank})", f"number of batches differs on rank {rank}.",
+    )  # fmt: skip
+    return any(text in log for text in named)
 
 
 @pytest.mark.soak

@@ -53,6 +53,7 @@ NAMES = [
     "lightning.fabric.utilities.distributed:_destroy_dist_connection",
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
     "lightning.fabric.strategies.model_parallel:_get_full_state_dict_context",
+    "lightning.fabric.strategies.model_parallel:_has_dtensor_modules",
     # Lightning: the methods and attributes of the parents that the strategies override or use
     "lightning.pytorch.strategies:DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies:DDPStrategy._get_process_group_backend",

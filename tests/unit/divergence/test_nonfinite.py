@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from lightning_distplus.divergence.nonfinite import FlaggingReduceScatter, LocalGradients, NonFinite, Section, name_at
+from lightning_distplus.divergence.nonfinite import (
+    BucketHook,
+    FlaggingReduceScatter,
+    LocalGradients,
+    NonFinite,
+    Section,
+    name_at,
+)
 
 
 def a(index: int) -> str:
@@ -68,3 +75,31 @@ def test_an_element_of_a_reduce_scatter_input_has_the_name_of_its_parameter() ->
     names = [reduce_scatter._name_at(column, 12, 2) for column in range(12)]
     assert names == ["w"] * 10 + ["b"] * 2
     assert reduce_scatter._name_at(0, 10, 2) == "w or b", "one had no gradient"
+
+
+def test_what_rides_along_in_a_bucket_is_no_gradient() -> None:
+    """The mailbox's numbers are larger than the gradients of a trained model."""
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 4)]
+    names = {id(weights[0]): "first", id(weights[2]): "last"}
+    hook = BucketHook(LocalGradients(), names, None)
+    buffer = torch.arange(9.0)
+    parts = [(part.tolist(), [len(one) for one in own]) for part, own in hook._parts(buffer, weights)]
+    assert parts == [([0, 1, 2], [3]), ([3, 4], []), ([5, 6, 7, 8], [4])]
+    (whole,) = hook._parts(buffer[:7], [weights[0], weights[2]])
+    assert whole[0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_large_bucket_is_examined_in_blocks_as_if_at_once() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (300_000, 300_000)]
+    gradients = LocalGradients()
+    hook = BucketHook(gradients, {id(weight): name for weight, name in zip(weights, "ab", strict=True)}, None)
+    bucket = torch.randn(600_000)
+    norm, half = float(bucket.norm()), bucket / 2
+    ((part, own),) = hook._parts(bucket, weights)
+    assert hook._look_and_scale(part, own, 2) is True
+    assert torch.equal(bucket, half)
+    assert gradients.norm() == pytest.approx(norm, rel=1e-4)
+    bucket[599_999] = math.nan
+    assert hook._look_and_scale(part, own, 2) is False
+    assert gradients.found is not None
+    assert gradients.found.parameter == "b"

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import _compat
-from lightning_distplus.liveness import catches_signal, children, host_answers, is_traced
+from lightning_distplus.liveness import catches_signal, children, forks, host_answers, is_traced
 from lightning_distplus.testing import deeds, spawn
 from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.stacks import is_fetching_data
@@ -33,6 +33,7 @@ def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> N
         assert (stack[-1].name, stack[-1].filename) == ("_hold_gil", deeds.__file__)
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
         assert pid in children(os.getpid())
+        assert pid in forks(os.getpid())
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -95,6 +96,8 @@ def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_the_question()
         assert ask_for_stack(child.pid, printer) == []
         time.sleep(0.05)
         assert child.poll() is None
+        assert child.pid in children(os.getpid())
+        assert child.pid not in forks(os.getpid())
     finally:
         child.kill()
         child.wait()

@@ -57,7 +57,7 @@ def test_a_process_that_is_gone_is_a_lost_peer() -> None:
 
 
 def test_a_process_that_runs_and_does_not_answer_holds_the_lock() -> None:
-    assert "lock" in judged(evidence(0), evidence(1, answers=False)).cause
+    assert "lock" in judged(evidence(0), evidence(1, answers=False, waits=False)).cause
 
 
 def test_where_all_wait_those_that_wait_elsewhere_are_to_blame() -> None:
@@ -171,3 +171,24 @@ def test_a_call_that_only_some_ranks_make_is_named_and_the_fewer_are_to_blame(
 def test_a_rank_that_computes_is_to_blame_before_those_that_wait_for_it_in_a_call() -> None:
     verdict = judged(evidence(0, **AT_A_CALL), evidence(1, waits=False))
     assert verdict.culprits == [1]
+
+
+def test_a_verdict_of_another_rank_of_this_host_on_the_same_incident_is_found(tmp_path: Path) -> None:
+    def at(second: int, kind: str = "hang") -> Verdict:
+        return judge({0: evidence(0), 1: evidence(1, waits=False)}, f"{kind}-{second}")
+
+    at(1000).write(tmp_path, "node0")
+    assert at(1000).is_written(tmp_path, "node0")
+    assert at(1002).is_written(tmp_path, "node0")  # the clock has gone on between the two
+    assert not at(1000).is_written(tmp_path, "node1")
+    assert not at(1000, kind="abort").is_written(tmp_path, "node0")
+    assert not at(2000).is_written(tmp_path, "node0")  # an earlier attempt
+
+
+def test_a_rank_that_is_late_with_its_word_and_seen_to_wait_is_not_the_one_that_holds_the_lock() -> None:
+    late, holding = evidence(1, answers=False), evidence(2, answers=False, waits=False)
+    verdict = judged(evidence(0), late, holding)
+    assert (verdict.culprits, verdict.silent) == ([2], [1, 2])
+    assert "global lock" in verdict.cause
+    assert "has not answered in time" in late.describe()
+    assert judged(evidence(0), late, evidence(2, waits=False)).culprits == [2]

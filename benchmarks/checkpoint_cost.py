@@ -1,0 +1,211 @@
+"""What a committed save, a background save and a verified load cost, against the parent's own save and load.
+
+One fit on two processes, 540 MB of state (45 million parameters with AdamW's moments). Between two steps all ways take
+their turn, in an order that differs from round to round: the parent's save, the same with its bytes forced to the disk,
+ours, the parent's again (A/A). A save in the background is measured by what it holds training up.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.utils.data import DataLoader
+
+import lightning_distplus
+from benchmarks import jobs
+from benchmarks.figures import Figure, bootstrap_ci95, median
+from lightning_distplus.checkpoint import read_manifest
+from lightning_distplus.testing import spawn
+
+__all__ = ["run"]
+
+STRATEGIES: dict[str, type] = {
+    "ResilientDDP": DDPStrategy,
+    "ResilientFSDP": FSDPStrategy,
+    "ResilientModelParallel": ModelParallelStrategy,
+}
+_WIDTH, _LAYERS = 1500, 20  # 45 million parameters
+_TARGET_SYNC, _TARGET_STALL, _TARGET_LOAD = 1.05, 0.1, 1.1
+_STEPS_BEHIND = 20
+_ARMS = ("parent", "parent, on disk", "ours", "control")
+
+
+def run(quick: bool) -> list[Figure]:
+    """Rounds of saves for each strategy: 6 (quick: 2, and a tenth of the state)."""
+    rounds, layers = (2, 2) if quick else (6, _LAYERS)
+    return [figure for name in STRATEGIES for figure in _figures(name, rounds, layers)]
+
+
+def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        arguments = (name, rounds, layers, folder)
+        found = spawn(_save_and_load, 2, args=arguments, deadline="15m").check().results[0]
+        behind = spawn(_save_behind, 2, args=arguments, deadline="15m").check().results[0]
+    found["stall"], parent_s = behind["stall"], median(found["parent"])
+
+    def ratio(what: str, of: str, to: str, target: float | None = None, note: str = "") -> Figure:
+        ratios = [mine / theirs for mine, theirs in zip(found[of], found[to], strict=True)]
+        interval = bootstrap_ci95(ratios)
+        return Figure(name=f"{name}: {what}", value=median(ratios), unit="x", ci95=interval, target=target, note=note)
+
+    size = f"{median(found['bytes']) / 1e6:,.0f} MB"
+    yield ratio("save", "ours", "parent", _TARGET_SYNC, f"of the parent's save: {size} in {parent_s:.2f} s")
+    yield ratio("save, both forced to the disk", "ours", "parent, on disk", _TARGET_SYNC)
+    yield ratio("A/A", "control", "parent", note="the parent's save twice")
+    yield ratio(
+        "verified load", "load, full", "load, parent", _TARGET_LOAD, f"parent {median(found['load, parent']):.2f} s"
+    )
+    yield ratio("stall of a background save", "stall", "parent", _TARGET_STALL, "of the parent's save")
+    slower_s = median(behind["with"]) - median(behind["without"])
+    note = f"the {_STEPS_BEHIND} steps with the save in them, less without one"
+    yield Figure(name=f"{name}: the same with the slower steps", value=slower_s / parent_s, unit="x", note=note)
+    yield Figure(name=f"{name}: memory of a background save", value=max(behind["copies"]), unit="x what a rank writes")
+
+
+class _Wide(pl.LightningModule):
+    """Square layers; a step on few rows, so that it is short against a save."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.net: torch.nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(self.layers)))
+            mesh = getattr(self, "_device_mesh", None)
+            if mesh is not None:
+                torch.distributed.fsdp.fully_shard(self.net, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert self.net is not None
+        loss: torch.Tensor = self.net(batch).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class _AfterSteps(Callback):
+    """Calls ``measure`` after each of so many steps, once AdamW has its moments."""
+
+    def __init__(self, measure: Callable[[pl.Trainer, int], None], steps: int) -> None:
+        self.measure = measure
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if 0 <= trainer.global_step - 2 < self.steps:
+            self.measure(trainer, trainer.global_step - 2)
+
+
+def _fit(name: str, folder: str, layers: int, callback: _AfterSteps, **arguments: Any) -> None:
+    strategy = getattr(lightning_distplus, name)(**arguments)
+    steps = callback.steps + 2
+    trainer = jobs.trainer(strategy, folder, max_steps=steps, callbacks=[callback])
+    trainer.fit(_Wide(layers), DataLoader([torch.randn(_WIDTH) for _ in range(2 * steps)], batch_size=2))
+
+
+def _timed(trainer: pl.Trainer, call: Callable[[], object]) -> float:
+    trainer.strategy.barrier("benchmark")
+    begin = time.perf_counter()
+    call()
+    trainer.strategy.barrier("benchmark")
+    return time.perf_counter() - begin
+
+
+def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {arm: [] for arm in (*_ARMS, "load, parent", "load, full", "bytes")}
+    parent: Any = STRATEGIES[name]
+
+    def save_as_parent(trainer: pl.Trainer, path: str, *, forced: bool) -> None:
+        strategy: Any = trainer.strategy
+        plugin, strategy.checkpoint_io = strategy.checkpoint_io, TorchCheckpointIO()
+        try:
+            parent.save_checkpoint(strategy, trainer._checkpoint_connector.dump_checkpoint(), path)
+        finally:
+            strategy.checkpoint_io = plugin
+        trainer.strategy.barrier("saved")
+        if forced:
+            for file in [Path(path)] if Path(path).is_file() else sorted(Path(path).rglob("*")):
+                if file.is_file() and (rank == 0 or file.name.startswith(f"__{rank}_")):
+                    with file.open("rb") as opened:
+                        os.fsync(opened.fileno())
+
+    def measure(trainer: pl.Trainer, step: int) -> None:
+        order = list(_ARMS)
+        random.Random(step).shuffle(order)
+        for arm in order:
+            path = f"{folder}/{step}-{order.index(arm)}.ckpt"
+            if arm == "ours":
+                seconds[arm].append(_timed(trainer, lambda path=path: trainer.save_checkpoint(path)))  # type: ignore[misc]
+                loads = [("load, full", "full"), ("load, parent", "off")]
+                for load, mode in loads if step % 2 else loads[::-1]:
+                    trainer.strategy._saves._verification = mode  # type: ignore[attr-defined]
+                    took = _timed(trainer, lambda path=path: trainer.strategy.load_checkpoint(path))  # type: ignore[misc]
+                    seconds[load].append(took)
+                seconds["bytes"].append(_size(path))
+            else:
+                forced = arm == "parent, on disk"
+                call = lambda path=path, forced=forced: save_as_parent(trainer, path, forced=forced)  # noqa: E731
+                seconds[arm].append(_timed(trainer, call))
+            os.sync()  # what one way leaves to be written does not slow the next one down
+            trainer.strategy.barrier("benchmark")
+            if rank == 0:
+                trainer.strategy.remove_checkpoint(path)
+
+    _fit(name, folder, layers, _AfterSteps(measure, rounds))
+    return seconds
+
+
+def _save_behind(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
+    """Rounds of steps, every second one with a save in the background at its beginning."""
+    found: dict[str, list[float]] = {kind: [] for kind in ("stall", "with", "without", "copies")}
+    began_at, before_bytes = 0.0, [0]
+
+    def measure(trainer: pl.Trainer, step: int) -> None:
+        nonlocal began_at
+        strategy: Any = trainer.strategy
+        number, place = divmod(step, _STEPS_BEHIND)
+        saves = number % 2 == 1
+        if place == 0:
+            strategy.barrier("benchmark")
+            began_at = time.perf_counter()
+            if saves:
+                before_bytes[0] = _reset_peak()
+                found["stall"].append(_timed(trainer, lambda: trainer.save_checkpoint(f"{folder}/{number}.ckpt")))
+        if place == _STEPS_BEHIND - 1:
+            strategy.barrier("benchmark")
+            found["with" if saves else "without"].append(time.perf_counter() - began_at)
+            if saves:
+                strategy.settle_save()
+                written = _size(f"{folder}/{number}.ckpt") / (1 if Path(f"{folder}/{number}.ckpt").is_file() else 2)
+                found["copies"].append((_status("VmHWM") - before_bytes[0]) / written)
+
+    _fit(name, folder, layers, _AfterSteps(measure, 2 * rounds * _STEPS_BEHIND), async_save=True)
+    return found
+
+
+def _size(path: str) -> int:
+    return sum(entry.size_bytes for entry in read_manifest(Path(path)).files)
+
+
+def _reset_peak() -> int:
+    """Bytes in memory now; from here the peak is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -107,7 +107,9 @@ def _held(trainer: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _local(plain_name(name), parameter)
     for index, optimizer in enumerate(trainer.optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the one that has the state
-        for number, parameter in enumerate(p for group in getattr(inner, "param_groups", ()) for p in group["params"]):
+        held = [parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"]]
+        # ZeRO-3 gives them to the optimizer for the length of a step only; their state stays.
+        for number, parameter in enumerate(dict.fromkeys([*held, *getattr(inner, "state", {})])):
             if id(parameter) not in known:
                 yield from _local(f"weights {number} of optimizer {index}", parameter)
         for number, state in enumerate(getattr(inner, "state", {}).values()):

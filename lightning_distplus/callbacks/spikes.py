@@ -57,14 +57,14 @@ class SpikeCheck(Check):
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Keeps the loss, and of which samples it is."""
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach() if loss.numel() == 1 else loss.detach().sum())
         self._samples += self.run.sample_ids() or []
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """The check for what is not finite has just waited for the device."""
         if self._losses:
             scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-            loss = float(torch.stack([one.float().sum() for one in self._losses]).sum())
+            loss = float(self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum())
             self._said = {"loss": loss / scale, "gradient_norm": self._norm() / scale}
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Fingerprints of tensors: 64 bits of their exact bytes, computed on their device at the speed of a sum.
 
-The bytes are read as 64-bit words and laid out in blocks of 256 rows and 256 columns. The sums of all rows and of all
-columns, modulo 2^64, are each mixed with their position and then added up. So a word counts by its row and by its
-column (Fletcher's idea: a plain sum, and a second one that knows the position), and the mixing keeps two flips of a
-sign bit from cancelling as they do in a linear sum. What is missed: changes that leave every row and every column sum
-of a block as it is (four changed words at the corners of a rectangle), and one pair of contents in 2^64.
+On a CPU that is XXH3, which reads as fast as memory delivers. Elsewhere it is made of torch's reductions: the bytes are
+read as 64-bit words and laid out in blocks of 256 rows and 256 columns. The sums of all rows and of all columns, modulo
+2^64, are each mixed with their position and then added up. So a word counts by its row and by its column (Fletcher's
+idea: a plain sum, and a second one that knows the position), and the mixing keeps two flips of a sign bit from
+cancelling as they do in a linear sum. What reductions miss: changes that leave every row and every column sum of a
+block as it is (four changed words at the corners of a rectangle). Both miss one pair of contents in 2^64.
 
 ``torch.hash_tensor`` is no fingerprint: it is an XOR, blind to a swap, to the same flip in two elements, and to a
 constant tensor that turns into NaN.
@@ -16,9 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import Tensor
 
-__all__ = ["WORD_BYTES", "Piece", "Windows", "fingerprint", "fingerprint_of_each", "row_sums", "words_of"]
+__all__ = [
+    "WORD_BYTES",
+    "Piece",
+    "Windows",
+    "fingerprint",
+    "fingerprint_of_each",
+    "from_reductions",
+    "row_sums",
+    "words_of",
+]
 
 WORD_BYTES = 8
 
@@ -131,6 +142,20 @@ def _whole_words(size_bytes: int, element_size: int) -> int:
 
 def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint of several tensors of one device: a 0-dim int64 there."""
+    return _xxh3(tensors) if tensors[0].device.type == "cpu" else from_reductions(tensors)
+
+
+def _xxh3(tensors: Sequence[Tensor]) -> Tensor:
+    hasher = xxhash.xxh3_64()
+    for tensor in tensors:
+        if tensor.numel() and tensor.untyped_storage().nbytes():
+            hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    value = hasher.intdigest()
+    return torch.tensor(value - (1 << 64) if value >> 63 else value)
+
+
+def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
+    """The same without XXH3, on any device: a 0-dim int64 there."""
     small = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() < _SMALL_WORDS * WORD_BYTES]
     large = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() >= _SMALL_WORDS * WORD_BYTES]
     sums: list[Tensor] = []

@@ -51,11 +51,9 @@ class Mailbox:
         """The same loss, whose backward also puts this rank's number into the mailbox."""
         self._sent = number % _MODULUS
         self.parameter.grad = None
-        slots = torch.zeros_like(self.parameter)
-        first = self._rank * _CHUNKS
-        slots[first : first + _CHUNKS] = torch.tensor(
-            [(self._sent >> (_BITS * chunk)) % (1 << _BITS) for chunk in range(_CHUNKS)], dtype=slots.dtype
-        )
+        slots = torch.zeros_like(self.parameter, requires_grad=False)
+        for chunk in range(_CHUNKS):  # filled one by one: a copy from the host would wait for a device
+            slots[self._rank * _CHUNKS + chunk].fill_((self._sent >> (_BITS * chunk)) % (1 << _BITS))
         tied: torch.Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
         return tied
 
@@ -71,11 +69,12 @@ class Mailbox:
 
     def read(self, content: torch.Tensor) -> Letter:
         """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks."""
-        values = (content * self._size).tolist()
-        numbers = [self._decode(values[rank * _CHUNKS : (rank + 1) * _CHUNKS]) for rank in range(self._size)]
-        others = [value for slot, value in enumerate(values) if slot // _CHUNKS != self._rank]
-        mine = content[self._rank * _CHUNKS : (self._rank + 1) * _CHUNKS].tolist()
-        is_local = self._sent > 0 and not any(others) and self._decode(mine) == self._sent
+        found = content.tolist()
+        values = [value * self._size for value in found]
+        numbers = [self._decode(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
+        first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
+        has_others = any(values[:first]) or any(values[last:])
+        is_local = self._sent > 0 and not has_others and self._decode(found[first:last]) == self._sent
         return Letter(numbers, is_summed=not is_local)
 
     @staticmethod

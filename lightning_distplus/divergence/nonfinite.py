@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 __all__ = ["BucketHook", "FlaggingReduceScatter", "LocalGradients", "NonFinite", "Section", "name_at"]
+
+_BLOCK = 1 << 18  # elements; a few fit into a core's second cache
 
 # torch 2.13 gave it a new name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -61,7 +63,7 @@ class Section:
     numel: int
 
 
-def name_at(sections: Iterable[Section], index: int) -> str | None:
+def name_at(sections: Sequence[Section], index: int) -> str | None:
     """Whose element this is."""
     for section in sections:
         if index < section.numel:
@@ -92,7 +94,7 @@ class LocalGradients:
         self.found: NonFinite | None = None
         self._describe = describe
         self._may_overflow = gradients_may_overflow
-        self._norms: list[Tensor] = []
+        self._norms: list[float | Tensor] = []
         self._pending: list[tuple[Tensor, str, Callable[[], str | None]]] = []
         self._is_finite: Tensor | None = None
 
@@ -108,7 +110,7 @@ class LocalGradients:
         if loss.device.type != "cpu":
             self._wait_for(torch.isfinite(loss.detach()).all(), "loss", lambda: None)
             return
-        value = float(loss.detach().sum())
+        value = float(loss.detach() if loss.numel() == 1 else loss.detach().sum())
         if not math.isfinite(value):
             self._remember("loss", value)
 
@@ -126,8 +128,8 @@ class LocalGradients:
             return self._look_on_device(gradient, name_of)
         if self.found is not None:
             return False
-        norm = torch.linalg.vector_norm(gradient)
-        if not math.isfinite(float(norm)) and not self._may_overflow:
+        norm = _norm(gradient)
+        if not math.isfinite(norm) and not self._may_overflow:
             index = _first_non_finite(gradient)
             if index is not None:
                 self._remember("gradient", float(gradient.reshape(-1)[index]), name_of(index))
@@ -159,7 +161,9 @@ class LocalGradients:
         """The norm of all gradients seen since ``reset``; of this rank alone. NaN when it had to drop some."""
         if self.found is not None or not self._norms:
             return math.nan
-        return float(torch.linalg.vector_norm(torch.stack([norm.float() for norm in self._norms])))
+        here = [norm for norm in self._norms if isinstance(norm, float)]
+        there = [norm for norm in self._norms if not isinstance(norm, float)]
+        return math.hypot(*here, float(torch.linalg.vector_norm(torch.stack(there))) if there else 0.0)
 
     def reset(self) -> None:
         """A new step begins."""
@@ -209,16 +213,19 @@ class BucketHook:
         self._is_retired = False
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Examines a ``GradBucket``, divides it by the number of ranks and starts its all-reduce."""
+        """Examines a ``GradBucket``, scales it by the number of ranks and starts its all-reduce."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        if not self._is_retired:
+        size = dist.get_world_size(self._group)
+        if self._is_retired:
+            buffer.mul_(1 / size)
+        else:
             self._sent.append((buffer, parameters[0]))
             keeps: bool | Tensor = True
-            for part, sections in self._parts(buffer, parameters):
-                keeps = self._gradients.look_at(part, partial(name_at, sections))
+            for part, own in self._parts(buffer, parameters):
+                looked = self._look_and_scale(part, own, size)
+                keeps = looked if own else keeps
             _fill_unless(keeps, buffer, 0.0)
             _fill_unless(keeps, buffer[:1], torch.nan)
-        buffer.div_(dist.get_world_size(self._group))
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])
@@ -231,7 +238,9 @@ class BucketHook:
         """After a backward: whether some rank has sent the flag; the same answer on all ranks. Takes the flag away."""
         if not self._sent:
             return False
-        flags: list[bool] = torch.stack([buffer[0].isnan() for buffer, _ in self._sent]).tolist()
+        firsts = [buffer[0] for buffer, _ in self._sent]
+        values = [float(firsts[0])] if len(firsts) == 1 else torch.stack(firsts).tolist()
+        flags = [value != value for value in values]
         for is_flagged, (buffer, parameter) in zip(flags, self._sent, strict=True):
             if is_flagged:
                 buffer[0] = 0
@@ -240,22 +249,30 @@ class BucketHook:
         self._sent.clear()
         return any(flags)
 
+    def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
+        """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
+        keeps: bool | Tensor = True
+        blocks = torch.split(part, _BLOCK) if part.device.type == "cpu" else [part]
+        for number, block in enumerate(blocks):
+            if own:
+                keeps = self._gradients.look_at(block, partial(self._name_at, own, number * _BLOCK))
+            block.mul_(1 / size)  # as DDP does: a division gives other bits, and is slower
+        return keeps
+
     def _parts(
         self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter]
-    ) -> Iterator[tuple[Tensor, Iterable[Section]]]:
-        """The model's gradients in a bucket: without what only rides along and would spoil the norm."""
-        riders = [place for place, parameter in enumerate(parameters) if id(parameter) not in self._names]
+    ) -> Iterator[tuple[Tensor, Sequence[torch.nn.Parameter]]]:
+        """The model's gradients in a bucket, and, without parameters, what rides along and would spoil the norm."""
         begin = 0
-        for first, last in itertools.pairwise([-1, *riders, len(parameters)]):
-            own = parameters[first + 1 : last]
-            offset = begin + sum(parameter.numel() for parameter in own) if riders else buffer.numel()
-            if own:
-                yield buffer[begin:offset], self._sections(own)
-            begin = offset + (parameters[last].numel() if last < len(parameters) else 0)
+        for is_own, group in itertools.groupby(parameters, lambda parameter: id(parameter) in self._names):
+            own = list(group)
+            end = begin + sum(parameter.numel() for parameter in own)
+            yield buffer[begin:end], own if is_own else []
+            begin = end
 
-    def _sections(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[Section]:
-        """Made only when something is found."""
-        return (Section(self._names[id(parameter)], parameter.numel()) for parameter in parameters)
+    def _name_at(self, own: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
+        sections = [Section(self._names[id(parameter)], parameter.numel()) for parameter in own]
+        return name_at(sections, begin + index)
 
 
 class FlaggingReduceScatter:
@@ -297,6 +314,14 @@ class FlaggingReduceScatter:
         if sum(section.numel for section in sections) != columns:  # some had no gradient in this backward
             return " or ".join(section.name for section in sections)
         return name_at(sections, column)
+
+
+def _norm(gradient: Tensor) -> float:
+    """The norm of a gradient on the CPU; not finite where an element is not, or its square is too large."""
+    if gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64):
+        flat = gradient.view(-1)
+        return math.sqrt(torch.dot(flat, flat))  # at twice the speed out of a cache
+    return float(torch.linalg.vector_norm(gradient))
 
 
 def _first_non_finite(gradient: Tensor) -> int | None:

@@ -46,21 +46,27 @@ class Window:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_SIZE)
         self._peaks: deque[float] = deque(maxlen=_PEAKS)
+        self._top = 0.0
+        """The largest of them."""
 
     def judge(self, values: Sequence[float]) -> list[Outlier]:
         """Compares one step's value of each rank with the window, then keeps it there.
 
         A step in which some value is not finite is neither judged nor kept.
         """
-        largest = max(values)
-        peak = max(largest, -min(values))
-        if not math.isfinite(peak) or any(value != value for value in values):
+        if not math.isfinite(sum(values)):
             return []
-        is_new = len(self._steps) >= _LEAST and largest > _LEAST_RATIO * max(self._peaks)
+        largest = max(values)
+        is_new = len(self._steps) >= _LEAST and largest > _LEAST_RATIO * self._top
         found = self._outliers(np.asarray(values)) if is_new else []
         self._steps.append(tuple(values))
-        self._peaks.append(peak)
+        self._keep_peak(max(largest, -min(values)))
         return found
+
+    def _keep_peak(self, peak: float) -> None:
+        leaves = self._peaks[0] if len(self._peaks) == _PEAKS else -math.inf
+        self._peaks.append(peak)
+        self._top = max(self._peaks) if leaves == self._top else max(self._top, peak)
 
     def _outliers(self, values: np.ndarray) -> list[Outlier]:
         held = np.asarray(self._steps)  # (steps, ranks)
@@ -71,7 +77,7 @@ class Window:
         if held.min() >= 0:
             past, now = np.arcsinh(10 * past), np.arcsinh(10 * now)
         found = []
-        for rank in np.flatnonzero(values > _LEAST_RATIO * max(self._peaks)).tolist():
+        for rank in np.flatnonzero(values > _LEAST_RATIO * self._top).tolist():
             z = _z(past[:, rank], now[rank])
             if len(values) > 1:
                 others = np.delete(past, rank, axis=1), np.delete(now, rank)

@@ -778,9 +778,19 @@ def test_manual_optimization_with_two_optimizers_gives_no_alarm(name: str, tmp_p
     assert spawn(drive_by_hand, 2, args=(name, str(tmp_path)), deadline="40s").check().results == {0: 40, 1: 40}
 
 
-def quiet_zero(rank: int, folder: str) -> int:
-    return fit(rank, "ResilientDeepSpeed", folder, max_steps=20).global_step
+def quiet_zero(rank: int, stage: int, steps: int, folder: str) -> tuple[int, dict[str, float]]:
+    monitor = RankDivergenceMonitor(parameters_every_n_steps=5, state_at_rest=True)
+    data = {"train_dataloaders": own_loader(rank), "val_dataloaders": own_loader(rank, 8)}
+    saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=10)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 14, "enable_checkpointing": True}
+    trainer = fit(
+        rank, "ResilientDeepSpeed", folder, saver, data=data, monitor=monitor, max_steps=steps,
+        strategy={"stage": stage}, **options,
+    )  # fmt: skip
+    return trainer.global_step, {name: value for name, value in monitor.metrics().items() if value}
 
 
-def test_zero_gives_no_alarm(tmp_path: Path) -> None:
-    assert spawn(quiet_zero, 2, args=(str(tmp_path),), deadline="55s").check().results == {0: 20, 1: 20}
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_gives_no_alarm(stage: int, tmp_path: Path) -> None:
+    results = spawn(quiet_zero, 2, args=(stage, 20, str(tmp_path)), deadline="55s").check().results
+    assert results == {0: (20, {}), 1: (20, {})}

@@ -155,12 +155,16 @@ class BadSample(Dataset[torch.Tensor]):
         return torch.ones(jobs.NUM_FEATURES)
 
 
-def train_with_workers(folder: str, rank: int, number: int, raises: bool, deadline_s: float) -> None:
+def train_with_workers(
+    folder: str, rank: int, number: int, raises: bool, deadline_s: float, context: str = "fork"
+) -> None:
     timeout = {"step": deadline_s, "setup": "60s"}
     strategy = jobs.strategy("ResilientDDP", timeout=timeout)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[FaultCallback()])
+    num_workers = 2 if context == "fork" else 1  # each of the others loads torch
     data = BadSample(rank, number, f"{folder}/fired", raises)
-    trainer.fit(jobs.Model(), DataLoader(data, batch_size=4, num_workers=2))
+    loader = DataLoader(data, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
+    trainer.fit(jobs.Model(), loader)
 
 
 def runs(pid: str) -> bool:
@@ -180,9 +184,10 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert seconds < 6
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(context: str, tmp_path: Path) -> None:
     # Of rank 0: its workers hold copies of the connections to the store that it serves.
-    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, 40, False, DEADLINE_S), deadline="50s")
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, 40, False, DEADLINE_S, context), deadline="100s")
     verdict = verdict_in(tmp_path)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sample"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.divergence.fingerprint import fingerprint_of_each
+from lightning_distplus.divergence.nonfinite import BucketHook, LocalGradients
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
@@ -266,6 +268,42 @@ def test_a_shard_that_changes_between_two_steps_is_named_by_the_rank_that_holds_
     assert f"between step {STEP} and the next one" in result.logs[0]
 
 
+class Rots(Callback):
+    """Memory that changes by itself on rank 1, between two steps: what ZeRO keeps on that rank alone."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank != 1 or trainer.global_step != STEP:
+            return
+        inner = trainer.optimizers[0].optimizer
+        held = {
+            "weights": lambda: next(iter(inner.state)),
+            "moments": lambda: next(iter(inner.state.values()))["exp_avg_sq"],
+            "shard": lambda: next(pl_module.parameters()).ds_tensor,
+        }
+        held[self.what]().detach().view(-1)[:1].add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "parameter"),
+    [
+        ("zero2", "weights", "weights 0 of optimizer 0"),
+        ("zero2", "moments", "exp_avg_sq of tensor 0 of optimizer 0"),
+        ("zero3", "weights", "weights 0 of optimizer 0"),
+        ("zero3", "shard", "net.0.weight"),
+    ],
+)
+def test_what_zero_keeps_on_one_rank_is_named_when_it_changes_between_two_steps(
+    name: str, what: str, parameter: str, tmp_path: Path
+) -> None:
+    job = partial(train, name=name, folder=str(tmp_path), policy="raise", state_at_rest=True, callbacks=[Rots(what)])
+    result = spawn(job, 2, deadline="50s")
+    verdict = require_named(result, tmp_path, "state_at_rest")
+    assert (verdict["parameter"], verdict["global_step"]) == (parameter, STEP)
+
+
 class Memory(Logger):
     """Keeps what is logged."""
 
@@ -362,6 +400,31 @@ def train_twice(name: str, folder: str) -> list[list[Any]]:
 def test_a_monitored_run_is_bit_for_bit_the_unmonitored_one(name: str, tmp_path: Path) -> None:
     for alone, monitored in spawn(train_twice, 2, args=(name, str(tmp_path))).check().results.values():
         assert alone == monitored
+
+
+def mean_gradients(rank: int, folder: str) -> list[list[float]]:
+    """Those of plain DDP on three ranks, with and without the hook; the mailbox would change the order of the sum."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
+    found = []
+    for is_hooked in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(64, 64)
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        if is_hooked:
+            names = {id(parameter): name for name, parameter in net.named_parameters()}
+            hook = BucketHook(LocalGradients(), names, model.process_group)
+            model.register_comm_hook(None, lambda state, bucket, hook=hook: hook(state, bucket))
+        torch.manual_seed(rank + 1)
+        model(torch.randn(16, 64)).pow(2).mean().backward()
+        found.append(net.weight.grad.flatten().tolist())
+        del model
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_mean_over_three_ranks_has_the_bits_that_ddp_gives_without_a_hook(tmp_path: Path) -> None:
+    for stock, hooked in spawn(mean_gradients, 3, args=(str(tmp_path),), deadline="40s").check().results.values():
+        assert hooked == stock
 
 
 def train_with_scaler(folder: str, value: float | None) -> dict[str, Any]:

@@ -83,9 +83,23 @@ def test_what_rides_along_in_a_bucket_is_no_gradient() -> None:
     names = {id(weights[0]): "first", id(weights[2]): "last"}
     hook = BucketHook(LocalGradients(), names, None)
     buffer = torch.arange(9.0)
-    parts = [(part.tolist(), [one.name for one in sections]) for part, sections in hook._parts(buffer, weights)]
-    assert parts == [([0, 1, 2], ["first"]), ([5, 6, 7, 8], ["last"])]
+    parts = [(part.tolist(), [len(one) for one in own]) for part, own in hook._parts(buffer, weights)]
+    assert parts == [([0, 1, 2], [3]), ([3, 4], []), ([5, 6, 7, 8], [4])]
     (whole,) = hook._parts(buffer[:7], [weights[0], weights[2]])
     assert whole[0].tolist() == [0, 1, 2, 3, 4, 5, 6]
-    (after,) = hook._parts(buffer[:5], [weights[1], weights[0]])
-    assert after[0].tolist() == [2, 3, 4]
+
+
+def test_a_large_bucket_is_examined_in_blocks_as_if_at_once() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (300_000, 300_000)]
+    gradients = LocalGradients()
+    hook = BucketHook(gradients, {id(weight): name for weight, name in zip(weights, "ab", strict=True)}, None)
+    bucket = torch.randn(600_000)
+    norm, half = float(bucket.norm()), bucket / 2
+    ((part, own),) = hook._parts(bucket, weights)
+    assert hook._look_and_scale(part, own, 2) is True
+    assert torch.equal(bucket, half)
+    assert gradients.norm() == pytest.approx(norm, rel=1e-4)
+    bucket[599_999] = math.nan
+    assert hook._look_and_scale(part, own, 2) is False
+    assert gradients.found is not None
+    assert gradients.found.parameter == "b"

@@ -211,7 +211,7 @@ def test_the_death_of_rank_0_which_serves_the_store_is_named_although_its_data_w
     assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
     assert "rank 0" in result.logs[1]
     assert not runs((tmp_path / "fired").read_text().split()[1])
-    assert seconds < 6
+    assert seconds < 20  # a second or two; without the tie, the deadline
 
 
 def hang_in_stock(folder: str) -> tuple[str, float]:

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-FAULT_STEP = 25
+FAULT_STEP = 12
 GUILTY = 1
 _STEP_S = 0.1
 
@@ -71,7 +71,7 @@ def main(arm: str, fault: str, folder: Path, deadline_s: float) -> None:
     """Trains 60 steps; a later attempt resumes from the newest checkpoint."""
     callbacks: list[Callback] = [
         Journal(folder, fault),
-        ModelCheckpoint(dirpath=folder / "saved", filename="{step:04d}", every_n_train_steps=10, save_top_k=-1),
+        ModelCheckpoint(dirpath=folder / "saved", filename="{step:04d}", every_n_train_steps=5, save_top_k=-1),
     ]
     strategy: Any = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=deadline_s))
     if arm == "ours":

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-FAULT_STEP = 25
+FAULT_STEP = 12
 GUILTY = 1
 _STEP_S = 0.1
 _NUM_STEPS = 1000
@@ -24,7 +24,7 @@ def launch(fault: str, folder: Path, deadline_s: str) -> None:
     """A lighthouse, and two replicas of one process each; ends them when it is told to end."""
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
     command = [sys.executable, __file__, fault, str(folder), deadline_s]
     replicas = [subprocess.Popen([*command, str(replica), address]) for replica in range(2)]
@@ -53,7 +53,6 @@ def train(fault: str, folder: Path, deadline_s: float, replica: int, lighthouse:
         state_dict=net.state_dict,
         min_replica_size=1,
         timeout=timedelta(seconds=deadline_s),
-        quorum_timeout=timedelta(seconds=deadline_s),
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
@@ -61,7 +60,6 @@ def train(fault: str, folder: Path, deadline_s: float, replica: int, lighthouse:
         lighthouse_addr=lighthouse,
         replica_id=f"replica-{replica}",
         hostname="127.0.0.1",
-        quorum_retries=_NUM_STEPS,
     )
     model = DistributedDataParallel(manager, net)
     optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.01))

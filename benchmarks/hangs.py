@@ -1,7 +1,9 @@
 """From a fault on one of two ranks to the name of the guilty one, and to the next training step, against others.
 
-Each arm trains the same job below its own launcher, with the same deadline and one restart. NVIDIA's resiliency
-extension needs an environment of its own: ``DISTPLUS_RIVALS_PYTHON`` names its interpreter, else that arm is left out.
+Each arm trains the same job below its own launcher, with the same deadline and one restart; torchft, which replaces no
+process, has its own job, and trains on with the replica that is left. The rivals need an environment of their own, of
+which ``DISTPLUS_RIVALS_PYTHON`` names the interpreter, else they are left out: torch 2.13.0, and then lightning 2.6.6,
+nvidia-resiliency-ext 0.4.1 and torchft 0.2.0. Three jobs run at a time, of all arms in turn: most of them wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -21,10 +24,14 @@ from benchmarks.figures import Figure, median
 
 __all__ = ["run"]
 
-_DEADLINE_S = 8.0
+_DEADLINE_S = 4.0
 _FAULTS = ("stop", "hang", "kill")
 _JOB = Path(__file__).parent / "hang_job.py"
-_LONGEST_S = 150.0
+_TORCHFT_JOB = _JOB.with_name("hang_torchft.py")
+_RIVALS = ("nvrx", "torchft")
+_AT_ONCE = 3
+_LONGEST_S = 90.0
+_LONGEST_TORCHFT_S = 45.0
 # How the monitors of NVIDIA's launcher speak of a rank that they have found silent.
 _FLAGGED = re.compile(r"RankMonServer\d+@[^:]*:(\d+)\] Did not get \w+ heartbeat")
 
@@ -40,11 +47,16 @@ class _Outcome:
 
 def run(quick: bool) -> list[Figure]:
     """Three runs of each fault and arm (quick: one)."""
-    figures = []
-    for arm in ("ours", "stock", *(["nvrx"] if _rivals_python() else [])):
-        for fault in _FAULTS:
-            figures += _figures(arm, fault, [_measure(arm, fault) for _ in range(1 if quick else 3)])
-    return figures
+    arms = ("ours", "stock", *(("nvrx", "torchft") if _rivals_python() else ()))
+    cases = [(arm, fault) for _ in range(1 if quick else 3) for fault in _FAULTS for arm in arms]
+    with ThreadPoolExecutor(_AT_ONCE) as at_once:
+        seen = list(zip(cases, at_once.map(lambda case: _measure(*case), cases), strict=True))
+    return [
+        figure
+        for arm in arms
+        for fault in _FAULTS
+        for figure in _figures(arm, fault, [outcome for case, outcome in seen if case == (arm, fault)])
+    ]
 
 
 def _figures(arm: str, fault: str, outcomes: list[_Outcome]) -> list[Figure]:
@@ -75,16 +87,17 @@ def _measure(arm: str, fault: str) -> _Outcome:
         output = home / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
-                [*_launcher(arm), str(_JOB), arm, fault, folder, str(_DEADLINE_S)],
+                [*_launcher(arm), *([] if arm == "torchft" else [str(_JOB), arm]), fault, folder, str(_DEADLINE_S)],
                 stdout=file, stderr=subprocess.STDOUT, cwd=_JOB.parents[1], env=_environment(arm),
             )  # fmt: skip
-            flagged_at = _watch(process, home, output if arm == "nvrx" else None)
+            longest_s = _LONGEST_TORCHFT_S if arm == "torchft" else _LONGEST_S
+            flagged_at = _watch(process, home, output if arm == "nvrx" else None, longest_s)
         return _outcome(home, output.read_text(), flagged_at)
 
 
-def _watch(process: subprocess.Popen[bytes], home: Path, output: Path | None) -> float | None:
+def _watch(process: subprocess.Popen[bytes], home: Path, output: Path | None, longest_s: float) -> float | None:
     """Waits until a later attempt trains, then ends the job; when the launcher first spoke of a silent rank."""
-    flagged_at, end = None, time.time() + _LONGEST_S
+    flagged_at, end = None, time.time() + longest_s
     while process.poll() is None and time.time() < end:
         if output is not None and flagged_at is None and _FLAGGED.search(output.read_text()):
             flagged_at = time.time()
@@ -124,7 +137,9 @@ def _journal(home: Path) -> list[tuple[float, str, int, int]]:
 
 
 def _launcher(arm: str) -> list[str]:
-    python = _rivals_python() if arm == "nvrx" else sys.executable
+    python = _rivals_python() if arm in _RIVALS else sys.executable
+    if arm == "torchft":
+        return [python, str(_TORCHFT_JOB)]
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -144,5 +159,5 @@ def _rivals_python() -> str:
 
 
 def _environment(arm: str) -> dict[str, str]:
-    changed = {"PYTHONPATH": "" if arm == "nvrx" else str(_JOB.parents[1]), "OMP_NUM_THREADS": "1"}
+    changed = {"PYTHONPATH": "" if arm in _RIVALS else str(_JOB.parents[1]), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **changed}

@@ -99,6 +99,8 @@ class BatchGate:
         """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
         self.has_saved: Callable[[], bool] = lambda: False
         """Asked at each gate: whether a save in the background has ended on this rank."""
+        self.is_late: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has come close to a deadline, which should grow."""
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
@@ -198,6 +200,8 @@ class BatchGate:
         wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
         if self.has_saved():
             wishes |= Wish.SAVED
+        if self.is_late():
+            wishes |= Wish.LATE
         return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
 
     # -- where all must stand ----------------------------------------------------------------------------------------

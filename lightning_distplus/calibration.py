@@ -1,8 +1,9 @@
-"""``timeout="auto"``: deadlines measured in the first steps of a run, on all ranks."""
+"""``timeout="auto"``: deadlines that follow what steps, validations and saves take, on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,21 +15,46 @@ __all__ = ["AUTO", "Calibration"]
 AUTO = "auto"
 
 MEASURED_GATES = 50
+_MOST_GATES = 1000
+_REVIEW_EVERY_S = 10.0
 _FACTOR = 20.0
 _FLOOR = timedelta(seconds=60)
+_FALL = 0.2  # how much of the way down to what is measured now a deadline goes at each review
+_LATE_SHARE = 0.25  # of a deadline; a run of which a part takes longer is reviewed at the next gate
+_LEAST_CHANGE = 0.1
 _MEASURED = (Phase.STEP, Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 class Calibration:
-    """The largest duration of each phase over all ranks, times 20, at least one minute, at most the static default.
+    """The largest duration of each phase over all ranks, times a factor, at least a minute, at most the static default.
 
-    A hang in the first steps is still bounded by the static defaults. A phase that did not occur in the first 50 steps
-    keeps its default.
+    A run that becomes slower gets its longer deadline at once, one that becomes faster step by step (an exponential
+    moving average). A hang in the first steps is bounded by the static defaults, and so is every later one: no deadline
+    is ever longer. A phase that has not occurred keeps its default.
+
+    Args:
+        factor: How much longer than the longest a deadline is.
+        floor: The shortest deadline.
+        gates: After how many steps the ranks compare for the first time, and at least from one review to the next.
+        review_every_s: About how many seconds lie between two reviews.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        factor: float = _FACTOR,
+        floor: timedelta = _FLOOR,
+        gates: int = MEASURED_GATES,
+        review_every_s: float = _REVIEW_EVERY_S,
+    ) -> None:
+        self._factor = factor
+        self._floor = floor
+        self._review_every_s = review_every_s
+        self._gates = self._gates_left = gates
+        self._seen_s: dict[str, float] = {}
         self._longest_s: dict[str, float] = {}
-        self._gates = 0
+        self.is_late = False
+        """Whether a phase has taken so long on this rank that its deadline should not wait for the next review."""
         self.deadlines_s: dict[str, float] = {}
         """What was found, by phase, in seconds; empty until then. Goes into the checkpoint."""
         self.reasons: dict[str, str] = {}
@@ -36,40 +62,67 @@ class Calibration:
 
     def note(self, phase: Phase, seconds: float) -> None:
         """Notes one duration of a phase on this rank."""
-        self._longest_s[phase.value] = max(seconds, self._longest_s.get(phase.value, 0.0))
+        self._seen_s[phase.value] = max(seconds, self._seen_s.get(phase.value, 0.0))
+        self.is_late = self.is_late or seconds > _LATE_SHARE * self.deadlines_s.get(phase.value, math.inf)
 
-    def is_due(self) -> bool:
-        """Counts a gate; whether all ranks compare their durations at this one."""
-        self._gates += 1
-        return not self.deadlines_s and self._gates == MEASURED_GATES
+    def is_due(self, *, somebody_is_late: bool = False) -> bool:
+        """Counts a gate; whether all ranks compare their durations at this one. All ranks get the same answer."""
+        self._gates_left -= 1
+        return somebody_is_late or self._gates_left <= 0
 
-    def of_this_rank(self) -> dict[str, Any]:
-        """The longest durations here, to be gathered."""
-        return dict(self._longest_s)
+    def take(self) -> dict[str, float]:
+        """The longest durations here since the last review, to be gathered."""
+        seen, self._seen_s, self.is_late = self._seen_s, {}, False
+        return seen
 
-    def settle(self, of_all_ranks: Iterable[Mapping[str, Any]]) -> Timeouts:
-        """The deadlines that follow from the durations of all ranks, in rank order."""
-        ranks = list(of_all_ranks)
-        default = Timeouts()
+    def settle(self, of_all_ranks: Sequence[Mapping[str, Any]]) -> bool:
+        """Takes the durations of all ranks, in rank order.
+
+        Returns:
+            Whether a deadline has become another one; a change of less than a tenth is none.
+        """
+        has_changed = False
         for phase in _MEASURED:
-            seconds = {rank: told[phase.value] for rank, told in enumerate(ranks) if phase.value in told}
-            if not seconds:
-                self.reasons[phase.value] = f"the default: none in the first {MEASURED_GATES} steps"
-                continue
-            slowest = max(seconds, key=seconds.__getitem__)
-            wanted, limit = timedelta(seconds=_FACTOR * seconds[slowest]), default.deadline(phase)
-            bound = "; that is the least" if wanted < _FLOOR else "; the default is the most" if wanted > limit else ""
-            self.deadlines_s[phase.value] = min(max(_FLOOR, wanted), limit).total_seconds()
-            self.reasons[phase.value] = (
-                f"{_FACTOR:g} times the longest, {seconds[slowest]:.2f} s on rank {slowest}{bound}"
-            )
-        return self.timeouts()
+            name, found = phase.value, self._review(phase, of_all_ranks)
+            if found is None:
+                self.reasons.setdefault(name, f"the default: none in the first {self._gates} steps")
+            elif self._differs(phase, found[0]):
+                self.deadlines_s[name], self.reasons[name] = found
+                has_changed = True
+        self._gates_left = self._gates_to_next()
+        return has_changed
 
-    def adopt(self, deadlines_s: Mapping[str, float]) -> Timeouts:
+    def _review(self, phase: Phase, ranks: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
+        """The deadline of a phase, and why; None where the phase has not occurred since the last review."""
+        seconds = {rank: float(told[phase.value]) for rank, told in enumerate(ranks) if phase.value in told}
+        if not seconds:
+            return None
+        slowest = max(seconds, key=seconds.__getitem__)
+        now, before = seconds[slowest], self._longest_s.get(phase.value, 0.0)
+        longest = now if now >= before else before + _FALL * (now - before)
+        self._longest_s[phase.value] = longest
+        wanted, limit = timedelta(seconds=self._factor * longest), Timeouts().deadline(phase)
+        basis = f"the longest, {now:.2f} s on rank {slowest}"
+        if longest != now:
+            basis = f"{longest:.2f} s, on the way down to {basis}"
+        bound = "; that is the least" if wanted < self._floor else "; the default is the most" if wanted > limit else ""
+        return min(max(self._floor, wanted), limit).total_seconds(), f"{self._factor:g} times {basis}{bound}"
+
+    def _differs(self, phase: Phase, seconds: float) -> bool:
+        last = self.deadlines_s.get(phase.value)
+        return last is None or abs(seconds - last) > _LEAST_CHANGE * last
+
+    def _gates_to_next(self) -> int:
+        """The same on all ranks, because what it follows from is."""
+        longest_s = self._longest_s.get(Phase.STEP.value, 0.0)
+        gates = self._review_every_s / longest_s if longest_s else 0.0
+        return max(self._gates, min(_MOST_GATES, math.ceil(gates)))
+
+    def adopt(self, deadlines_s: Mapping[str, float]) -> None:
         """Takes over what an earlier run has found."""
         self.deadlines_s = dict(deadlines_s)
+        self._longest_s = {name: seconds / self._factor for name, seconds in deadlines_s.items()}
         self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it")
-        return self.timeouts()
 
     def timeouts(self) -> Timeouts:
         """The defaults, with what was found in their place."""

@@ -46,6 +46,7 @@ from lightning_distplus._compat.trainer import (
     restore_checkpoint_link,
     synced_metrics,
 )
+from lightning_distplus._compat.workers import prepare_workers
 
 __all__ = [
     "FlatUnit",
@@ -70,6 +71,7 @@ __all__ = [
     "non_persistent_buffers",
     "num_collectives",
     "on_terminate",
+    "prepare_workers",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",

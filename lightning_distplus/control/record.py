@@ -25,6 +25,7 @@ class Wish(IntFlag):
     SKIP = 4
     FAILED = 8
     SAVED = 16
+    LATE = 32
 
 
 @dataclass(frozen=True, kw_only=True)

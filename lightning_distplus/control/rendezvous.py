@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import queue
 import socket
 import threading
 import time
@@ -18,11 +17,12 @@ import torch.distributed as dist
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
 from lightning_distplus.attended import is_attended
+from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, join, listen_on, port_remedy
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.control.reach import SILENCE_S, explain_silence, is_local
+from lightning_distplus.control.reach import SILENCE_S, is_local
 from lightning_distplus.control.refusals import Refusals
-from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
+from lightning_distplus.errors import PeerLost, RendezvousError
 from lightning_distplus.world import World
 
 __all__ = ["Address", "connect", "connect_over", "connected", "disconnect"]
@@ -30,12 +30,7 @@ __all__ = ["Address", "connect", "connect_over", "connected", "disconnect"]
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_CONNECT_EVERY_S = 0.05
-# A store answers in milliseconds, also while a thousand ranks come at once.
-_ANSWER_S = 3.0
-_ANSWERS_PER_S = 200  # all ranks come at once, and one thread answers them
 _SECOND_ANSWER_S = 1.5  # for rank 0, which knows already that the port is taken
-_ANSWER_MARGIN_S = 0.5
 # Bounds calls that never wait in a healthy job (get of a key that is there, clone); our waits bring their own deadline.
 _CALL_TIMEOUT = timedelta(seconds=60)
 
@@ -185,7 +180,7 @@ def _open_store(world: World, address: Address, deadline: timedelta) -> Store:
         store = _serve(world, address)
     else:
         host = _LOOPBACK if world.num_nodes == 1 and not address.is_served_by_launcher else address.host
-        store = _join(world, host, address, _await_port(world, host, address, deadline))
+        store = join(world, host, address.port, await_port(world, host, address.port, deadline))
     store.set_timeout(_CALL_TIMEOUT)
     return store
 
@@ -194,12 +189,12 @@ def _serve(world: World, address: Address) -> TCPStore:
     """Serves the store on one address only: loopback on one host, else the interface of the main address."""
     host = _LOOPBACK if world.num_nodes == 1 else address.host
     try:
-        listener = _listen(host, address.port)
+        listener = listen_on(host, address.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             _refuse_second_rank_0(host, world, address)
         raise RendezvousError(
-            f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {_port_remedy(error)}"
+            f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {port_remedy(error)}"
         ) from error
     is_elsewhere = host != _LOOPBACK and not is_local(host)
     store = TCPStore(
@@ -218,7 +213,7 @@ def _serve(world: World, address: Address) -> TCPStore:
 def _refuse_second_rank_0(host: str, world: World, address: Address) -> None:
     """Where another rank 0 serves this job's store already, both are named, there too."""
     try:
-        store = _join(world, host, address, timedelta(seconds=_SECOND_ANSWER_S))
+        store = join(world, host, address.port, timedelta(seconds=_SECOND_ANSWER_S))
     except RendezvousError:
         return  # it is no store: the port is merely taken
     _refuse_if_another_is_rank_0(store, world, address)
@@ -230,7 +225,7 @@ def _refuse_if_another_is_rank_0(store: Store, world: World, address: Address) -
     while not PrefixStore(address.prefix, store).check(["hello/0"]):
         if time.monotonic() >= end:
             return
-        time.sleep(_CONNECT_EVERY_S)
+        time.sleep(CONNECT_EVERY_S)
     _introduce(store, world, address)
 
 
@@ -248,9 +243,9 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
             socket.create_connection((address.host, address.port), timeout=1.0).close()
         except OSError as error:
             seen = error
-            time.sleep(_CONNECT_EVERY_S)
+            time.sleep(CONNECT_EVERY_S)
             continue
-        there = _join(world, address.host, address, _CALL_TIMEOUT)
+        there = join(world, address.host, address.port, _CALL_TIMEOUT)
         if not there.check(["distplus/server"]) or bytes(there.get("distplus/server")) != mine.get("distplus/server"):
             _refuse_if_another_is_rank_0(there, world, address)
             seen = "another store answers there"
@@ -262,80 +257,6 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
             f"here ({seen}). Set NODE_RANK=0 on {address.host}, or MASTER_ADDR to {world.host}, the same on every node."
         )
     log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, seen)
-
-
-def _port_remedy(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            "Another process holds the port (an earlier run that did not end?): end it, or set MASTER_PORT to a free "
-            "one on every node."
-        )
-    return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=4096)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
-        log.info("rank 0: %s is not an interface of this host; listening on all of them", host)
-        return socket.create_server(("", port), backlog=4096)
-
-
-def _await_port(world: World, host: str, address: Address, deadline: timedelta) -> timedelta:
-    """Tries until somebody listens; torch's own client overruns its time-out by seconds. Returns the time left."""
-    begin = time.monotonic()
-    end = begin + deadline.total_seconds()
-    while True:
-        try:
-            left_s = end - time.monotonic()
-            socket.create_connection((host, address.port), timeout=min(max(left_s, 0.05), 1.0)).close()
-            return timedelta(seconds=max(1.0, end - time.monotonic()))
-        except OSError as error:
-            reason = explain_silence(world, host, address.port, error) if _is_silent(begin) else None
-            if reason is not None:
-                raise RendezvousError(reason) from error
-            if time.monotonic() >= end:
-                raise PeerMissing(
-                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
-                    f"{host}:{address.port}: {error}. Rank 0 did not start, or MASTER_ADDR / MASTER_PORT differ "
-                    "between the ranks, or a firewall closes the port.",
-                    [0],
-                ) from error
-            time.sleep(_CONNECT_EVERY_S)
-
-
-def _is_silent(since: float) -> bool:
-    return time.monotonic() - since >= SILENCE_S
-
-
-def _join(world: World, host: str, address: Address, deadline: timedelta) -> TCPStore:
-    """Becomes a client of the store. On a thread, because torch's client waits for ever for a server that is silent."""
-    seconds = min(deadline.total_seconds(), _ANSWER_S + world.size / _ANSWERS_PER_S)
-    found: queue.SimpleQueue[TCPStore | dist.DistError] = queue.SimpleQueue()
-
-    def join() -> None:
-        try:
-            timeout = timedelta(seconds=seconds)
-            found.put(TCPStore(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))
-        except dist.DistError as error:
-            found.put(error)
-
-    threading.Thread(target=join, name="distplus-join", daemon=True).start()
-    try:
-        store = found.get(timeout=seconds + _ANSWER_MARGIN_S)
-    except queue.Empty:
-        store = None
-    if isinstance(store, TCPStore):
-        return store
-    raise RendezvousError(
-        f"Rank {world.rank} on {world.host} reached {host}:{address.port}, but what listens there does not answer as "
-        f"the store of a job within {seconds:g} s. Another service holds the port: end it, or set MASTER_PORT to a "
-        "free one on every node."
-    ) from store
 
 
 def _agree_on_job(store: Store, world: World, address: Address) -> None:

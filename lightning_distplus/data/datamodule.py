@@ -120,6 +120,10 @@ class ExactDataModule(pl.LightningDataModule):
         """For ``Cursor``: whether iterable data ended before a micro-batch."""
         return None
 
+    def uneven_end(self) -> str:
+        """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
+        return ""
+
     def _begin_anew(self) -> None:
         """Forgets what an earlier Trainer's position depended on."""
 

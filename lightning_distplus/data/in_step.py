@@ -64,7 +64,7 @@ class InStep(Callback):
             place = {**self.data.identity, "global_batch": cut, **asdict(here)}
             require_agreement(trainer.strategy, place)
             if trainer.is_global_zero:
-                _log.info("global batch %s", self.data.geometry.at(here.consumed_samples))
+                _log.info("global batch %s%s", self.data.geometry.at(here.consumed_samples), self.data.uneven_end())
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -303,6 +303,18 @@ class ResumableDataModule(ExactDataModule):
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(self._epoch_samples(), geometry, self._uneven)
 
+    def uneven_end(self) -> str:
+        """How many samples of each epoch are left out, or how many repeats fill its last global batch."""
+        if self._iterable is not None or is_overfitting(self.trainer):
+            return ""
+        size, global_batch = self._epoch_samples(), self.geometry.global_batch
+        rest = size % global_batch
+        if not rest:
+            return ""
+        if self._uneven == "pad":
+            return f"; {global_batch - rest} repeats of weight 0 fill each epoch of {size} samples"
+        return f"; {rest} of {size} samples are left out of each epoch"
+
     def _num_batches(self, geometry: Geometry) -> int | float:
         self._dataset("train")
         return math.inf if self._iterable is not None else super()._num_batches(geometry)

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.checkpoint.linking import link
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.background import BackgroundSave, Staging
+from lightning_distplus.strategies.calibrating import CalibratesDeadlines
 from lightning_distplus.strategies.failing_saves import FailingSaves
 from lightning_distplus.strategies.provenance import layout_of
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
-from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import Marks
 
 if TYPE_CHECKING:
@@ -31,26 +30,16 @@ else:
 __all__ = ["CommitsCheckpoints"]
 
 
-class CommitsCheckpoints(_Base):
+class CommitsCheckpoints(CalibratesDeadlines, _Base):
     """Overrides every method of a strategy that writes, reads or removes a checkpoint."""
 
-    timeouts: Timeouts | None
-    phases: Phases
     _marks: Marks
     _saves: CommittedSaves | None
-    _calibration: Calibration | None
     _failing_saves: FailingSaves
     async_save: bool
     _staging: Staging | None = None
     _in_flight: BackgroundSave | None = None
     _configuration: str | None = None
-
-    def note(self, kind: str, **fields: Any) -> None:
-        """Writes one event into the ledger."""
-        raise NotImplementedError
-
-    def _note_duration(self, phase: Phase, began_at: float) -> None:
-        raise NotImplementedError
 
     @property
     def _committed_saves(self) -> CommittedSaves:
@@ -187,11 +176,7 @@ class CommitsCheckpoints(_Base):
             lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
             fitting=self._fitting_checkpoint,
         )
-        found = self._committed_saves.loaded_deadlines_s
-        if self._calibration is not None and found:
-            self.timeouts = self._calibration.adopt(found)
-            self.phases.replace(self.timeouts)
-            self.note("calibrated", **self._calibration.to_event())
+        self._adopt_deadlines(self._committed_saves.loaded_deadlines_s)
         self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 

@@ -55,8 +55,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
 
     Args:
-        timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured in the first
-            run), or None (torch's own time-outs).
+        timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured while it
+            runs), or None (torch's own time-outs).
         preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
             checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
@@ -106,7 +106,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._saves: CommittedSaves | None = None
         self._events: EventLog | None = None
         self._first_step = 0
-        self._gate_passed_at: float | None = None
         self._validation_began_at = 0.0
         self._has_failed = False
         refuse_unknown_arguments(type(self), kwargs)
@@ -257,6 +256,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
         self._gate.has_saved = lambda: self._in_flight is not None and self._in_flight.has_ended
+        self._gate.is_late = lambda: self._is_late
         self._failing_saves.begin(self.lightning_module.trainer)
         self._committed_saves.restore_rng()
 
@@ -265,29 +265,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._marks.global_step = records[0].global_step
         if all(record.wishes & Wish.SAVED for record in records):
             self.settle_save()
-        self._calibrate()
+        self._calibrate(records)
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
-
-    def _calibrate(self) -> None:
-        """With ``timeout="auto"``: notes how long the last step took, and settles the deadlines at the 50th gate."""
-        now, last = time.monotonic(), self._gate_passed_at
-        self._gate_passed_at = now
-        if self._calibration is None:
-            return
-        if last is not None and self.phases.current is Phase.STEP:
-            self._calibration.note(Phase.STEP, now - last)
-        if self._calibration.is_due():
-            durations = self._calibration.of_this_rank()
-            ranks = self.plane.gather_json("calibration", durations, self.phases.patience)
-            self.timeouts = self._calibration.settle(ranks)
-            self.phases.replace(self.timeouts)
-            self.note("calibrated", **self._calibration.to_event())
-            log.info("rank %d: %s", self.global_rank, self._calibration.describe())
-
-    def _note_duration(self, phase: Phase, began_at: float) -> None:
-        if self._calibration is not None:
-            self._calibration.note(phase, time.monotonic() - began_at)
 
     def on_train_end(self) -> None:
         """The parent's part.

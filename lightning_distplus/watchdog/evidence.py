@@ -56,6 +56,11 @@ class Evidence:
         return self.state == ProcessState.STOPPED.value
 
     @property
+    def holds_lock(self) -> bool:
+        """Whether its process runs and its Python does not, other than in a wait for peers, which gives up the lock."""
+        return not (self.answers or self.is_unheard or self.waits)
+
+    @property
     def collective(self) -> Collective | None:
         """The collective in which it waits, where it waits in one."""
         return Collective(**self.stands_in) if self.waits and self.stands_in else None
@@ -79,8 +84,10 @@ class Evidence:
             return "its process is stopped (SIGSTOP, a debugger or a terminal)"
         if self.is_unheard:
             return "no word from it, because the store does not answer"
-        if not self.answers:
+        if self.holds_lock:
             return "its process runs, and its Python does not answer (a C call holds the GIL)"
+        if not self.answers:
+            return "waits for its peers, as seen from outside; its Python has not answered in time"
         return f"in {self.operation!r}, for {self.silence_s:.0f} s"
 
     def _place(self) -> str:

@@ -2,12 +2,13 @@
 
 ``faulthandler`` prints all stacks from a C signal handler, without the lock. It is registered on a real-time signal
 that nobody uses, and prints into an unnamed file, which the peers of this host read through /proc. A data worker that
-is forked from this process inherits both.
+is forked from this process inherits both; one that is started anew gets its own, ``PrintsStacks``.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +24,13 @@ from typing import IO, Any
 
 from lightning_distplus.liveness import catches_signal
 
-__all__ = ["StackPrinter", "ask_for_stack"]
+__all__ = ["PrintsStacks", "StackPrinter", "ask_for_stack"]
 
 _ANSWER_S = 0.3
 _POLL_S = 0.01
 _FIRST_SIGNAL = 10  # above SIGRTMIN, below which threading libraries and schedulers take theirs
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
+_MEMORY = "distplus-stacks"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -66,21 +69,54 @@ class StackPrinter:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrintsStacks:
+    """The ``worker_init_fn`` of data workers that inherit nothing: spawned ones, and those of a forkserver.
+
+    Each prints into memory of its own, which goes with it, and is known by its name among the worker's open files.
+    """
+
+    number: int
+    """The signal of its rank."""
+    inner: Callable[[int], None] | None
+    """The user's."""
+
+    @classmethod
+    def where_needed(cls, loader: Any, printer: StackPrinter) -> Callable[[int], None] | None:
+        """What the workers of a ``DataLoader`` call when they start; the user's own where they are forked."""
+        context = loader.multiprocessing_context or multiprocessing.get_context()
+        own: Callable[[int], None] | None = loader.worker_init_fn
+        return own if context.get_start_method() == "fork" else cls(number=printer.number, inner=own)
+
+    def __call__(self, worker: int) -> None:
+        """Arms the worker, then does what the user wants."""
+        file = os.memfd_create(_MEMORY)  # open as long as the worker lives
+        faulthandler.register(self.number, file=file, all_threads=True, chain=False)
+        if self.inner is not None:
+            self.inner(worker)
+
+
 def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummary]:
     """The stack of the training thread of another process of this host, outermost frame first; empty: no answer.
 
     Args:
-        pid: The process: a rank, or a worker that was forked from it.
+        pid: The process: a rank, or one of its data workers.
         printer: How that rank prints.
     """
     if not catches_signal(pid, printer.number):  # the signal would end it
         return []
-    path = Path(f"/proc/{pid}/fd/{printer.descriptor}")
     with suppress(OSError):
+        path = _file_of(pid, printer)
         begin = path.stat().st_size
         os.kill(pid, printer.number)
         return _parse(_read_new(path, begin), printer.thread)
     return []
+
+
+def _file_of(pid: int, printer: StackPrinter) -> Path:
+    folder = Path(f"/proc/{pid}/fd")
+    own = (path for path in folder.iterdir() if str(path.readlink()).startswith(f"/memfd:{_MEMORY}"))
+    return next(own, folder / str(printer.descriptor))
 
 
 def _read_new(path: Path, begin: int) -> str:
@@ -98,16 +134,18 @@ def _read_new(path: Path, begin: int) -> str:
 
 
 def _parse(text: str, thread: int) -> list[traceback.FrameSummary]:
-    """The frames of one thread; of the only thread, where the process has but one."""
+    """The frames of one thread; where it is not there, of the thread that was asked, a process's first."""
     threads: dict[int, list[traceback.FrameSummary]] = {}
     current: list[traceback.FrameSummary] = []
+    asked = 0
     for line in text.splitlines():
         if found := _THREAD.match(line):
             current = threads.setdefault(int(found[1], 16), [])
+            asked = int(found[1], 16) if line.startswith("Current") else asked
             current.clear()  # asked twice: the last answer holds
         elif found := _FRAME.match(line):
             number = int(found[2]) if found[2].isdigit() else 0
             current.insert(0, traceback.FrameSummary(found[1], number, found[3]))
-    if thread in threads:
-        return threads[thread]
-    return next(iter(threads.values())) if len(threads) == 1 else []
+    if thread not in threads and len(threads) == 1:
+        return next(iter(threads.values()))
+    return threads.get(thread) or threads.get(asked, [])

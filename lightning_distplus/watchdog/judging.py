@@ -115,7 +115,7 @@ def _unreachable(evidence: Mapping[int, Evidence]) -> _Opinion | None:
 
 
 def _stuck(evidence: Mapping[int, Evidence]) -> _Opinion | None:
-    stuck = [rank for rank, one in evidence.items() if one.is_stopped or not (one.answers or one.is_unheard)]
+    stuck = [rank for rank, one in evidence.items() if one.is_stopped or one.holds_lock]
     if not stuck:
         return None
     first = evidence[min(stuck)]

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.liveness import ProcessState, forks
 
-__all__ = ["end_peer", "end_process", "say"]
+__all__ = ["end_peer", "end_process", "say", "tie_workers"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def tie_workers(owner: object) -> None:
+    """From now on, data workers that are forked from this process end when it is killed; as long as ``owner`` lives.
+
+    A worker notices the death of its rank between two samples only. Until then its copies of the connections keep all
+    peers waiting, in the collectives and, where this rank serves it, for the store.
+    """
+    multiprocessing.util.register_after_fork(owner, _end_with_parent)
+
+
+def _end_with_parent(_: object) -> None:
+    """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
+    is_of_main_thread = threading.current_thread().name == "MainThread"
+    if multiprocessing.current_process().daemon and is_of_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def say(text: str) -> None:

@@ -47,7 +47,7 @@ def place_of(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_OWN_WAIT = ("lightning_distplus/control/plane.py", "poll")  # wherever it stands: what it calls belongs to the wait
+_OWN_WAIT = ("lightning_distplus/control/line.py", "poll")  # wherever it stands: what it calls belongs to the wait
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
-from lightning_distplus import flight_recorder
+from lightning_distplus import _compat, flight_recorder
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
@@ -23,9 +23,9 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
 from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.far_stacks import StackPrinter
+from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter
 from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.leaving import end_peer, end_process, say
+from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
@@ -108,6 +108,7 @@ class Watchdog:
         self._heard_at: float | None = None
         self._reported_at = -1
         self._judged_at = -1
+        self._restore_workers: Callable[[], None] = lambda: None
         self._posted_at = -1
         self._posted: Evidence | None = None
         self._awake_since = time.monotonic()
@@ -119,6 +120,9 @@ class Watchdog:
         if self._has_process:
             flight_recorder.arm()
             self._abort.arm()
+            tie_workers(self)
+        if (printer := self._printer) is not None:
+            self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
         self._board.start()
         self._thread.start()
 
@@ -128,6 +132,7 @@ class Watchdog:
         self._thread.join(timeout=_JOIN_S)
         self._board.stop()
         self._abort.disarm()
+        self._restore_workers()
         if self._printer is not None and self._printed is not None:
             self._printer.disarm(self._printed)
             self._printer = None

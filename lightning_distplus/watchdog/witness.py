@@ -40,7 +40,7 @@ class Witness:
         marks: This rank's marks.
         board: What the peers have said.
         thread: The thread that trains.
-        printer: How data workers that are forked from this process print their stacks.
+        printer: How data workers of this process print their stacks.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class Witness:
             operation=mark.operation if mark else "",
             global_step=mark.global_step if mark else 0,
             silence_s=seen.silence_s if seen else 0.0,
+            waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(stacks.format_stack(stack)),
             is_last_seen=not stack,
@@ -171,10 +172,11 @@ class Witness:
         """The first data worker of this process that reads a sample, and its stack."""
         if self._printer is None:
             return None
-        for pid in children(self._world.pid):
-            stack = ask_for_stack(pid, self._printer)
-            if stacks.is_fetching_data(stack):
-                return pid, stack
+        for child in children(self._world.pid):
+            for pid in (child, *children(child)):  # those of a forkserver are its children
+                stack = ask_for_stack(pid, self._printer)
+                if stacks.is_fetching_data(stack):
+                    return pid, stack
         return None
 
 

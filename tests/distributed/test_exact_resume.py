@@ -115,7 +115,10 @@ def test_weights_are_part_of_the_identity_and_lengths_are_tied_to_the_global_bat
         "on_train_epoch_end",
     ],
 )
-@pytest.mark.parametrize("case", ["limited by steps", "accumulation", "validation inside windows"])
+@pytest.mark.parametrize(
+    "case",
+    ["limited by steps", "validation inside windows", pytest.param("accumulation", marks=pytest.mark.soak)],
+)
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
     make_data, arguments = arguments_of(case)
     assert assert_every_save_resumes_exactly(make_data, hook, tmp_path, **arguments) >= 2
@@ -129,15 +132,21 @@ def _worker_handler() -> Iterator[None]:
     signal.signal(signal.SIGCHLD, before)
 
 
+ANEW = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 3}
+PERSISTENT = {"persistent_workers": True, "prefetch_factor": 3}
+
+
 @pytest.mark.usefixtures("_worker_handler")
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
-def test_workers_give_what_the_main_process_gives_after_a_resume_too(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "settings"), [({}, {}), (PERSISTENT, {}), (PERSISTENT, ANEW)])
+def test_workers_give_what_the_main_process_gives_after_a_resume_too(
+    options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
     saver = SaveAt("on_train_batch_end", tmp_path)
-    undisturbed = fit(map_data(), callbacks=[saver], max_epochs=2)
-    with_workers = fit(map_data(num_workers=2, **options), max_epochs=2)
+    undisturbed = fit(map_data(), callbacks=[saver], max_epochs=2, **settings)
+    with_workers = fit(map_data(num_workers=2, **options), max_epochs=2, **settings)
     assert with_workers.events == undisturbed.events
-    for path, num_before in (saver.saves[2], saver.saves[7], saver.saves[12]):
-        resumed = fit(map_data(num_workers=2, **options), ckpt_path=path, max_epochs=2)
+    for path, num_before in (saver.saves[3], saver.saves[12]):
+        resumed = fit(map_data(num_workers=2, **options), ckpt_path=path, max_epochs=2, **settings)
         assert resumed.events == undisturbed.events[num_before:]
         assert final_counters(resumed) == final_counters(undisturbed)
 

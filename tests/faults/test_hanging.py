@@ -134,18 +134,12 @@ def test_a_killed_rank_is_lost_within_seconds(name: str, tmp_path: Path) -> None
     assert seconds < 6
 
 
-def test_the_death_of_rank_0_which_serves_the_store_is_named_too(tmp_path: Path) -> None:
-    result, seconds = run("ResilientDDP", FaultPlan().kill(rank=0, step=4, where="after_backward"), tmp_path)
-    assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
-    assert "rank 0" in result.logs[1]
-    assert seconds < 6
-
-
 class BadSample(Dataset[torch.Tensor]):
     """One rank's data worker never returns from one sample, or raises there; the moment is kept."""
 
-    def __init__(self, rank: int, record: str, raises: bool) -> None:
+    def __init__(self, rank: int, number: int, record: str, raises: bool) -> None:
         self.rank = rank
+        self.number = number
         self.record = record
         self.raises = raises
 
@@ -153,7 +147,7 @@ class BadSample(Dataset[torch.Tensor]):
         return 200
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 40 and int(os.environ["RANK"]) == self.rank:
+        if index == self.number and int(os.environ["RANK"]) == self.rank:
             Path(self.record).write_text(f"{time.time()} {os.getpid()}")
             if self.raises:
                 raise ValueError("the planted sample")
@@ -161,10 +155,16 @@ class BadSample(Dataset[torch.Tensor]):
         return torch.ones(jobs.NUM_FEATURES)
 
 
-def train_with_workers(folder: str, rank: int, raises: bool) -> None:
-    timeout = {"step": DEADLINE_S, "setup": "60s"}
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP", timeout=timeout), 2, folder, max_steps=30)
-    trainer.fit(jobs.Model(), DataLoader(BadSample(rank, f"{folder}/fired", raises), batch_size=4, num_workers=2))
+def train_with_workers(
+    folder: str, rank: int, number: int, raises: bool, deadline_s: float, context: str = "fork"
+) -> None:
+    timeout = {"step": deadline_s, "setup": "60s"}
+    strategy = jobs.strategy("ResilientDDP", timeout=timeout)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[FaultCallback()])
+    num_workers = 2 if context == "fork" else 1  # each of the others loads torch
+    data = BadSample(rank, number, f"{folder}/fired", raises)
+    loader = DataLoader(data, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
+    trainer.fit(jobs.Model(), loader)
 
 
 def runs(pid: str) -> bool:
@@ -174,7 +174,7 @@ def runs(pid: str) -> bool:
 
 
 def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tmp_path: Path) -> None:
-    result = spawn(train_with_workers, 2, args=(str(tmp_path), 1, True), deadline="50s")
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), 1, 40, True, DEADLINE_S), deadline="50s")
     seconds = time.time() - float((tmp_path / "fired").read_text().split()[0])
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}
     assert result.alive == {}
@@ -184,9 +184,10 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert seconds < 6
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(context: str, tmp_path: Path) -> None:
     # Of rank 0: its workers hold copies of the connections to the store that it serves.
-    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, False), deadline="50s")
+    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, 40, False, DEADLINE_S, context), deadline="100s")
     verdict = verdict_in(tmp_path)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sample"))
@@ -197,6 +198,20 @@ def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(tm
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     assert result.alive == {}
     assert not runs((tmp_path / "fired").read_text().split()[1])
+
+
+def test_the_death_of_rank_0_which_serves_the_store_is_named_although_its_data_worker_is_in_a_sample(
+    tmp_path: Path,
+) -> None:
+    # The worker has a copy of each connection of its rank; the deadline is far away.
+    faults = FaultPlan().kill(rank=0, step=4, where="after_backward")
+    arguments = (str(tmp_path), 0, 20, False, 40.0)
+    result = spawn(train_with_workers, 2, args=arguments, faults=faults, deadline="50s")
+    seconds = time.time() - result.faults[0].unix_s
+    assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
+    assert "rank 0" in result.logs[1]
+    assert not runs((tmp_path / "fired").read_text().split()[1])
+    assert seconds < 6
 
 
 def hang_in_stock(folder: str) -> tuple[str, float]:
@@ -233,6 +248,6 @@ def slow(folder: str) -> int:
 
 def test_a_rank_that_is_slow_and_moves_is_not_ended(tmp_path: Path) -> None:
     faults = FaultPlan()
-    for step in range(3, 7):
+    for step in (3, 5):
         faults = faults.slow(rank=1, step=step, duration_s=1.5)
     assert spawn(slow, 2, args=(str(tmp_path),), faults=faults).check().results == {0: 8, 1: 8}

@@ -137,8 +137,7 @@ def named_by(run: SpawnResult, folder: Path, case: Case) -> list[int]:
 def _blames(log: str, rank: int) -> bool:
     named = (
         f"Rank {rank} (host", f"the process of rank {rank} (host", f"connection to rank {rank}",
-        f"(wrong: rank {rank})",
-        f"number of batches differs on rank {rank}.",
+        f"(wrong: rank {rank})", f"number of batches differs on rank {rank}.",
     )  # fmt: skip
     return any(text in log for text in named)
 

@@ -100,8 +100,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        pytest.param(name, num_workers, marks=[] if (place + num_workers) % 4 < 2 else pytest.mark.soak)
+        for place, name in enumerate(jobs.STRATEGIES)
+        for num_workers in (0, 2)
+    ],
+)
 def test_a_rank_killed_in_the_second_epoch_leaves_no_trace(
     name: str, num_workers: int, undisturbed: Callable[[str], tuple[SpawnResult, Path]], tmp_path: Path
 ) -> None:

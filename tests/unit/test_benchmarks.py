@@ -36,7 +36,7 @@ def test_quick_benchmarks_print_their_figures_and_write_them_as_json(tmp_path: P
 
 
 def test_every_module_that_measures_is_in_the_list() -> None:
-    helpers = {"__init__", "__main__", "figures", "hang_job", "jobs", "rival_jobs", "rivals"}
+    helpers = {"__init__", "__main__", "figures", "hang_job", "hang_torchft", "jobs", "rival_jobs", "rivals"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == {*NAMES, *BY_NAME_ONLY}
 
 

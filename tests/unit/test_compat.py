@@ -408,3 +408,17 @@ def test_shards_are_handed_over_in_a_block_instead_of_being_written(monkeypatch,
         with _compat.replacing_sharded_saves(print):
             pass
     assert len(_warnings(caplog)) == 1
+
+
+def test_without_torchs_iterator_over_workers_they_start_as_they_are(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_compat.probing, "_warned", set())
+    module = importlib.import_module("torch.utils.data.dataloader")
+    torchs = module._MultiProcessingDataLoaderIter.__init__
+    undo = _compat.prepare_workers(lambda loader: None)
+    assert module._MultiProcessingDataLoaderIter.__init__ is not torchs
+    undo()
+    assert module._MultiProcessingDataLoaderIter.__init__ is torchs
+    monkeypatch.delattr(module, "_MultiProcessingDataLoaderIter")
+    for _ in range(2):
+        _compat.prepare_workers(lambda loader: None)()
+    assert len(_warnings(caplog)) == 1

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_distplus import _compat
 from lightning_distplus.liveness import catches_signal, children, forks, host_answers, is_traced
-from lightning_distplus.testing import deeds
-from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
+from lightning_distplus.testing import deeds, spawn
+from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
+from lightning_distplus.watchdog.stacks import is_fetching_data
 
 
 def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> None:
@@ -34,6 +39,52 @@ def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> N
         os.waitpid(pid, 0)
         printer.disarm(file)
     assert not catches_signal(os.getpid(), printer.number)
+
+
+class Hangs(Dataset[int]):
+    """Its worker says that it has begun, and never returns."""
+
+    def __init__(self, begun: Any) -> None:
+        self.begun = begun
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.begun.set()
+        time.sleep(1000)
+        return index
+
+
+def begin(worker: int) -> None:
+    """A function of the user's, with which every worker begins."""
+
+
+def ask_a_spawned_worker(rank: int) -> tuple[bool, bool, list[tuple[str, str]]]:
+    """Whether the loader has its own function back, whether it stays that of forked workers, and the stack."""
+    armed = StackPrinter.arm()
+    assert armed is not None
+    printer = armed[0]
+    context = multiprocessing.get_context("spawn")
+    hangs = Hangs(context.Event())
+    undo = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
+    loader = DataLoader(hangs, num_workers=1, multiprocessing_context=context, worker_init_fn=begin)
+    forked = DataLoader(hangs, num_workers=1, multiprocessing_context="fork", worker_init_fn=begin)
+    iterator = iter(loader)
+    undo()
+    assert hangs.begun.wait(100)
+    stack = ask_for_stack(iterator._workers[0].pid, printer)
+    assert is_fetching_data(stack)
+    iterator._workers[0].kill()
+    kept = loader.worker_init_fn is begin, PrintsStacks.where_needed(forked, printer) is begin
+    return *kept, [(frame.name, frame.filename) for frame in stack]
+
+
+def test_a_spawned_data_worker_tells_its_stack() -> None:
+    has_its_own, is_left_alone, frames = spawn(ask_a_spawned_worker, 1, deadline="120s").check().results[0]
+    assert has_its_own
+    assert is_left_alone
+    assert ("__getitem__", __file__) in frames
 
 
 def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_the_question() -> None:

@@ -57,7 +57,7 @@ def test_a_process_that_is_gone_is_a_lost_peer() -> None:
 
 
 def test_a_process_that_runs_and_does_not_answer_holds_the_lock() -> None:
-    assert "lock" in judged(evidence(0), evidence(1, answers=False)).cause
+    assert "lock" in judged(evidence(0), evidence(1, answers=False, waits=False)).cause
 
 
 def test_where_all_wait_those_that_wait_elsewhere_are_to_blame() -> None:
@@ -183,3 +183,12 @@ def test_a_verdict_of_another_rank_of_this_host_on_the_same_incident_is_found(tm
     assert not at(1000).is_written(tmp_path, "node1")
     assert not at(1000, kind="abort").is_written(tmp_path, "node0")
     assert not at(2000).is_written(tmp_path, "node0")  # an earlier attempt
+
+
+def test_a_rank_that_is_late_with_its_word_and_seen_to_wait_is_not_the_one_that_holds_the_lock() -> None:
+    late, holding = evidence(1, answers=False), evidence(2, answers=False, waits=False)
+    verdict = judged(evidence(0), late, holding)
+    assert (verdict.culprits, verdict.silent) == ([2], [1, 2])
+    assert "global lock" in verdict.cause
+    assert "has not answered in time" in late.describe()
+    assert judged(evidence(0), late, evidence(2, waits=False)).culprits == [2]

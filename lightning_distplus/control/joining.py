@@ -1,0 +1,119 @@
+"""How a process reaches the port of the job's store: it listens there, or waits until somebody does, and joins."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_distplus._compat import TCPStore
+from lightning_distplus.control.reach import SILENCE_S, explain_silence
+from lightning_distplus.errors import PeerMissing, RendezvousError
+from lightning_distplus.world import World
+
+__all__ = ["CONNECT_EVERY_S", "await_port", "join", "listen_on", "port_remedy"]
+
+log = logging.getLogger(__name__)
+
+CONNECT_EVERY_S = 0.05
+_ANSWER_S = 3.0  # a store answers in milliseconds, also while a thousand ranks come at once
+_ANSWERS_PER_S = 200  # all ranks come at once, and one thread answers them
+_ANSWER_MARGIN_S = 0.5
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket that listens on the interface of ``host``, or on all where no interface of this host has that address.
+
+    Raises:
+        OSError: The port is taken, the name does not resolve, or this user may not listen there.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
+        log.info("rank 0: %s is not an interface of this host; listening on all of them", host)
+        return socket.create_server(("", port), backlog=4096)
+
+
+def port_remedy(error: OSError) -> str:
+    """What to do where ``listen_on`` has failed."""
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "Another process holds the port (an earlier run that did not end?): end it, or set MASTER_PORT to a free "
+            "one on every node."
+        )
+    return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
+
+
+def await_port(world: World, host: str, port: int, deadline: timedelta) -> timedelta:
+    """Tries until somebody listens; torch's own client overruns its time-out by seconds.
+
+    Returns:
+        The time left of the deadline, at least a second.
+
+    Raises:
+        PeerMissing: Nobody listens there.
+        RendezvousError: Something other than an absent rank 0 explains the silence.
+    """
+    begin = time.monotonic()
+    end = begin + deadline.total_seconds()
+    while True:
+        try:
+            left_s = end - time.monotonic()
+            socket.create_connection((host, port), timeout=min(max(left_s, 0.05), 1.0)).close()
+            return timedelta(seconds=max(1.0, end - time.monotonic()))
+        except OSError as error:
+            reason = explain_silence(world, host, port, error) if _is_silent(begin) else None
+            if reason is not None:
+                raise RendezvousError(reason) from error
+            if time.monotonic() >= end:
+                raise PeerMissing(
+                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
+                    f"{host}:{port}: {error}. Rank 0 did not start, or MASTER_ADDR / MASTER_PORT differ "
+                    "between the ranks, or a firewall closes the port.",
+                    [0],
+                ) from error
+            time.sleep(CONNECT_EVERY_S)
+
+
+def _is_silent(since: float) -> bool:
+    return time.monotonic() - since >= SILENCE_S
+
+
+def join(world: World, host: str, port: int, deadline: timedelta) -> TCPStore:
+    """Becomes a client of the store. On a thread, because torch's client waits for ever for a server that is silent.
+
+    Raises:
+        RendezvousError: What listens there is no store.
+    """
+    seconds = min(deadline.total_seconds(), _ANSWER_S + world.size / _ANSWERS_PER_S)
+    found: queue.SimpleQueue[TCPStore | dist.DistError] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            timeout = timedelta(seconds=seconds)
+            found.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except dist.DistError as error:
+            found.put(error)
+
+    threading.Thread(target=make, name="distplus-join", daemon=True).start()
+    try:
+        store = found.get(timeout=seconds + _ANSWER_MARGIN_S)
+    except queue.Empty:
+        store = None
+    if isinstance(store, TCPStore):
+        return store
+    raise RendezvousError(
+        f"Rank {world.rank} on {world.host} reached {host}:{port}, but what listens there does not answer as "
+        f"the store of a job within {seconds:g} s. Another service holds the port: end it, or set MASTER_PORT to a "
+        "free one on every node."
+    ) from store

@@ -238,26 +238,33 @@ def speed(kind: str, folder: str, width: int, workers: int, num_batches: int) ->
     return num_batches * BATCH * (width - 1) / (time.perf_counter() - begin)
 
 
-def save(kind: str, folder: str, width: int, workers: int, position: int, follow: int) -> dict[str, Any]:
-    """Reads ``position`` batches, saves, and reads on: the state's size, what was read before and what came after."""
+def save(
+    kind: str, folder: str, width: int, workers: int, position: int, follow: int, budget_s: float
+) -> dict[str, Any]:
+    """Reads up to ``position`` batches within the budget, saves, and reads on: where, and the state's size."""
     loader = LOADERS[kind][1](Path(folder), width, workers)
+    first = 0
     if kind == "mosaicml-streaming" and position > _LONG_EPOCH // BATCH // 100:
-        position = _begin_beside(loader, position)
+        first = _begin_beside(loader, position)
     batches = iter(loader)
-    before = [one for _ in range(position) for one in ids_of(next(batches))]
-    state = loader.state_dict() if hasattr(loader, "state_dict") else position
+    before: list[int] = []
+    end = time.monotonic() + budget_s
+    while first < position and time.monotonic() < end:
+        before += ids_of(next(batches))
+        first += 1
+    state = loader.state_dict() if hasattr(loader, "state_dict") else first
     after = [one for _ in range(follow) for one in ids_of(next(batches))]
     Path(f"{folder}-{workers}.state").write_bytes(pickle.dumps((state, np.array(before), after)))
     size = len(json.dumps(state)) if _is_plain(state) else len(pickle.dumps(state))
-    return {"state_bytes": size}
+    return {"state_bytes": size, "position": first}
 
 
 def _begin_beside(loader: Any, position: int) -> int:
-    """Begins shortly before a place that would take an hour to read up to (3 ms per batch); what is left to read."""
+    """Begins shortly before a place that would take an hour to read up to (3 ms per batch); where that is."""
     next(iter(loader))
     state = loader.state_dict()
     loader.load_state_dict({**state, "sample_in_epoch": (position - _BESIDE) * BATCH})
-    return _BESIDE
+    return position - _BESIDE
 
 
 def resume(kind: str, folder: str, width: int, workers: int) -> dict[str, Any]:

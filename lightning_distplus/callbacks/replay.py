@@ -86,7 +86,7 @@ class ReplayCheck(Check):
 
     def __init__(self, norm: Callable[[], float]) -> None:
         self._norm = norm
-        self._windows = {"loss": Window(), "norm": Window()}
+        self._windows = {"loss": Window(), "norm": Window(least_ratio=10.0)}
         self._handles: list[Any] = []
         self._depth = 0
         self._start: _Start | None = None

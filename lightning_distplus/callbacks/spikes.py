@@ -44,7 +44,7 @@ class SpikeCheck(Check):
         self._norm = norm
         self._on_spike = on_spike
         self._replayed = replayed
-        self._windows = {field: Window() for field in _NAMES}
+        self._windows = {"loss": Window(), "gradient_norm": Window(least_ratio=10.0)}
         self._losses: list[torch.Tensor] = []
         self._samples: list[Any] = []
         self._said = dict.fromkeys(_NAMES, math.nan)

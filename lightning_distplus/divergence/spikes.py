@@ -15,7 +15,6 @@ _SIZE = 64  # steps of which all values are kept
 _PEAKS = 256  # steps of which the largest value is kept
 _LEAST = 32  # steps before anything is judged
 _LEAST_Z = 6.0
-_LEAST_RATIO = 2.0  # to the largest value that any rank has had
 _MAD_TO_SIGMA = 1.4826  # for a normal distribution
 _LEAST_SIGMA = 0.05  # of the median: values that hardly vary are no reason for an alarm
 
@@ -37,13 +36,18 @@ class Window:
     """The last 64 values of one quantity on each rank.
 
     A value stands out when its robust z-score is at least 6, against this rank's own window and, as its distance to the
-    other ranks in the same step, against the window of such distances; and when it is twice as large as anything that
-    any rank had in the last 256 steps. So what all ranks do together is no outlier, nor a rare kind of batch that has
-    been seen. Where nothing is negative, scores are taken on the scale of asinh, the logarithm above a tenth of the
-    median, because losses and norms of gradients have long tails upwards.
+    other ranks in the same step, against the window of such distances; and when it is several times as large as
+    anything that any rank had in the last 256 steps. So what all ranks do together is no outlier, nor a rare kind of
+    batch that has been seen. Where nothing is negative, scores are taken on the scale of asinh, the logarithm above a
+    tenth of the median, because losses and norms of gradients have long tails upwards.
+
+    Args:
+        least_ratio: How many times as large. Three for a loss; ten for a norm of gradients, as Megatron's check has it:
+            a normalisation over few samples makes it six times as large now and then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_ratio: float = 3.0) -> None:
+        self._least_ratio = least_ratio
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_SIZE)
         self._peaks: deque[float] = deque(maxlen=_PEAKS)
         self._top = 0.0
@@ -57,7 +61,7 @@ class Window:
         if not math.isfinite(sum(values)):
             return []
         largest = max(values)
-        is_new = len(self._steps) >= _LEAST and largest > _LEAST_RATIO * self._top
+        is_new = len(self._steps) >= _LEAST and largest > self._least_ratio * self._top
         found = self._outliers(np.asarray(values)) if is_new else []
         self._steps.append(tuple(values))
         self._keep_peak(max(largest, -min(values)))
@@ -77,7 +81,7 @@ class Window:
         if held.min() >= 0:
             past, now = np.arcsinh(10 * past), np.arcsinh(10 * now)
         found = []
-        for rank in np.flatnonzero(values > _LEAST_RATIO * self._top).tolist():
+        for rank in np.flatnonzero(values > self._least_ratio * self._top).tolist():
             z = _z(past[:, rank], now[rank])
             if len(values) > 1:
                 others = np.delete(past, rank, axis=1), np.delete(now, rank)

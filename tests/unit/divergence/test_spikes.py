@@ -49,7 +49,7 @@ def test_what_training_does_anyway_does_not_stand_out(kind: str, ranks: int) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 16])
-@pytest.mark.parametrize(("kind", "factor"), [("normal", 3.0), ("around zero", 300.0), ("long tail", 3000.0)])
+@pytest.mark.parametrize(("kind", "factor"), [("normal", 5.0), ("around zero", 300.0), ("long tail", 3000.0)])
 def test_a_value_of_one_rank_stands_out_with_its_rank_and_not_twice(kind: str, factor: float, ranks: int) -> None:
     values = HARMLESS[kind](np.random.default_rng(6), ranks)
     values[500, 1] = np.median(abs(values)) * factor
@@ -59,6 +59,13 @@ def test_a_value_of_one_rank_stands_out_with_its_rank_and_not_twice(kind: str, f
     assert [(number, one.rank, one.value) for number, one in found] == [(500, 1, values[500, 1])]
     assert found[0][1].z >= 6
     assert found[0][1].usual == pytest.approx(np.median(values[436:500, 1]))
+
+
+def test_how_much_larger_it_has_to_be_is_a_choice() -> None:
+    for least_ratio, num_found in ((3.0, 1), (10.0, 0)):
+        window = Window(least_ratio)
+        assert not any(window.judge([1.0 + number % 7 / 10, 1.0]) for number in range(64))
+        assert len(window.judge([8.0, 1.0])) == num_found
 
 
 def test_what_is_not_finite_is_left_to_others_and_forgotten() -> None:

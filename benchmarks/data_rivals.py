@@ -118,9 +118,10 @@ def _raw_gather(folder: Path, num_blocks: int, num_batches: int) -> float:
     path = folder / "raw.bin"
     np.zeros(num_blocks * _LONG, dtype=np.uint16).tofile(path)
     tokens = np.memmap(path, dtype=np.uint16, mode="r").reshape(-1, _LONG)
-    rows = np.random.default_rng(0).integers(0, num_blocks, (num_batches, BATCH))
+    draw = np.random.default_rng(0)
     turns = []
     for _ in range(4):
+        rows = draw.integers(0, num_blocks, (num_batches, BATCH))  # others in each turn, as a loader has
         begin = time.perf_counter()
         for row in rows:
             np.stack([tokens[index] for index in row])

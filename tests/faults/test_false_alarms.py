@@ -109,7 +109,7 @@ class SlowValidation(Callback):
 
 def slow_validation(folder: str) -> int:
     named = {"limit_val_batches": 16, "val_check_interval": 4, "num_sanity_val_steps": 0, "max_epochs": 1}
-    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 3.0}
+    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 5.0}
     strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
     trainer = jobs.trainer(strategy, 2, folder, limit_train_batches=4, callbacks=[SlowValidation()], **named)
     trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(64))

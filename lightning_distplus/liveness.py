@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import socket
+import sys
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -13,6 +16,7 @@ __all__ = [
     "boot_id",
     "catches_signal",
     "children",
+    "end_with_parent",
     "forks",
     "host_answers",
     "is_traced",
@@ -21,6 +25,7 @@ __all__ = [
 ]
 
 _STATE, _PARENT, _START_TIME = 0, 1, 19  # fields of /proc/<pid>/stat, counted after the name
+_PR_SET_PDEATHSIG = 1
 _ANY_PORT = 9  # discard; where nothing listens, a host that is there refuses
 
 
@@ -88,6 +93,12 @@ def _command(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
+
+
+def end_with_parent() -> None:
+    """From now on, this process is killed when the thread that started it is gone, however that ended. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def catches_signal(pid: int, number: int) -> bool:

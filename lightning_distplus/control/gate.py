@@ -8,13 +8,12 @@ from datetime import timedelta
 import xxhash
 
 from lightning_distplus.control.counted import CountedGate
+from lightning_distplus.control.line import DIRECT_RANKS
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.record import GateRecord, compare
 from lightning_distplus.control.slots import Slots
 
 __all__ = ["StepGate"]
-
-_DIRECT_RANKS = 64
 
 
 class StepGate:
@@ -37,7 +36,7 @@ class StepGate:
         *,
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
-        direct_ranks: int = _DIRECT_RANKS,
+        direct_ranks: int = DIRECT_RANKS,
         judge: Callable[[Sequence[GateRecord], Sequence[str]], None] = compare,
     ) -> None:
         self._plane = plane

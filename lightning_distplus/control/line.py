@@ -22,7 +22,7 @@ __all__ = ["DIRECT_RANKS", "Line"]
 T = TypeVar("T")
 
 DIRECT_RANKS = 64
-"""So many ranks all read what all others say; of more, rank 0 or the ranks of a node do."""
+"""So many ranks all read what all others say; of more, a few do."""
 
 # A wait polls, because torch's store writes a warning to stderr for every wait that times out, and because Ctrl-C and a
 # peer's error must end it. The pause grows with the time already waited: the overshoot stays below a tenth.

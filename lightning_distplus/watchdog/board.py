@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.line import DIRECT_RANKS
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import PeerError
 from lightning_distplus.watchdog.far_stacks import StackPrinter
@@ -26,16 +27,15 @@ from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Pace, Progress
 from lightning_distplus.watchdog.stacks import frame_of, place_of
 
-__all__ = ["BEAT_S", "FEW_RANKS", "NUM_READERS", "Board", "Sighting"]
+__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting"]
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 _LOOK_S = 0.25
 _LOOK_PER_RANK_S = 1e-4  # reading what a rank says takes some 20 microseconds
-FEW_RANKS = 64
-"""So many ranks all read what all others say; of more, only the first ones do."""
 NUM_READERS = 4
+"""So many read what all others say, where there are more than ``DIRECT_RANKS``."""
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
@@ -105,9 +105,9 @@ class Board:
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = time.monotonic()
         """When the store last answered."""
-        self.reads = plane.world.size <= FEW_RANKS or plane.world.rank < NUM_READERS
+        self.reads = plane.world.size <= DIRECT_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
-        self.is_few = plane.world.size <= FEW_RANKS
+        self.is_few = plane.world.size <= DIRECT_RANKS
         self._looked_at = (0.0, 0.0)
         """When this rank last looked, and the time before."""
         self._asked = b""

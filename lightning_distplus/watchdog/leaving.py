@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import multiprocessing.util
 import os
@@ -13,11 +12,9 @@ from contextlib import suppress
 
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.liveness import ProcessState, forks
+from lightning_distplus.liveness import ProcessState, end_with_parent, forks
 
 __all__ = ["end_peer", "end_process", "say", "tie_workers"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 def tie_workers(owner: object) -> None:
@@ -33,7 +30,7 @@ def _end_with_parent(_: object) -> None:
     """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
     is_of_main_thread = threading.current_thread().name == "MainThread"
     if multiprocessing.current_process().daemon and is_of_main_thread:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
 
 
 def say(text: str) -> None:

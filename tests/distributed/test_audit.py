@@ -242,4 +242,4 @@ def test_one_record_costs_less_than_50_microseconds(tmp_path: Path) -> None:
         writer.write(0, step, positions, ids)
         times.append(time.perf_counter() - begin)
     writer.close()
-    assert min(times) < 50e-6
+    assert sorted(times)[len(times) // 2] < 50e-6

@@ -221,7 +221,7 @@ def flat(model: SampleDiary) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["map", "tokens"])
-def test_resume_at_a_billion_samples_does_not_read_up_to_there(
+def test_resume_at_a_billion_samples_takes_less_than_a_second(
     kind: str, corpus: list[Source], map_checkpoint: Path, token_checkpoint: Path, tmp_path: Path
 ) -> None:
     if kind == "map":
@@ -233,7 +233,7 @@ def test_resume_at_a_billion_samples_does_not_read_up_to_there(
     path = moved_to(start, tmp_path, consumed_samples=FAR, total_batches=FAR // 2, **changes)
     begin = time.perf_counter()
     model = resume(data, path, max_steps=4, limit_val_batches=0)
-    assert time.perf_counter() - begin < 20, "drawing a billion samples one by one takes minutes"
+    assert time.perf_counter() - begin < 1
     assert list(model.steps) == [3]
     assert data.consumed_samples == FAR + 2
     assert len(repr(data.state_dict())) < 1000

@@ -126,11 +126,11 @@ def test_index_outside_the_order_is_refused(index: int) -> None:
         permute(np.array([index]), 10, 0)
 
 
-def test_a_block_is_permuted_at_once_and_not_index_by_index() -> None:
+def test_a_block_costs_at_most_100_ns_per_index() -> None:
     indices = np.random.default_rng(0).integers(0, 10**9, 4096)
     best = float("inf")
     for _ in range(50):
         begin = time.perf_counter()
         permute(indices, 10**9, 7)
         best = min(best, time.perf_counter() - begin)
-    assert best / 4096 < 1e-6, "some 60 ns at once, and 2.7 us each"
+    assert best / 4096 < 100e-9

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
-from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
 from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
@@ -27,6 +27,7 @@ from lightning_distplus.data.position import (
     rest_of_schedule,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.trainer_view import (
     data_parallel,
     is_overfitting,

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from lightning_distplus.data.combined import Combine, Combined, CombinedOrder, collate_parts
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
-from lightning_distplus.data.loader import Request, SampleFetcher, WorkerOptions
+from lightning_distplus.data.loader import SampleFetcher, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.rank_states import gather_bytes
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.samplers import Sampling, SamplingOptions
 from lightning_distplus.data.stateful import Stateful, is_iterable
 from lightning_distplus.data.stream_loader import StreamPasses

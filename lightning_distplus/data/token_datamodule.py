@@ -9,12 +9,13 @@ import numpy as np
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.loader import Request, WorkerOptions
+from lightning_distplus.data.loader import WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.mixture import Mixture
 from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import Source, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher

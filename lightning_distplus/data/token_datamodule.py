@@ -55,7 +55,7 @@ class TokenDataModule(ExactDataModule):
         val_sources: Validation data, read in order, each source once; weights do not count.
         seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
-        num_workers: 0 is fastest for memory-mapped tokens.
+        num_workers: Processes that read ahead, 2 MB of stored tokens at a time. 0 is enough for files on a local disk.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
         position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
             document, counted from the beginning of the sample where the document began before it.
@@ -63,7 +63,7 @@ class TokenDataModule(ExactDataModule):
             attend to each other where theirs are equal.
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
-        prefetch_factor: As in ``DataLoader``.
+        prefetch_factor: Such groups that each worker reads ahead; None means 2.
         scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
             ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
         base_global_batch_size: The global batch for which those learning rates were chosen.

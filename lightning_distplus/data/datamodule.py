@@ -3,9 +3,8 @@
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import logging
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import MethodType
 from typing import Any
 
@@ -13,10 +12,11 @@ import lightning.pytorch as pl
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
+from lightning_distplus.data.kind import KindOfData
 from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
 from lightning_distplus.data.order import ORDER_VERSION
-from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
+from lightning_distplus.data.plan import EpochPlan, Geometry
 from lightning_distplus.data.position import (
     STATE_VERSION,
     Position,
@@ -33,9 +33,8 @@ from lightning_distplus.data.trainer_view import (
     is_overfitting,
     of_first_epoch,
     refuse_changing_windows,
-    say_if_finished,
+    refuse_past_end,
 )
-from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
 
@@ -43,7 +42,7 @@ _log = logging.getLogger(__name__)
 _MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
 
 
-class ExactDataModule(pl.LightningDataModule):
+class ExactDataModule(KindOfData, pl.LightningDataModule):
     """The position in the data, its state, and its place in the Trainer's loops.
 
     The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
@@ -82,60 +81,6 @@ class ExactDataModule(pl.LightningDataModule):
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
         self.timer: Timer | None = None
-
-    # What a kind of data defines.
-
-    @abstractmethod
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for the same order; compared when a state is loaded."""
-
-    @abstractmethod
-    def _num_global_batches(self, geometry: Geometry) -> int:
-        """Optimizer steps of an epoch."""
-
-    @abstractmethod
-    def _order(self, position: Position) -> tuple[Order, int]:
-        """The order of the epoch at ``position``, and the place of the next sample in that order."""
-
-    @abstractmethod
-    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        """The requests of a plan."""
-
-    @abstractmethod
-    def _fetcher(self, stage: str) -> Any:
-        """Fetches a request of the stage, "train", "val", or "val/..." where there are several."""
-
-    @abstractmethod
-    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
-        """The validation batches, or None where there is no validation data."""
-
-    @abstractmethod
-    def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
-        """One validation request."""
-
-    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
-        """Micro-batches of an optimizer step."""
-        return int(trainer.accumulate_grad_batches)
-
-    def _end_of_data(self) -> Callable[[int], bool] | None:
-        """For ``Cursor``: whether iterable data ended before a micro-batch."""
-        return None
-
-    def uneven_end(self) -> str:
-        """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
-        return ""
-
-    def _begin_anew(self) -> None:
-        """Forgets what an earlier Trainer's position depended on."""
-
-    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes over what in a saved state the identity depends on; returns the state as it is compared."""
-        return state
-
-    def _require_reachable(self, position: Position, global_batch: int) -> None:
-        """Raises when the position lies past the data; data without an end need not override this."""
-
-    # Public.
 
     @property
     def consumed_samples(self) -> int:
@@ -227,8 +172,8 @@ class ExactDataModule(pl.LightningDataModule):
         if plan is None:
             return []
         if stage not in self._loaders:
-            requests = _ValidationRequests(plan, self._validation_request)
-            self._loaders[stage] = self._loader(stage, lambda: requests, lambda: len(plan))
+            request = self._validation_request
+            self._loaders[stage] = self._loader(stage, lambda: (request(plan, one) for one in plan), lambda: len(plan))
         return self._loaders[stage]
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,7 +201,8 @@ class ExactDataModule(pl.LightningDataModule):
         """Takes a saved position over.
 
         Raises:
-            DatasetMismatch: It belongs to other data, another order or another global batch.
+            DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
+                the run.
         """
         if self.trainer is not None and not is_fitting(self.trainer):
             return  # validate and test read weights only
@@ -264,7 +210,7 @@ class ExactDataModule(pl.LightningDataModule):
         read_state(state_dict)
         self._loaded = dict(state_dict)
         if self.trainer is not None:
-            say_if_finished(self.trainer, self._translate(self._loaded, self._joined().geometry))
+            refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -395,14 +341,3 @@ class ExactDataModule(pl.LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders = {}
-
-
-@dataclass(frozen=True)
-class _ValidationRequests:
-    """The requests of a validation run; a new iterator for each run."""
-
-    plan: SequentialPlan
-    request: Callable[[SequentialPlan, Any], Request]
-
-    def __iter__(self) -> Iterator[Request]:
-        return (self.request(self.plan, positions) for positions in self.plan)

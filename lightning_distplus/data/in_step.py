@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.data.agreement import require_agreement
+from lightning_distplus.data.trainer_view import planned_samples
 from lightning_distplus.errors import DatasetMismatch
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class InStep(Callback):
 
         Raises:
             DatasetMismatch: The ranks do not have the same data, or do not stand at the same place in it.
+            ValueError: The run would read a source more often than it may.
         """
         if self._is_fitted_by(trainer):
             self.data.place()
@@ -63,6 +65,8 @@ class InStep(Callback):
             cut = str(self.data.geometry.at(here.consumed_samples))
             place = {**self.data.identity, "global_batch": cut, **asdict(here)}
             require_agreement(trainer.strategy, place)
+            if (num_samples := planned_samples(trainer, self.data.geometry, here)) is not None:
+                self.data.require_few_repeats(num_samples)
             if trainer.is_global_zero:
                 _log.info("global batch %s%s", self.data.geometry.at(here.consumed_samples), self.data.uneven_end())
 

@@ -72,6 +72,12 @@ class Geometry:
         num_steps, num_samples = self.schedule.whole_steps(sample, num_batches * self.micro_step)
         return num_samples // self.micro_step, num_steps
 
+    def samples_of(self, sample: int, num_steps: int) -> int:
+        """Samples of ``num_steps`` steps, the first of which begins at ``sample``."""
+        if self.schedule is None:
+            return num_steps * self.global_batch
+        return self.schedule.samples_of(sample, num_steps)
+
     def __str__(self) -> str:
         return (
             f"{self.global_batch} (batch size {self.micro_batch} x {self.ranks.size} data-parallel ranks x "

@@ -15,10 +15,12 @@ from lightning_distplus.data.mixture import Mixture
 from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.repetition import refuse_repetition
 from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import Source, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.data.trainer_view import is_overfitting
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
@@ -67,6 +69,8 @@ class TokenDataModule(ExactDataModule):
         scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
             ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
         base_global_batch_size: The global batch for which those learning rates were chosen.
+        max_epochs_per_source: Refuse a run that reads a source more often, as its length and the weights have it. None
+            warns from 4 times on.
         allow_global_batch_change: Resume with another global batch, or another schedule.
         allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
@@ -94,6 +98,7 @@ class TokenDataModule(ExactDataModule):
         prefetch_factor: int | None = None,
         scale_lr: LrRule | None = None,
         base_global_batch_size: int | None = None,
+        max_epochs_per_source: float | None = None,
         allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
@@ -118,6 +123,7 @@ class TokenDataModule(ExactDataModule):
         last = self._schedule.stages[-1][1] if self._schedule is not None else None
         self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
         self._shuffle = shuffle
+        self._max_epochs_per_source = max_epochs_per_source
         self._allow_mixture_change = allow_mixture_change
         self._phase: Phase | None = None  # None is the first one
         self._past_mixtures: list[list[Any]] = []
@@ -223,6 +229,17 @@ class TokenDataModule(ExactDataModule):
             here = self._cursor.position()
         num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
         return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
+
+    def require_few_repeats(self, num_samples: int) -> None:
+        """Compares what each source gives to the run with its size.
+
+        Raises:
+            ValueError: One would be read more often than ``max_epochs_per_source``.
+        """
+        trainer, names = self._joined().trainer, [source.label for source in self._sources["train"]]
+        if not is_overfitting(trainer):
+            bound, is_said = self._max_epochs_per_source, trainer.is_global_zero
+            refuse_repetition(self._known_identity, names, num_samples, bound=bound, is_said=is_said)
 
     def _order(self, position: Position) -> tuple[Order, int]:
         return order_of(self._known_identity), position.consumed_samples

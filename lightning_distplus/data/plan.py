@@ -139,13 +139,15 @@ class EpochPlan:
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(positions, ids) of each micro-batch; ids are computed for many of them at a time."""
         size = self.geometry.micro_batch
-        ahead = max(1, min(_OWN_AHEAD // size, _GLOBAL_AHEAD // self.geometry.micro_step))
-        for batch in range(self.first_batch, self.num_batches, ahead):
+        most = max(1, min(_OWN_AHEAD // size, _GLOBAL_AHEAD // self.geometry.micro_step))
+        batch, ahead = self.first_batch, 1  # the first batch of a run that resumes does not wait for many others
+        while batch < self.num_batches:
             count = min(ahead, self.num_batches - batch)
             positions = self.positions(batch, count)
             ids = self.order(positions.ravel())
             for row in range(count):
                 yield positions[row], ids[row * size : (row + 1) * size]
+            batch, ahead = batch + count, min(8 * ahead, most)
 
 
 @dataclass(frozen=True, kw_only=True)

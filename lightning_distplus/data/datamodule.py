@@ -4,7 +4,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -15,21 +15,21 @@ from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.kind import KindOfData
 from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
-from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry
 from lightning_distplus.data.position import (
-    STATE_VERSION,
     Position,
     change_of_cut,
+    position_at,
     read_state,
     require_same_batch,
     require_same_data,
-    rest_of_schedule,
+    state_of,
 )
 from lightning_distplus.data.progress import Cursor
 from lightning_distplus.data.request import Request
 from lightning_distplus.data.trainer_view import (
     data_parallel,
+    epoch_length,
     is_overfitting,
     of_first_epoch,
     refuse_changing_windows,
@@ -60,6 +60,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         allow_global_batch_change: bool,
         ignore_fingerprint: bool,
         lr_scaling: LrScaling | None = None,
+        start_sample: int | None = None,
     ) -> None:
         super().__init__()
         if micro_batch < 1:
@@ -71,6 +72,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
         self._lr_scaling = lr_scaling
+        self._start_sample = start_sample
         self._scaled_by = 1.0
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
@@ -180,22 +182,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
         if self._loaded is not None or self._cursor is None:
             return dict(self._loaded or {})
-        geometry, position = self._cursor.geometry, self.position()
-        state = {
-            "version": STATE_VERSION,
-            "order_version": ORDER_VERSION,
-            **self._known_identity,
-            "global_batch": geometry.at(position.consumed_samples).global_batch,
-            "micro_step": geometry.micro_step,
-            "ranks": geometry.ranks.size,
-            "global_batch_changes": self._changes,
-            **asdict(position),
-        }
-        if self._scaled_by != 1.0:
-            state["lr_factor"] = self._scaled_by
-        if rest := rest_of_schedule(geometry, position.consumed_samples):
-            state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
-        return state
+        return state_of(self.position(), self._cursor.geometry, self._known_identity, self._changes, self._scaled_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a saved position over.
@@ -212,6 +199,20 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         if self.trainer is not None:
             refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
+
+    def begin_without_state(self, num_steps: int) -> bool:
+        """Goes on at ``start_sample`` after the steps of a checkpoint without a position; False where that is not set.
+
+        Raises:
+            ValueError: No optimizer step begins there.
+        """
+        if self._start_sample is None:
+            return False
+        geometry, sample = self._joined().geometry, self._start_sample
+        num_batches = epoch_length(self.trainer, self._num_batches(geometry))
+        position = position_at(sample, geometry, num_batches=num_batches, num_steps=num_steps)
+        self.load_state_dict(state_of(position, geometry, self._known_identity, [], 1.0))
+        return True
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what each rank has for itself; called on all ranks of a save."""

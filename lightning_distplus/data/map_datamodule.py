@@ -72,6 +72,8 @@ class ResumableDataModule(ExactDataModule):
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
+        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
+            with 0 the data begins. A checkpoint with a position goes on there.
         weights: Draw the samples of an epoch in proportion to these, one finite number >= 0 per sample of the data set,
             shape (len(train_dataset),), as ``WeightedRandomSampler`` does.
         replacement: With ``weights``: whether a sample may be drawn twice in an epoch.
@@ -107,6 +109,7 @@ class ResumableDataModule(ExactDataModule):
         base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
+        start_sample: int | None = None,
         weights: Any = None,
         replacement: bool = True,
         num_samples: int | None = None,
@@ -126,6 +129,7 @@ class ResumableDataModule(ExactDataModule):
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
             lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
+            start_sample=start_sample,
         )
         if uneven not in ("drop", "pad", "error"):
             raise ValueError(f'uneven is {uneven!r}; it is one of "drop", "pad", "error".')
@@ -334,9 +338,8 @@ class ResumableDataModule(ExactDataModule):
         dataset = self._dataset(stage)
         if dataset is None:
             return None
-        return SequentialPlan(
-            num_samples=len(dataset), micro_batch=self._val_batch_size, ranks=ranks, uneven=self._uneven
-        )
+        size, batch = len(dataset), self._val_batch_size
+        return SequentialPlan(num_samples=size, micro_batch=batch, ranks=ranks, uneven=self._uneven)
 
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         size = plan.num_samples

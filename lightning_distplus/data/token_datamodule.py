@@ -76,6 +76,8 @@ class TokenDataModule(ExactDataModule):
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
             state, so that later resumes need not allow it again.
         ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
+        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
+            with 0 the data begins. A checkpoint with a position goes on there.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class TokenDataModule(ExactDataModule):
         allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
+        start_sample: int | None = None,
     ) -> None:
         super().__init__(
             micro_batch=micro_batch_size,
@@ -113,6 +116,7 @@ class TokenDataModule(ExactDataModule):
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
             lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
+            start_sample=start_sample,
         )
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
         if not self._sources["train"]:

@@ -15,6 +15,7 @@ from lightning_distplus.world import DataParallel
 
 __all__ = [
     "data_parallel",
+    "epoch_length",
     "is_overfitting",
     "of_first_epoch",
     "planned_samples",
@@ -52,17 +53,21 @@ def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | 
             "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
             "Use Trainer(accumulate_grad_batches=...)."
         )
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        length = min(num_batches, limit)
-    else:
-        length = num_batches if isinstance(num_batches, float) else int(num_batches * limit)
+    length, limit = epoch_length(trainer, num_batches), trainer.limit_train_batches
     if trainer.strategy.handles_gradient_accumulation and accumulation > 1 and length % accumulation:
         raise ValueError(
             f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
             f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
             "Choose a multiple."
         )
+
+
+def epoch_length(trainer: Any, num_batches: int | float) -> int | float:
+    """Micro-batches of an epoch under ``limit_train_batches``; infinite where only the data knows."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return num_batches if isinstance(num_batches, float) else int(num_batches * limit)
 
 
 def refuse_past_end(trainer: Any, position: Position) -> None:

@@ -183,12 +183,47 @@ def test_position_past_the_data_is_refused(map_checkpoint: Path, tmp_path: Path)
         resume(map_data(), path)
 
 
+def without_position(path: Path, folder: Path) -> Path:
+    """As another data module would have written it."""
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["ResumableDataModule" if "ResumableDataModule" in checkpoint else "TokenDataModule"]
+    torch.save(checkpoint, folder / "old.ckpt")
+    return folder / "old.ckpt"
+
+
 def test_checkpoint_without_a_position_is_refused(map_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = torch.load(map_checkpoint, weights_only=True)
-    del checkpoint["ResumableDataModule"]
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    with pytest.raises(DatasetMismatch, match="holds no position of a data module ResumableDataModule"):
-        resume(map_data(), tmp_path / "old.ckpt")
+    with pytest.raises(DatasetMismatch, match="holds no position of a data module ResumableDataModule") as error:
+        resume(map_data(), without_position(map_checkpoint, tmp_path))
+    assert "pass start_sample=..." in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens"])
+def test_checkpoint_without_a_position_goes_on_where_start_sample_says(
+    kind: str, corpus: list[Source], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def data(**arguments: Any) -> Any:
+        return map_data(**arguments) if kind == "map" else token_data(sources=corpus, **arguments)
+
+    settings = {"max_steps": 16, "accumulate_grad_batches": 2}
+    undisturbed, model = SampleDiary(), SampleDiary()
+    quiet_trainer(max_epochs=-1, **settings).fit(undisturbed, data())
+    trainer = quiet_trainer(max_epochs=-1, **{**settings, "max_steps": 6})  # in the second epoch of the map-style data
+    trainer.fit(model, data())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    old = without_position(tmp_path / "saved.ckpt", tmp_path)
+    resumed = resume(data(start_sample=24), old, **settings)
+    assert resumed.steps == {step: undisturbed.steps[step] for step in range(6, 16)}
+    assert "the checkpoint holds no position in the data; going on where start_sample says" in caplog.text
+    assert resumed.trainer.global_step == 16
+    anew = resume(data(start_sample=0), old, **settings)
+    assert anew.steps == {6 + step: undisturbed.steps[step] for step in range(10)}
+    assert anew.trainer.datamodule.consumed_samples == 40
+    with_position = resume(data(start_sample=0), tmp_path / "saved.ckpt", **settings)
+    assert with_position.steps == resumed.steps
+    with pytest.raises(
+        ValueError, match=r"start_sample=26 is not where an optimizer step begins: .* begins at sample 24"
+    ):
+        resume(data(start_sample=26), old, **settings)
 
 
 def test_validation_of_a_checkpoint_does_not_look_at_the_training_data(map_checkpoint: Path) -> None:

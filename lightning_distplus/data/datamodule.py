@@ -79,6 +79,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self._ignored: list[list[Any]] = []
         self._schedule: BatchSchedule | None = None
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
@@ -182,7 +183,12 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
         if self._loaded is not None or self._cursor is None:
             return dict(self._loaded or {})
-        return state_of(self.position(), self._cursor.geometry, self._known_identity, self._changes, self._scaled_by)
+        records = {
+            "global_batch_changes": self._changes,
+            "ignored": self._ignored,
+            "lr_factor": None if self._scaled_by == 1.0 else self._scaled_by,
+        }
+        return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a saved position over.
@@ -211,7 +217,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         geometry, sample = self._joined().geometry, self._start_sample
         num_batches = epoch_length(self.trainer, self._num_batches(geometry))
         position = position_at(sample, geometry, num_batches=num_batches, num_steps=num_steps)
-        self.load_state_dict(state_of(position, geometry, self._known_identity, [], 1.0))
+        self.load_state_dict(state_of(position, geometry, self._known_identity, {}))
         return True
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -248,7 +254,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
-            self._changes = []
+            self._changes, self._ignored = [], []
             self._begin_anew()
             self._known_identity = self._identity()
             return Cursor(trainer, geometry, is_end=self._end_of_data())
@@ -305,9 +311,8 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
         state = self._adopt(state)
-        ours = self._known_identity
-        saved = {name: state.get(name) for name in ours}
-        require_same_data(saved, ours, ignore_fingerprint=self._ignore_fingerprint)
+        names, ignore = self.source_names(), self._ignore_fingerprint
+        self._ignored = require_same_data(state, self._known_identity, names, ignore_fingerprint=ignore)
         require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)

@@ -67,5 +67,9 @@ class KindOfData:
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         """Raises when the position lies past the data; data without an end need not override this."""
 
+    def source_names(self) -> list[str]:
+        """What messages call the sources, where there are some."""
+        return []
+
     def require_few_repeats(self, num_samples: int) -> None:
         """Warns, or raises ValueError, where a run of so many samples reads something over and over."""

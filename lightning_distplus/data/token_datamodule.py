@@ -180,8 +180,7 @@ class TokenDataModule(ExactDataModule):
             self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
             state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
             if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
-                names = [source.label for source in self._sources["train"]]
-                _log.warning("%s", change_of_mixture(self._phase, was, now, names))
+                _log.warning("%s", change_of_mixture(self._phase, was, now, self.source_names()))
         elif len(now) != len(was):
             self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
         self._known_identity = self._identity()
@@ -234,13 +233,17 @@ class TokenDataModule(ExactDataModule):
         num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
         return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
 
+    def source_names(self) -> list[str]:
+        """What messages call the training sources."""
+        return [source.label for source in self._sources["train"]]
+
     def require_few_repeats(self, num_samples: int) -> None:
         """Compares what each source gives to the run with its size.
 
         Raises:
             ValueError: One would be read more often than ``max_epochs_per_source``.
         """
-        trainer, names = self._joined().trainer, [source.label for source in self._sources["train"]]
+        trainer, names = self._joined().trainer, self.source_names()
         if not is_overfitting(trainer):
             bound, is_said = self._max_epochs_per_source, trainer.is_global_zero
             refuse_repetition(self._known_identity, names, num_samples, bound=bound, is_said=is_said)

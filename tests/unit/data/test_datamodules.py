@@ -149,10 +149,10 @@ def changed(corpus: list[Source], folder: Path, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("weights", r"source 0: weight / 2\*\*32: 3006477107 in the checkpoint, 2576980378 in this run"),
+        ("weights", r"source 0 \(.*prose\): weight / 2\*\*32: 3006477107 in the checkpoint, 2576980378 in this run"),
         ("fewer", "number of sources: 2 in the checkpoint, 1 in this run"),
-        ("order", "source 0: fingerprint: '"),
-        ("content", "source 1: fingerprint: '"),
+        ("order", r"source 0 \(code\): fingerprint: '"),
+        ("content", r"source 1 \(.*other\): fingerprint: '"),
         ("seq_len", "seq_len: 4 in the checkpoint, 8 in this run"),
         ("seed", "seed: 3 in the checkpoint, 4 in this run"),
     ],
@@ -168,6 +168,21 @@ def test_override_goes_on_and_says_what_differs(map_checkpoint: Path, caplog: py
     model = resume(map_data(seed=4, ignore_fingerprint=True), map_checkpoint)
     assert min(model.steps) == 3
     assert "seed: 3 in the checkpoint, 4 in this run" in caplog.text
+
+
+def test_override_is_recorded_in_the_checkpoints_that_follow(
+    token_checkpoint: Path, corpus: Any, tmp_path: Path
+) -> None:
+    other = [corpus[0], Source(path=write_tokens(tmp_path / ("long name " * 9), 401, start=20_000), weight=0.3)]
+    data = token_data(sources=other, ignore_fingerprint=True)
+    model = resume(data, token_checkpoint, max_steps=5)
+    expected = [[6, f"source 1 ({tmp_path})"[:40]]]
+    assert data.state_dict()["ignored"] == expected
+    model.trainer.save_checkpoint(tmp_path / "next.ckpt")
+    data = token_data(sources=other, seed=9, ignore_fingerprint=True)
+    resume(data, tmp_path / "next.ckpt", max_steps=7)
+    assert data.state_dict()["ignored"] == [*expected, [10, "seed"]]
+    assert len(repr(data.state_dict())) < 1000
 
 
 @pytest.mark.parametrize("name", ["version", "order_version"])

@@ -112,6 +112,19 @@ def test_resume_says_the_global_batch_where_and_how_long(
     assert lines[1].startswith("resumed at sample 6, step 3, epoch 0, in ")
 
 
+def test_stock_trainer_with_default_flags_goes_on_from_the_checkpoint_that_it_writes(tmp_path: Path) -> None:
+    def fit(max_epochs: int, load: str | None = None) -> SampleDiary:
+        model = SampleDiary()
+        trainer = pl.Trainer(max_epochs=max_epochs, accelerator="cpu", default_root_dir=tmp_path)
+        trainer.fit(model, ResumableDataModule(train_dataset=Augmented(17), batch_size=2), ckpt_path=load)
+        return model
+
+    undisturbed, first = fit(2), fit(1)
+    resumed = fit(2, first.trainer.checkpoint_callback.best_model_path)
+    assert {**first.steps, **resumed.steps} == undisturbed.steps
+    assert sorted(resumed.steps) == [*range(8, 16)]
+
+
 # What is refused on resume.
 
 

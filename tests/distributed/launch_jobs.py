@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -45,4 +46,4 @@ def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*itertools.takewhile(lambda word: word != "--ckpt_path", sys.argv[1:]))  # it finds its checkpoint by itself

@@ -110,9 +110,12 @@ class NamesPeers(_Base):
     def _marked(self, operation: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         outer = self._marks.enter(operation)
         try:
-            return self._named(method, *arguments, **named)
-        finally:
-            self._marks.leave(outer)
+            found = self._named(method, *arguments, **named)
+        except BaseException:
+            self._marks.abandon(outer)
+            raise
+        self._marks.leave(outer)
+        return found
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """``naming_peers`` without its generator: each step comes by three times."""

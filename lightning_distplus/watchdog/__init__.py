@@ -7,9 +7,10 @@ that C++ decides).
 """
 
 from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.failure import place_of_failure
 from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.watchdog.watchdog import Watchdog
 
-__all__ = ["Evidence", "Mark", "Marks", "Progress", "Verdict", "Watchdog"]
+__all__ = ["Evidence", "Mark", "Marks", "Progress", "Verdict", "Watchdog", "place_of_failure"]

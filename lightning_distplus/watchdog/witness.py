@@ -139,7 +139,7 @@ class Witness:
 
     def _seen_from_here(self, rank: int) -> Evidence:
         """A rank that has sent nothing: what its last beat, this host's system and the network say."""
-        peer, seen = self._board.peers.get(rank), self._board.sightings.get(rank)
+        peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
         mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
         stack: Sequence[traceback.FrameSummary] = []

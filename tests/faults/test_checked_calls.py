@@ -207,6 +207,13 @@ def test_the_majority_names_the_rank_that_is_elsewhere(tmp_path: Path) -> None:
         assert error["ranks"] == [0]
         assert "rank 0 in all_gather of (float32[2, 32]) at" in error["text"]
         assert "ranks 1-2 in all_gather of (float32[2, 32], float32[2]) at" in error["text"]
+    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("divergence", [0], [1, 2])
+    assert (verdict["field"], verdict["operation"]) == ("structure", "all_gather of (float32[2, 32])")
+    assert verdict["location"] == f"{__file__}:{labels.__code__.co_firstlineno + 1}"
+    assert verdict["values"] == {str(rank): text for rank, text in error["values"].items()}
+    assert "gather(tree)" in verdict["remedy"]
 
 
 def test_calls_in_another_order_are_found_at_the_first_of_them(tmp_path: Path) -> None:

@@ -180,7 +180,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
-        put_in(trainer, self._marks, self.plane, link_checkpoint=self._link_checkpoint, announcing=self._announcing)
+        watchdog = self._watchdog
+        put_in(
+            trainer,
+            self._marks,
+            self.plane,
+            judge_time_out=lambda error: watchdog is not None and watchdog.judge_time_out(error),
+            link_checkpoint=self._link_checkpoint,
+            announcing=self._announcing,
+        )
         check_agreement(self, trainer)
         self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":

@@ -27,6 +27,7 @@ def put_in(
     marks: Marks,
     plane: ControlPlane,
     *,
+    judge_time_out: Callable[[BaseException], bool],
     link_checkpoint: Callable[..., None],
     announcing: Callable[[Callable[..., None]], Callable[..., None]],
 ) -> None:
@@ -36,11 +37,12 @@ def put_in(
         trainer: The Trainer, before the run.
         marks: This rank's marks.
         plane: The control plane.
+        judge_time_out: What ``FirstWord`` takes.
         link_checkpoint: Makes ``last.ckpt``.
         announcing: Wraps ``Trainer.save_checkpoint``.
     """
     trainer.profiler = MarkingProfiler(trainer.profiler, marks)
-    trainer.callbacks.insert(0, FirstWord(plane))
+    trainer.callbacks.insert(0, FirstWord(plane, judge_time_out))
     for callback in trainer.checkpoint_callbacks:
         _compat.replace_checkpoint_link(callback, link_checkpoint)
     trainer.save_checkpoint = announcing(trainer.save_checkpoint)

@@ -29,6 +29,7 @@ from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
 from lightning_distplus.watchdog.telling import JUDGED, Telling
+from lightning_distplus.watchdog.timing_out import TIMED_OUT, judge_time_out
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.watchdog.witness import Witness
 
@@ -99,8 +100,9 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._abort = Abort(plane, self._witness, on_told=self._judge_abort)
+        self._abort = Abort(plane, self._witness, on_told=self._judge_together)
         self._stopping = threading.Event()
+        self._once = threading.Lock()
         self._heard_at: float | None = None
         self._reported_at = -1
         self._judged_at = -1
@@ -151,6 +153,10 @@ class Watchdog:
         """
         self._telling.tell_failure(error, is_told=is_told)
 
+    def judge_time_out(self, error: BaseException) -> bool:
+        """Called by the training thread where a collective has raised; see ``timing_out``."""
+        return judge_time_out(error, self._plane, self._witness, self._judge_together)
+
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -182,8 +188,8 @@ class Watchdog:
 
     def _join(self, error: FirstError) -> None:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
-        if error.type == ABORTED:
-            self._judge_abort()
+        if error.type in (ABORTED, TIMED_OUT):
+            self._judge_together()
         elif error.message.startswith(JUDGED) and (self._board.is_few or self._telling.speaks_for_host(error.ranks)):
             verdict = self._telling.told_by(error.rank)
             if verdict is not None:
@@ -305,8 +311,10 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
-    def _judge_abort(self) -> None:
-        """C++ ends the process of a rank, this one or a peer: all ranks say where they are before it is gone."""
+    def _judge_together(self) -> None:
+        """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone."""
+        if not self._once.acquire(blocking=False):  # by the training thread, or because a peer has told it
+            return
         self._board.alert.set()
         self._post(self._marks.read().number)
         self._collect(_COLLECT_S)

@@ -21,7 +21,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
 
-DEADLINE_S = 4.0
+DEADLINE_S = 3.0
 
 
 def train(name: str, world_size: int, folder: str, saves_on_exception: bool = False) -> None:

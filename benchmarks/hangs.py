@@ -3,8 +3,8 @@
 Each arm trains the same job below its own launcher, with the same deadline and one restart; torchft, which replaces no
 process, has its own job, and trains on with the replica that is left. The rivals need an environment of their own, of
 which ``DISTPLUS_RIVALS_PYTHON`` names the interpreter, else they are left out: torch 2.13.0, and then lightning 2.6.6,
-nvidia-resiliency-ext 0.4.1 and torchft 0.2.0. So many jobs run at a time that each rank has a core: a restart is mostly the
-import of torch and Lightning, which takes a core some five seconds.
+nvidia-resiliency-ext 0.4.1 and torchft 0.2.0. So many jobs run at a time that each rank has a core: a restart is mostly
+the import of torch and Lightning, which takes a core some five seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Who hangs: progress marks of the training thread, and a thread beside it that names the rank which stands still.
 
 Read in this order: ``marks`` and ``pace`` (what the training thread does), ``board`` and ``slate`` (what the ranks tell
-each other), ``evidence`` and ``witness`` (what is known of a rank: ``stacks``, ``far_stacks``, ``p2p``), ``judging`` and
-``verdict`` (who is to blame), ``failure`` (the verdict on a rank that has raised or is gone), ``watchdog`` (the thread
-that finds out), ``telling`` and ``leaving`` (the word to others, and the end of processes), ``aborting`` and
+each other), ``evidence`` and ``witness`` (what is known of a rank: ``stacks``, ``far_stacks``, ``p2p``), ``judging``
+and ``verdict`` (who is to blame), ``failure`` (the verdict on a rank that has raised or is gone), ``watchdog`` (the
+thread that finds out), ``telling`` and ``leaving`` (the word to others, and the end of processes), ``aborting`` and
 ``timing_out`` (the end that C++ decides, and a collective that gives up).
 """
 

@@ -38,7 +38,7 @@ from lightning_distplus.strategies.starting import (
 from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
-from lightning_distplus.watchdog import Marks, Watchdog, place_of_failure
+from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -100,6 +100,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
         self._marks = Marks(phase=lambda: self.phases.current.value)
+        self._transfer = Transfer()
         self._watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._saves: CommittedSaves | None = None
@@ -214,7 +215,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
-            progress=lambda: progress_of(getattr(self.lightning_module, "_trainer", None)),
+            progress=lambda: self._transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
 

@@ -59,6 +59,8 @@ class Sighting:
     """How to ask for its stack from its own host."""
     pace: str = ""
     """What it counts, how fast, and when it is there; "" where nothing is counted."""
+    moves: bool = False
+    """Whether that moves, although it sets no marks."""
     since: tuple[int, float] = (0, 0.0)
     """Number of the mark, and ``time.monotonic()``, at the first of the sightings that follow each other."""
 
@@ -179,6 +181,11 @@ class Board:
         return seen is not None and last - seen.changed_at < _MISSED_BEATS_S + last - before and not self.is_silent
 
     @property
+    def own_pace(self) -> str:
+        """What this rank counts that moves by itself, for a report of its own; else ""."""
+        return self._pace.describe() if self._pace.moves else ""
+
+    @property
     def has_posted(self) -> bool:
         """Whether all evidence of this rank is out: a rank that ends earlier would leave its peers without it."""
         return not self._to_post
@@ -232,6 +239,7 @@ class Board:
             "mark": asdict(self._marks.read()),
             "place": place_of(frame_of(self._watched)),
             "pace": self._pace.describe(),
+            "moves": self._pace.moves,
             "printer": None if self._printer is None else self._printer.to_plain(),
             "posted": self._posted,
             "at": time.monotonic(),
@@ -298,5 +306,6 @@ def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, flo
         since=since,
         place=beat["place"],
         pace=beat["pace"],
+        moves=beat["moves"],
         printer=None if beat["printer"] is None else StackPrinter(**beat["printer"]),
     )

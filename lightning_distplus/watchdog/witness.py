@@ -114,6 +114,7 @@ class Witness:
         seen, pace = self._board.sightings.get(rank), ""
         if rank == self._world.rank:
             mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
+            pace = f", and moves ({self._board.own_pace})" if self._board.own_pace else ""
         elif seen is not None and self._board.beats(rank):
             mark, place = seen.mark, seen.place
             pace = _pace_of(seen)
@@ -188,6 +189,8 @@ class Witness:
 
 
 def _pace_of(seen: Sighting) -> str:
+    if seen.moves:
+        return f", and moves ({seen.pace})"
     if seen.marks_per_s <= 0:
         return ""
     return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -19,6 +21,8 @@ __all__ = ["HostsApart", "Meeting"]
 
 _HOSTS_COME = timedelta(minutes=5)
 _LOOK_EVERY_S = 1.0
+_POLL_S = 0.1
+_OTHERS_END_S = 10.0  # as long as an agent gives the ranks that outlive a peer
 
 
 class HostsApart(Exception):
@@ -41,9 +45,11 @@ class Meeting:
 
     def __init__(self, endpoint: str, job: str) -> None:
         self._endpoint = endpoint
+        self._num_hosts = 1
         host, _, port = endpoint.rpartition(":")
         with self._names_the_store():
-            self._store = PrefixStore(f"distplus-launch/{job}", _open(host, int(port)))
+            store, self._serves = _open(host, int(port))
+        self._store = PrefixStore(f"distplus-launch/{job}", store)
 
     def join(self) -> int:
         """The number of the attempt to take part in; waits for the next one where one is under way."""
@@ -55,10 +61,35 @@ class Meeting:
                     time.sleep(_LOOK_EVERY_S)
             return self._number()
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, num_hosts: int) -> None:
         """Says that the ranks of an attempt are being started: who comes now waits for the next one."""
+        self._num_hosts = num_hosts
         with self._names_the_store():
             self._store.set(f"running/{number}", "")
+
+    def share(self, number: int, failures: Mapping[int, int], *, waits: bool) -> dict[int, int]:
+        """The exit codes of the ranks that failed on all hosts.
+
+        Args:
+            number: The attempt, which has ended here.
+            failures: Those of this host.
+            waits: Whether to wait for the other hosts, as long as their ranks may take to end; not every host lives.
+        """
+        with self._names_the_store():
+            place = self._store.add(f"failed/{number}", 1)
+            self._store.set(f"failed/{number}/{place}", json.dumps(sorted(failures.items())))
+            keys = [f"failed/{number}/{one}" for one in range(1, self._num_hosts + 1)]
+            if waits:
+                self._wait(lambda: self._store.check(keys))
+            told = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+            return dict(itertools.chain(*told))
+
+    def leave(self, number: int) -> None:
+        """Called at the end of the job; the host that serves the store waits a while for the others."""
+        with contextlib.suppress(HostsApart), self._names_the_store():
+            self._store.add(f"left/{number}", 1)
+            if self._serves:
+                self._wait(lambda: self._store.add(f"left/{number}", 0) >= self._num_hosts)
 
     def next(self, number: int) -> int:
         """The attempt after this one, which has ended here."""
@@ -93,6 +124,11 @@ class Meeting:
             done.set()
             thread.join()
 
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        end = time.monotonic() + _OTHERS_END_S
+        while not is_done() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
     def _number(self) -> int:
         return int(self._store.get("attempt")) if self._store.check(["attempt"]) else 0
 
@@ -107,9 +143,9 @@ class Meeting:
             ) from error
 
 
-def _open(host: str, port: int) -> TCPStore:
-    """Serves the store on the host that the endpoint names; another launcher there may do so already."""
+def _open(host: str, port: int) -> tuple[TCPStore, bool]:
+    """The store, and whether it is served here: on the host that the endpoint names, by the first launcher there."""
     if is_local(host):
         with contextlib.suppress(DistNetworkError):
-            return TCPStore(host, port, is_master=True, wait_for_workers=False)
-    return TCPStore(host, port, is_master=False, timeout=_HOSTS_COME)
+            return TCPStore(host, port, is_master=True, wait_for_workers=False), True
+    return TCPStore(host, port, is_master=False, timeout=_HOSTS_COME), False

@@ -19,7 +19,7 @@ from lightning_distplus.events import EventLog
 from lightning_distplus.launch.agent import PASSED_ON, Hosts, Stop, run_attempt, tell_ranks
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.meeting import HostsApart, Meeting
-from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit, is_innocent
 from lightning_distplus.launch.told import LAUNCHER, told_home
 from lightning_distplus.watchdog import Verdict
 
@@ -88,7 +88,7 @@ class _Supervisor:
             return None
         if not failures:
             return self._end_well(number)
-        culprit = self._culprit(failures, history)
+        culprit = self._culprit(self._of_all_hosts(number, failures), history)
         if self._asked is not None:
             return self._end_as_asked(number, failures, culprit)
         attempt = Attempt(
@@ -116,6 +116,14 @@ class _Supervisor:
             return self._meeting.newcomer(number)
         return None
 
+    def _of_all_hosts(self, number: int, failures: dict[int, int]) -> dict[int, int]:
+        """Whose exit code counts may be known on another host only."""
+        if self._meeting is None:
+            return failures
+        with contextlib.suppress(HostsApart):
+            return self._meeting.share(number, failures, waits=is_innocent(find_culprit(failures).code))
+        return failures
+
     def _next(self, number: int) -> int:
         return number + 1 if self._meeting is None else self._meeting.next(number)
 
@@ -125,7 +133,7 @@ class _Supervisor:
 
             def on_start(num_nodes: int) -> None:
                 if self._meeting is not None:
-                    self._meeting.begin(number)
+                    self._meeting.begin(number, num_nodes)
                     if num_nodes < self._job.hosts.max_nodes:
                         stack.enter_context(self._meeting.watched(number, lambda: tell_ranks(signal.SIGTERM)))
 
@@ -155,6 +163,7 @@ class _Supervisor:
         if self._asked is not None:
             return self._end(number, ExitCode.PREEMPTED, f"stopped by {self._asked}, without a PreemptionHandler")
         self._note("launch_end", number, exit_code=0)
+        self._leave(number)
         return int(ExitCode.DONE)
 
     def _end_as_asked(self, number: int, failures: Mapping[int, int], culprit: Culprit) -> int:
@@ -168,7 +177,12 @@ class _Supervisor:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
         self._note("launch_end", number, exit_code=int(code), reason=why)
+        self._leave(number)
         return int(code)
+
+    def _leave(self, number: int) -> None:
+        if self._meeting is not None:
+            self._meeting.leave(number)
 
     def _explain_no_progress(self, why: str, attempt: Attempt, history: History) -> str:
         """Names step, error and samples, and leaves a verdict."""

@@ -197,6 +197,19 @@ def test_launchers_of_two_hosts_restart_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "2", plan=FaultPlan().kill(culprit, step=4))
+    hosts.options += ("--max-restarts", "0")
+    hosts.start_serving("first")
+    hosts.start("second")
+    assert [hosts.wait("first"), hosts.wait("second")] == [137, 137], hosts.logs()
+    for _, log in hosts.ended.values():
+        assert f"rank {culprit}, killed by SIGKILL; all 0 restarts are spent" in log
+
+
+@pytest.mark.soak
 @pytest.mark.deadline(240)
 def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "1:2", "0.3")

@@ -33,6 +33,7 @@ __all__ = [
     "FileFinding",
     "Mode",
     "Report",
+    "check_file",
     "committed_in",
     "is_committed",
     "newest_valid",
@@ -294,20 +295,21 @@ def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | 
     if not real.is_dir() and len(entries) != 1:
         finding = FileFinding(str(report.path), f"a directory of {len(entries)} files", "a single file")
         return Report(report.path, report.state, report.manifest, (finding,))
-    checked = (_check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
+    checked = (check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
     findings = tuple(finding for finding in checked if finding is not None)
     return Report(report.path, report.state, report.manifest, findings)
 
 
-def _check_file(
-    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None
+def check_file(
+    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None = None
 ) -> FileFinding | None:
+    """What is wrong with one file, if anything."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            _, digest = digest_file(file, on_bytes=on_bytes)
+            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
             if digest != entry.xxh3_128:
                 return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
     except FileNotFoundError:

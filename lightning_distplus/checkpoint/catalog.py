@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -95,7 +95,7 @@ class Report:
         return self.state is CheckpointState.COMMITTED and not self.findings
 
 
-def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None:
+def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collection[Path] = ()) -> Path | None:
     """The newest committed checkpoint in a folder whose files are as they were when it was committed.
 
     Newest is by the manifest's global step, then by its time of commit; names and file times mean nothing. Checkpoints
@@ -105,6 +105,7 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     Args:
         directory: The folder; its direct children are looked at.
         verify: "full" reads every byte, "size" compares sizes.
+        but: Checkpoints that are passed over in silence.
 
     Returns:
         Its path; None when the folder is missing or has none.
@@ -116,9 +117,9 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     candidates = [(_inspect(path), successor) for path, successor in _children(Path(directory))]
     candidates.sort(key=lambda candidate: _age(candidate[0]), reverse=True)
     for candidate, successor in candidates:
-        if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING):
+        if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
-        if successor is not None and _with_files(_inspect(successor), verify).ok:
+        if successor is not None and successor not in but and _with_files(_inspect(successor), verify).ok:
             continue
         report = _with_files(candidate, verify)
         if report.ok:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.linking import link
 from lightning_distplus.checkpoint.scrubbing import Scrubber
 from lightning_distplus.control import ControlPlane
@@ -18,7 +19,7 @@ from lightning_distplus.strategies.background import BackgroundSave, Staging, Wr
 from lightning_distplus.strategies.comparing import ComparesLoadedState
 from lightning_distplus.strategies.failing_saves import FailingSaves
 from lightning_distplus.strategies.provenance import layout_of
-from lightning_distplus.strategies.restoring import Verification
+from lightning_distplus.strategies.restoring import Search, Verification
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
 from lightning_distplus.strategies.tensors import parameters_of_optimizers
@@ -40,7 +41,10 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
     async_save: bool
     read_back_saves: bool
     scrub_every: timedelta | None
+    copy_to: str | None
     verify: Verification
+    search: Search | None = None
+    """Where the ranks look further, together, when the checkpoint that they were given is damaged."""
     _staging: Staging | None = None
     _in_flight: BackgroundSave | None = None
     _configuration: str | None = None
@@ -135,11 +139,15 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
         scrubber = None
         if self.scrub_every is not None:
             scrubber = Scrubber(self.scrub_every, moves=moves, on_damage=self._note_damage)
+        copies = None if self.copy_to is None else Copies(self.copy_to)
         return CommittedSaves(
             plane,
             self.phases,
             strategy=type(self).__name__,
             verification=self.verify,
+            search=self.search,
+            copies=copies,
+            copier=None if copies is None else Copier(copies, self._note_copy),
             reads_back=self.read_back_saves,
             scrubber=scrubber,
             moves=moves,
@@ -147,6 +155,9 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
 
     def _note_damage(self, path: Path, kept: Path, damage: str) -> None:
         self.note("checkpoint_damaged", path=str(path), kept=str(kept), damage=damage)
+
+    def _note_copy(self, path: Path, error: str | None) -> None:
+        self.note("checkpoint_copied" if error is None else "copy_failed", path=str(path), to=self.copy_to, error=error)
 
     @contextmanager
     def _writing(self) -> Iterator[Writes]:

@@ -72,6 +72,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             with what was in memory.
         scrub_every: How long rank 0 waits between two readings of the newest three checkpoints, in a thread, of which
             damaged ones go into quarantine; None: nobody reads them.
+        copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
+            fetches from there what the folder of the checkpoints has lost. None: nobody does.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -90,6 +92,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         async_save: bool = False,
         read_back_saves: bool = False,
         scrub_every: Duration | None = None,
+        copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -105,6 +108,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
         self.read_back_saves = read_back_saves
+        self.copy_to = copy_to
         self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None

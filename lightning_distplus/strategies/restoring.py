@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
+    newest_valid,
     read_manifest,
     reference,
     state,
     verify_or_raise,
 )
+from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.checkpoint.sharing import findings_in_share
 from lightning_distplus.control import ControlPlane
@@ -25,7 +28,7 @@ from lightning_distplus.phases import Phases
 from lightning_distplus.rng import set_rng_state
 from lightning_distplus.timeouts import Phase
 
-__all__ = ["KEY", "VERSION", "Verification", "VerifiedLoads", "local_path"]
+__all__ = ["KEY", "VERSION", "Search", "Verification", "VerifiedLoads", "local_path"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,19 @@ _SHOWN_FINDINGS = 3
 _REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
 
 
+@dataclass(frozen=True)
+class Search:
+    """Where a run looks for the newest valid checkpoint when it starts.
+
+    Args:
+        folder: Holds the checkpoints.
+        allow_fresh: Whether it starts anew where none can be trusted.
+    """
+
+    folder: Path
+    allow_fresh: bool = False
+
+
 class VerifiedLoads:
     """Loads the checkpoints of one strategy.
 
@@ -55,15 +71,27 @@ class VerifiedLoads:
         phases: The deadlines.
         strategy: The name of the strategy, for the manifest.
         verification: What is checked of a load.
+        search: Where the ranks look further when the bytes of what they have found are not as they were.
+        copies: From where rank 0 fetches a checkpoint when that folder has none.
     """
 
     def __init__(
-        self, plane: ControlPlane, phases: Phases, *, strategy: str, verification: Verification = "full"
+        self,
+        plane: ControlPlane,
+        phases: Phases,
+        *,
+        strategy: str,
+        verification: Verification = "full",
+        search: Search | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._plane = plane
         self._phases = phases
         self._strategy = strategy
         self._verification = verification
+        self._search = search
+        self._copies = copies
+        self._has_read: Path | None = None
         self._rng: dict[str, bytes] | None = None
         self.loaded: str | Path = ""
         """The checkpoint that was loaded last."""
@@ -100,7 +128,8 @@ class VerifiedLoads:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
             found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
             if found["has_files"]:
-                self._verify_together(chosen)
+                self.expected = dict(read_manifest(chosen).tensors or {})
+                self.hear("checkpoint-bytes", chosen, [] if chosen == self._has_read else self._findings(chosen))
             found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
             self.follow(chosen)
             with self.refusing_another_model(chosen):
@@ -139,7 +168,41 @@ class VerifiedLoads:
         )[0]["path"]
         if chosen != mine:
             log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
-        return chosen
+        return (
+            chosen if self._search is None else self._search_on(None if chosen is None else Path(chosen), self._search)
+        )
+
+    def _search_on(self, first: Path | None, search: Search) -> str | None:
+        """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
+
+        Where the folder has none, the newest copy is fetched.
+
+        Raises:
+            CheckpointCorrupt: On all ranks: there is none.
+        """
+        passed_over: list[Path] = []
+        found: Path | None = first
+        while found is not None:
+            damage = self._all_findings("checkpoint-search", self._findings(found))
+            if not damage:
+                self._has_read = found
+                return str(found)
+            log.warning("Checkpoint %s is passed over: %s", found, damage[0])
+            passed_over.append(found)
+            older = newest_valid(search.folder, verify="size", but=passed_over) if self._rank == 0 else None
+            answer = self._agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
+            found = answer and Path(answer)
+        if self._copies is not None:
+            copies = self._copies
+            fetched: str | None = self._agree("checkpoint-copy", lambda: _fetched(copies, search.folder))["path"]
+            if fetched is not None:
+                return fetched
+        if search.allow_fresh or not passed_over:
+            return None
+        raise CheckpointCorrupt(
+            f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
+            "saved. Name another one with --ckpt_path PATH, or start anew with --allow_fresh."
+        )
 
     def restore_rng(self) -> None:
         """Puts this rank's generators back to where the checkpoint left them."""
@@ -189,16 +252,10 @@ class VerifiedLoads:
             )
         return {"has_files": self._verification == "full"}
 
-    def _verify_together(self, path: Path) -> None:
-        """Every rank reads its share of the bytes.
-
-        Raises:
-            CheckpointCorrupt: On all ranks: one of them has found something.
-        """
-        manifest = read_manifest(path)
-        self.expected = dict(manifest.tensors or {})
-        found = findings_in_share(path, manifest, rank=self._rank, num_ranks=self._plane.world.size)
-        self.hear("checkpoint-bytes", path, [str(finding) for finding in found])
+    def _findings(self, path: Path) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's bytes."""
+        found = findings_in_share(path, read_manifest(path), rank=self._rank, num_ranks=self._plane.world.size)
+        return [str(finding) for finding in found]
 
     def hear(self, name: str, path: str | Path, findings: list[str]) -> None:
         """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
@@ -206,15 +263,18 @@ class VerifiedLoads:
         Raises:
             CheckpointCorrupt: On all ranks: one of them has found something.
         """
-        mine = {"findings": findings[:_SHOWN_FINDINGS], "more": max(0, len(findings) - _SHOWN_FINDINGS)}
-        heard = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))
-        found = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
-        if found:
-            more = len(found) - 1 + sum(one["more"] for one in heard)
+        if found := self._all_findings(name, findings):
             raise CheckpointCorrupt(
-                f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {more} more). Resume from "
-                "another checkpoint, or restore the file from a copy."
+                f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
+                "Resume from another checkpoint, or restore the file from a copy."
             )
+
+    def _all_findings(self, name: str, mine: list[str]) -> list[str]:
+        """What all ranks have found, the first few of each in words."""
+        message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
+        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
+        shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
+        return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
 
     def _check_unmanifested(self, path: Path) -> None:
         findings = () if self._verification == "off" else check_unmanifested(path)
@@ -243,6 +303,13 @@ class VerifiedLoads:
                 len(ours["rng"]),
                 self._plane.world.size,
             )
+
+
+def _fetched(copies: Copies, folder: Path) -> dict[str, Any]:
+    found = copies.fetch_newest(folder)
+    if found is not None:
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+    return {"path": found and str(found)}
 
 
 def local_path(path: str | Path) -> Path | None:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from lightning_distplus.checkpoint.catalog import remove
+from lightning_distplus.checkpoint.copies import Copier
 from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.info import SaveInfo
 from lightning_distplus.checkpoint.protocol import Gather, StagedSave, stage
@@ -33,6 +34,7 @@ class CommittedSaves(VerifiedLoads):
 
     Args:
         scrubber: Reads on rank 0 what was saved before, again and again; None: nobody does.
+        copier: Copies on rank 0 what is committed to another place; None: nobody does.
         moves: Held while a save or a removal moves something.
         reads_back: Whether rank 0 reads what was written before it is committed, and compares it with what was in
             memory.
@@ -45,12 +47,14 @@ class CommittedSaves(VerifiedLoads):
         phases: Phases,
         *,
         scrubber: Scrubber | None = None,
+        copier: Copier | None = None,
         moves: Lock | None = None,
         reads_back: bool = False,
         **named: Any,
     ) -> None:
         super().__init__(plane, phases, **named)
         self._scrubber = scrubber
+        self._copier = copier
         self._moves = moves or Lock()
         self._reads_back = reads_back
         self._postponed: list[Path] = []
@@ -134,6 +138,8 @@ class CommittedSaves(VerifiedLoads):
         self.follow(Path(path))
         if self._scrubber is not None and self._rank == 0:
             self._scrubber.watch(Path(path).absolute().parent)
+        if self._copier is not None and self._rank == 0:
+            self._copier.submit(Path(path).absolute())
         postponed, self._postponed = self._postponed, []
         for old in postponed:
             if old.absolute() != Path(path).absolute():
@@ -157,9 +163,11 @@ class CommittedSaves(VerifiedLoads):
                 remove(local)
 
     def close(self) -> None:
-        """Ends the scrubbing."""
+        """Ends the scrubbing, and waits for the last copy."""
         if self._scrubber is not None:
             self._scrubber.stop()
+        if self._copier is not None and not self._copier.close(self._phases.patience_in(Phase.CHECKPOINT)):
+            log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         return self._plane.gather_json(name, value, self._phases.patience_in(Phase.CHECKPOINT))

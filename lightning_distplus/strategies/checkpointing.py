@@ -68,7 +68,7 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
         step, began_at = checkpoint.get("global_step"), time.monotonic()
         self._marks.set(f"save {filepath}")
         try:
-            with self._writing() as writes:
+            with self._transfer.of("save"), self._writing() as writes:
                 begun = self._committed_saves.save(
                     checkpoint,
                     filepath,

@@ -17,7 +17,7 @@ from lightning_distplus.strategies.calibrating import CalibratesDeadlines
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.tensors import pieces_of_live
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.watchdog import Marks
+from lightning_distplus.watchdog import Marks, Transfer
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -35,6 +35,7 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
     compares_tensors = True
     """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
     _marks: Marks
+    _transfer: Transfer
     _saves: CommittedSaves | None
     _saves_group: dist.ProcessGroup | None = None
     _as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
@@ -52,11 +53,12 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
             CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
         """
         self._marks.set(f"load {checkpoint_path}")
-        checkpoint = self._committed_saves.load(
-            checkpoint_path,
-            lambda path: super(ComparesLoadedState, self).load_checkpoint(path, weights_only),
-            fitting=self._fitting_checkpoint,
-        )
+        with self._transfer.of("load"):
+            checkpoint = self._committed_saves.load(
+                checkpoint_path,
+                lambda path: super(ComparesLoadedState, self).load_checkpoint(path, weights_only),
+                fitting=self._fitting_checkpoint,
+            )
         if self.lightning_restore_optimizer:
             self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
         else:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -162,11 +163,12 @@ class CommittedSaves(VerifiedLoads):
             with self._moves:
                 remove(local)
 
-    def close(self) -> None:
-        """Ends the scrubbing, and waits for the last copy."""
+    def close(self, *, has_failed: bool) -> None:
+        """Ends the scrubbing, and waits for the last copy unless the run has failed."""
         if self._scrubber is not None:
             self._scrubber.stop()
-        if self._copier is not None and not self._copier.close(self._phases.patience_in(Phase.CHECKPOINT)):
+        deadline = timedelta(0) if has_failed else self._phases.patience_in(Phase.CHECKPOINT)
+        if self._copier is not None and not self._copier.close(deadline):
             log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
 """What a committed save, a background save and a verified load cost, against the parent's own save and load.
 
-One fit on two processes, 540 MB of state (45 million parameters with AdamW's moments). Between two steps all ways take
-their turn, in an order that differs from round to round: the parent's save, the same with its bytes forced to the disk,
-ours, the parent's again (A/A). A save in the background is measured by what it holds training up.
+One fit on two processes and each strategy, 540 MB of state (45 million parameters with AdamW's moments). Between two
+steps all ways take their turn, in an order that differs from round to round: the parent's save, the same with its bytes
+forced to the disk, ours, the parent's again (A/A). A load is the whole restore; it is verified by the digests of the
+files, and then also by the fingerprints of the tensors in memory. A save in the background is measured by what it holds
+training up.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils.data import DataLoader
 
 import lightning_distplus
 from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.checkpoint import read_manifest
+from lightning_distplus.checkpoint.files import remove_tree
 from lightning_distplus.testing import spawn
 
 __all__ = ["run"]
@@ -34,6 +40,7 @@ STRATEGIES: dict[str, type] = {
     "ResilientDDP": DDPStrategy,
     "ResilientFSDP": FSDPStrategy,
     "ResilientModelParallel": ModelParallelStrategy,
+    "ResilientDeepSpeed": DeepSpeedStrategy,
 }
 _WIDTH, _LAYERS = 1500, 20  # 45 million parameters
 _TARGET_SYNC, _TARGET_STALL, _TARGET_LOAD = 1.05, 0.1, 1.1
@@ -64,9 +71,13 @@ def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
     yield ratio("save, both forced to the disk", "ours", "parent, on disk", _TARGET_SYNC)
     yield ratio("A/A", "control", "parent", note="the parent's save twice")
     yield ratio(
-        "verified load", "load, full", "load, parent", _TARGET_LOAD, f"parent {median(found['load, parent']):.2f} s"
+        "verified load", "load, files", "load, parent", _TARGET_LOAD, f"parent {median(found['load, parent']):.2f} s"
     )
+    yield ratio("verified load, tensors compared", "load, full", "load, parent", note="the default")
     yield ratio("stall of a background save", "stall", "parent", _TARGET_STALL, "of the parent's save")
+    if found["rival"]:
+        rival = "AsyncCheckpointIO" if name == "ResilientDDP" else "torch's async_save"
+        yield ratio(f"stall of {rival}", "rival", "parent", note="of the parent's save; without commit and digests")
     slower_s = median(behind["with"]) - median(behind["without"])
     note = f"the {_STEPS_BEHIND} steps with the save in them, less without one"
     yield Figure(name=f"{name}: the same with the slower steps", value=slower_s / parent_s, unit="x", note=note)
@@ -125,7 +136,8 @@ def _timed(trainer: pl.Trainer, call: Callable[[], object]) -> float:
 
 
 def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {arm: [] for arm in (*_ARMS, "load, parent", "load, full", "bytes")}
+    loads = ("load, parent", "load, files", "load, full")
+    seconds: dict[str, list[float]] = {arm: [] for arm in (*_ARMS, *loads, "bytes", "rival")}
     parent: Any = STRATEGIES[name]
 
     def save_as_parent(trainer: pl.Trainer, path: str, *, forced: bool) -> None:
@@ -142,6 +154,37 @@ def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) 
                     with file.open("rb") as opened:
                         os.fsync(opened.fileno())
 
+    def stall_of_rival(trainer: pl.Trainer, path: str) -> float | None:
+        """Lightning's AsyncCheckpointIO for DDP, torch's async_save for shards; neither commits or verifies."""
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            return None
+        wait: list[Callable[[], object]] = []
+
+        def save() -> None:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            if isinstance(strategy, DDPStrategy):
+                plugin = AsyncCheckpointIO(TorchCheckpointIO())
+                before, strategy.checkpoint_io = strategy.checkpoint_io, plugin
+                parent.save_checkpoint(strategy, checkpoint, path)
+                strategy.checkpoint_io = before
+                wait.append(plugin.teardown)
+            else:
+                state = {"model": checkpoint["state_dict"], "optimizer_0": checkpoint["optimizer_states"][0]}
+                # torch 2.13's default stager cannot copy what FSDP1 gives.
+                stager = BlockingAsyncStager() if isinstance(strategy, FSDPStrategy) else None
+                wait.append(async_save(state, checkpoint_id=path, async_stager=stager).result)
+
+        took = _timed(trainer, save)
+        wait[0]()
+        return took
+
+    def restore(trainer: pl.Trainer, path: str) -> None:
+        checkpoint = trainer.strategy.load_checkpoint(path)
+        if trainer.strategy.lightning_restore_optimizer:
+            trainer.strategy.load_model_state_dict(checkpoint)
+            trainer.strategy.load_optimizer_state_dict(checkpoint)
+
     def measure(trainer: pl.Trainer, step: int) -> None:
         order = list(_ARMS)
         random.Random(step).shuffle(order)
@@ -149,20 +192,24 @@ def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) 
             path = f"{folder}/{step}-{order.index(arm)}.ckpt"
             if arm == "ours":
                 seconds[arm].append(_timed(trainer, lambda path=path: trainer.save_checkpoint(path)))  # type: ignore[misc]
-                loads = [("load, full", "full"), ("load, parent", "off")]
-                for load, mode in loads if step % 2 else loads[::-1]:
-                    trainer.strategy._saves._verification = mode  # type: ignore[attr-defined]
-                    took = _timed(trainer, lambda path=path: trainer.strategy.load_checkpoint(path))  # type: ignore[misc]
+                for load in random.Random(step).sample(loads, len(loads)):
+                    strategy: Any = trainer.strategy
+                    strategy._saves._verification = "off" if load == "load, parent" else "full"
+                    strategy.compares_tensors = load == "load, full"
+                    took = _timed(trainer, lambda path=path: restore(trainer, path))  # type: ignore[misc]
                     seconds[load].append(took)
                 seconds["bytes"].append(_size(path))
             else:
                 forced = arm == "parent, on disk"
                 call = lambda path=path, forced=forced: save_as_parent(trainer, path, forced=forced)  # noqa: E731
                 seconds[arm].append(_timed(trainer, call))
+            if arm == "control" and (stalled := stall_of_rival(trainer, f"{path}-rival")) is not None:
+                seconds["rival"].append(stalled)
             os.sync()  # what one way leaves to be written does not slow the next one down
             trainer.strategy.barrier("benchmark")
             if rank == 0:
                 trainer.strategy.remove_checkpoint(path)
+                remove_tree(Path(f"{path}-rival"))
 
     _fit(name, folder, layers, _AfterSteps(measure, rounds))
     return seconds

@@ -88,6 +88,10 @@ class FlatUnit:
     """Name and number of elements of each parameter in it, in order."""
     shard: str | None
     """Ranks with the same value hold the same content; None where this rank is the only holder."""
+    prefix: str
+    """What stands before the names of the sections in the names of the whole model."""
+    start: int
+    """At which element of the flat parameter ``local`` begins."""
 
 
 def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
@@ -96,7 +100,9 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
 
     hybrid = (ShardingStrategy.HYBRID_SHARD, getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None))
     found: list[FlatUnit] = []
-    for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+    for prefix, unit in model.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel):
+            continue
         handle = getattr(unit, "_handle", None)
         flat = getattr(handle, "flat_param", None)
         if flat is None:
@@ -113,5 +119,7 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
         shard = "" if unit.sharding_strategy is ShardingStrategy.NO_SHARD else None
         if unit.sharding_strategy in hybrid:
             shard = f"shard {dist.get_rank(unit.process_group)}"
-        found.append(FlatUnit(flat, getattr(flat, "_local_shard", flat.data), sections, shard))
+        local = getattr(flat, "_local_shard", flat.data)
+        start = 0 if shard == "" else dist.get_rank(unit.process_group) * local.numel()
+        found.append(FlatUnit(flat, local, sections, shard, f"{prefix}." if prefix else "", start))
     return found

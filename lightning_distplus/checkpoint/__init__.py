@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         verify,
         verify_or_raise,
     )
+    from lightning_distplus.checkpoint.info import SaveInfo, info_like
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
-    from lightning_distplus.checkpoint.protocol import Gather, SaveInfo, commit, gather_alone, info_like
+    from lightning_distplus.checkpoint.protocol import Gather, commit, gather_alone
     from lightning_distplus.checkpoint.retention import is_last_valid, rotate
     from lightning_distplus.checkpoint.torn import quarantine
 
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "protocol": ("Gather", "SaveInfo", "commit", "gather_alone", "info_like"),
+    "info": ("SaveInfo", "info_like"),
+    "protocol": ("Gather", "commit", "gather_alone"),
     "manifest": ("FileEntry", "Manifest"),
     "torn": ("quarantine",),
     "retention": ("is_last_valid", "rotate"),

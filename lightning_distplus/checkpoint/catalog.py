@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,6 +33,7 @@ __all__ = [
     "FileFinding",
     "Mode",
     "Report",
+    "check_file",
     "committed_in",
     "is_committed",
     "newest_valid",
@@ -94,7 +95,7 @@ class Report:
         return self.state is CheckpointState.COMMITTED and not self.findings
 
 
-def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None:
+def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collection[Path] = ()) -> Path | None:
     """The newest committed checkpoint in a folder whose files are as they were when it was committed.
 
     Newest is by the manifest's global step, then by its time of commit; names and file times mean nothing. Checkpoints
@@ -104,6 +105,7 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     Args:
         directory: The folder; its direct children are looked at.
         verify: "full" reads every byte, "size" compares sizes.
+        but: Checkpoints that are passed over in silence.
 
     Returns:
         Its path; None when the folder is missing or has none.
@@ -115,9 +117,9 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full") -> Path | None
     candidates = [(_inspect(path), successor) for path, successor in _children(Path(directory))]
     candidates.sort(key=lambda candidate: _age(candidate[0]), reverse=True)
     for candidate, successor in candidates:
-        if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING):
+        if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
-        if successor is not None and _with_files(_inspect(successor), verify).ok:
+        if successor is not None and successor not in but and _with_files(_inspect(successor), verify).ok:
             continue
         report = _with_files(candidate, verify)
         if report.ok:
@@ -294,20 +296,21 @@ def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | 
     if not real.is_dir() and len(entries) != 1:
         finding = FileFinding(str(report.path), f"a directory of {len(entries)} files", "a single file")
         return Report(report.path, report.state, report.manifest, (finding,))
-    checked = (_check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
+    checked = (check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
     findings = tuple(finding for finding in checked if finding is not None)
     return Report(report.path, report.state, report.manifest, findings)
 
 
-def _check_file(
-    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None
+def check_file(
+    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None = None
 ) -> FileFinding | None:
+    """What is wrong with one file, if anything."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            _, digest = digest_file(file, on_bytes=on_bytes)
+            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
             if digest != entry.xxh3_128:
                 return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
     except FileNotFoundError:

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_distplus.checkpoint.files import discard
 from lightning_distplus.checkpoint.layout import new_nonce
 
-__all__ = ["is_sharded", "read_sharded", "weights_of_file", "weights_of_shards", "write_safetensors"]
+__all__ = [
+    "is_sharded",
+    "read_sharded",
+    "tensors_of_shards",
+    "weights_of_file",
+    "weights_of_shards",
+    "write_safetensors",
+]
 
 _META = "meta.pt"  # where Lightning puts everything but weights and moments
 _WEIGHTS = ("model", "state_dict")  # what FSDPStrategy and ModelParallelStrategy call them
@@ -66,7 +73,7 @@ def read_sharded(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _empty(entry: TensorStorageMetadata, device: str = "cpu") -> Tensor:
+def _empty(entry: Any, device: str = "cpu") -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
@@ -86,30 +93,34 @@ def weights_of_shards(path: Path) -> tuple[dict[str, Tensor], Iterator[dict[str,
     At most 256 MB, or the largest tensor, are in memory at once.
     """
     metadata = FileSystemReader(path).read_metadata()
-    keys = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and metadata.planner_data[key][0] in _WEIGHTS:
-            name = ".".join(map(str, metadata.planner_data[key][1:]))
-            keys[name] = (key, _empty(entry, "meta"))
+    keys = {
+        key: ".".join(map(str, metadata.planner_data[key][1:]))
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and metadata.planner_data[key][0] in _WEIGHTS
+    }
+    empty = {name: _empty(metadata.state_dict_metadata[key], "meta") for key, name in keys.items()}
+    parts = _read_in_parts(path, metadata, list(keys))
+    return empty, ({keys[key]: tensor for key, tensor in part.items()} for part in parts)
 
-    def read() -> Iterator[dict[str, Tensor]]:
-        batch: dict[str, Tensor] = {}
-        for name, (_, tensor) in keys.items():
-            batch[name] = torch.empty_like(tensor, device="cpu")
-            if sum(loaded.nbytes for loaded in batch.values()) >= _BATCH_BYTES:
-                yield fill(batch)
-                batch = {}
-        yield fill(batch)
 
-    def fill(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        load(
-            {keys[name][0]: tensor for name, tensor in batch.items()},
-            storage_reader=FileSystemReader(path),
-            no_dist=True,
-        )
-        return batch
+def tensors_of_shards(path: Path) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Every tensor of such a folder, whole, by its place in the state; as much in memory as for the weights."""
+    metadata = FileSystemReader(path).read_metadata()
+    entries = metadata.state_dict_metadata
+    keys = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    for part in _read_in_parts(path, metadata, keys):
+        for key, tensor in part.items():
+            yield metadata.planner_data[key], tensor
 
-    return {name: tensor for name, (_, tensor) in keys.items()}, read()
+
+def _read_in_parts(path: Path, metadata: Metadata, keys: list[str]) -> Iterator[dict[str, Tensor]]:
+    batch: dict[str, Any] = {}
+    for number, key in enumerate(keys, start=1):
+        batch[key] = _empty(metadata.state_dict_metadata[key])
+        if number == len(keys) or sum(tensor.nbytes for tensor in batch.values()) >= _BATCH_BYTES:
+            load(batch, storage_reader=FileSystemReader(path), no_dist=True)
+            yield batch
+            batch = {}
 
 
 def weights_of_file(path: Path) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:

@@ -19,8 +19,13 @@
   "files": [                           at least one; for a single-file checkpoint, that file
     {"path": "__0_0.distcp",           posix, relative to the checkpoint's folder
      "size_bytes": 1024,
-     "xxh3_128": "32 lower-case hex digits"}
-  ]
+     "xxh3_128": "32 lower-case hex digits",
+     "blocks_64_mib": ["32 hex digits"]}   the same of each 64 MiB, of files that are larger
+  ],
+  "tensors": {                         each tensor by name, or null: dtype, number of elements, fingerprint
+    "weights/net.0.weight": "float32 2250000 32 hex digits",
+    "optimizer 0/net.0.weight/exp_avg": "float32 2250000 32 hex digits"
+  }
 }
 ```
 
@@ -38,6 +43,7 @@ from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any
 
+from lightning_distplus.checkpoint.files import BLOCK_BYTES
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]
@@ -45,6 +51,7 @@ __all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]
 VERSION = 1
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_FINGERPRINT = re.compile(r"\w+ \d+ [0-9a-f]{32}")
 _RECORDED_PACKAGES = ("lightning-distplus", "lightning", "torch", "deepspeed")
 
 
@@ -55,6 +62,8 @@ class FileEntry:
     path: str
     size_bytes: int
     xxh3_128: str
+    blocks_64_mib: tuple[str, ...] = ()
+    """The digests of its blocks, where it has more than one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,7 @@ class Manifest:
     layout: dict[str, Any] = field(default_factory=dict)
     configuration: str | None = None
     parent: dict[str, str] | None = None
+    tensors: dict[str, str] | None = None
     version: int = VERSION
 
     @property
@@ -86,7 +96,9 @@ class Manifest:
             ValueError, TypeError: ``data`` holds something that JSON cannot express.
         """
         fields = asdict(self)
-        ordered = {"version": fields.pop("version"), **fields, "files": fields.pop("files")}
+        files = [{name: value for name, value in file.items() if value != ()} for file in fields.pop("files")]
+        tensors = fields.pop("tensors")
+        ordered = {"version": fields.pop("version"), **fields, "files": files, "tensors": tensors}
         return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -130,6 +142,9 @@ class Manifest:
                 {"parent": None, **document}, source, "parent", "null or an object with path and digest", _is_parent
             ),
             files=_take_files(document, source),
+            tensors=_take(
+                {"tensors": None, **document}, source, "tensors", "null or an object of fingerprints", _is_tensors
+            ),
         )
 
 
@@ -172,8 +187,18 @@ def _take_files(document: dict[str, Any], source: str) -> tuple[FileEntry, ...]:
             path=path,
             size_bytes=_take(item, where, "size_bytes", "an integer >= 0", _is_integer),
             xxh3_128=_take(item, where, "xxh3_128", "32 lower-case hex digits", _is_digest),
+            blocks_64_mib=_take_blocks(item, where),
         )
     return tuple(entries.values())
+
+
+def _take_blocks(item: dict[str, Any], where: str) -> tuple[str, ...]:
+    num_blocks = -(-item["size_bytes"] // BLOCK_BYTES)
+
+    def fit(value: Any) -> bool:
+        return isinstance(value, list) and len(value) in (0, num_blocks) and all(map(_is_digest, value))
+
+    return tuple(_take({"blocks_64_mib": [], **item}, where, "blocks_64_mib", f"a list of {num_blocks} digests", fit))
 
 
 def _is_integer(value: Any, least: int = 0) -> bool:
@@ -198,6 +223,10 @@ def _is_parent(value: Any) -> bool:
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _is_tensors(value: Any) -> bool:
+    return value is None or (_is_text_map(value) and all(_FINGERPRINT.fullmatch(text) for text in value.values()))
 
 
 def _is_inner_path(value: Any) -> bool:

@@ -10,21 +10,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from lightning_distplus.checkpoint.catalog import is_committed, read_manifest, reference
 from lightning_distplus.checkpoint.files import Sync, digest_file, discard, list_files, remove_tree, write_file
+from lightning_distplus.checkpoint.info import SaveInfo
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
-from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
+from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.checkpoint.swap import publish
 from lightning_distplus.checkpoint.torn import claim
-from lightning_distplus.errors import ExitCode, SaveFailed
+from lightning_distplus.errors import CheckpointCorrupt, ExitCode, SaveFailed
 
-__all__ = ["Gather", "SaveInfo", "StagedSave", "commit", "gather_alone", "info_like", "stage"]
+__all__ = ["Count", "Gather", "StagedSave", "commit", "gather_alone", "stage"]
 
 _MAX_ERROR_CHARACTERS = 4000
+
+Count: TypeAlias = Callable[[], dict[str, Any]]
+"""Counts what this rank has saved of each tensor, as `fingerprints.sums_of_pieces` does."""
 
 
 class Gather(Protocol):
@@ -42,49 +44,6 @@ class Gather(Protocol):
 def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
     """The `Gather` of a job with one process."""
     return [value]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveInfo:
-    """What the manifest says about the run at the moment of the save.
-
-    Args:
-        global_step: Completed optimizer steps.
-        epoch: Current epoch.
-        strategy: Class name of the strategy.
-        data: Place in the data, JSON-able, or None.
-        packages: Versions by package name.
-        layout: How the ranks share data and model.
-        configuration: A digest of the configuration.
-        parent: Path and manifest digest of the checkpoint before this one, as ``catalog.reference`` gives them.
-    """
-
-    global_step: int
-    epoch: int
-    strategy: str
-    data: dict[str, Any] | None = None
-    packages: dict[str, str] = field(default_factory=installed_packages)
-    layout: dict[str, Any] = field(default_factory=dict)
-    configuration: str | None = None
-    parent: dict[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
-
-
-def info_like(source: Path) -> SaveInfo:
-    """What the manifest of a copy of ``source`` says; step 0 where the source has none."""
-    if not is_committed(source):
-        return SaveInfo(global_step=0, epoch=0, strategy="unknown")
-    manifest = read_manifest(source)
-    return SaveInfo(
-        global_step=manifest.global_step,
-        epoch=manifest.epoch,
-        strategy=manifest.strategy,
-        data=manifest.data,
-        configuration=manifest.configuration,
-        parent=reference(source),
-    )
 
 
 def commit(
@@ -148,13 +107,21 @@ class StagedSave:
         self._world_size = 1
 
     def commit(
-        self, info: SaveInfo, *, finish: Callable[[], object] | None = None, gather: Gather | None = None
+        self,
+        info: SaveInfo,
+        *,
+        finish: Callable[[], object] | None = None,
+        count: Count = dict,
+        reads_back: bool = False,
+        gather: Gather | None = None,
     ) -> Manifest | None:
         """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
 
         Args:
             info: What goes into the manifest; rank 0's is used.
             finish: Writes what the first half has left to be written.
+            count: Counts what this rank has saved of each tensor.
+            reads_back: Whether rank 0 reads the tensors from the stage and compares them with what was counted.
             gather: How the ranks exchange their outcomes from now on.
 
         Returns:
@@ -169,8 +136,8 @@ class StagedSave:
             if finish is not None:
                 self.agree("finish", finish)
             sizes = self.agree("list", lambda: self.list_payload() if is_first else None)[0]
-            shares = self.agree("digest", lambda: self.digest_share(sizes))
-            self.agree("publish", lambda: self.publish(sizes, shares, info) if is_first else None)
+            shares = self.agree("digest", lambda: self.digest_share(sizes, count))
+            self.agree("publish", lambda: self.publish(sizes, shares, info, reads_back) if is_first else None)
         return self.manifest
 
     @contextmanager
@@ -244,8 +211,8 @@ class StagedSave:
             )
         return sizes
 
-    def digest_share(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """Digests of this rank's share of the files, as far as it sees them.
+    def digest_share(self, sizes: dict[str, int], count: Count) -> dict[str, Any]:
+        """Digests of this rank's share of the files, as far as it sees them; its fingerprints go into the stage.
 
         Raises:
             FileNotFoundError: This rank wrote files that rank 0 does not see.
@@ -256,26 +223,40 @@ class StagedSave:
                 f"Rank {self._rank} sees {strange[0]} and {len(strange) - 1} more in {self.stage.payload}, which rank "
                 "0 does not see. Save to a folder that all hosts share."
             )
-        return {"digests": self._digest([path for path in self._share(sizes) if path in seen], sizes)}
+        digests = self._digest([path for path in self._share(sizes) if path in seen], sizes)
+        return {"digests": digests, "has_tensors": self._leave_tensors(count)}
 
-    def publish(self, sizes: dict[str, int], shares: list[dict[str, Any]], info: SaveInfo) -> None:
-        """Writes the manifest and moves the stage in place, on rank 0."""
-        digests: dict[str, str] = {}
+    def publish(
+        self, sizes: dict[str, int], shares: list[dict[str, Any]], info: SaveInfo, reads_back: bool = False
+    ) -> None:
+        """Writes the manifest and moves the stage in place, on rank 0.
+
+        Raises:
+            CheckpointCorrupt: What was read back is not what was counted.
+        """
+        digests: dict[str, list[str]] = {}
         for share in shares:
             digests.update(share["digests"])
         digests.update(self._digest([path for path in sizes if path not in digests], sizes))
+        tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
+        if reads_back:
+            self._read_back(tensors)
         manifest = Manifest(
             global_step=info.global_step,
             epoch=info.epoch,
             world_size=len(shares),
             strategy=info.strategy,
-            files=tuple(FileEntry(path, size_bytes, digests[path]) for path, size_bytes in sizes.items()),
+            files=tuple(
+                FileEntry(path, size_bytes, digests[path][0], tuple(digests[path][1:]))
+                for path, size_bytes in sizes.items()
+            ),
             committed_at=time.time(),
             packages=info.packages,
             data=info.data,
             layout=info.layout,
             configuration=info.configuration,
             parent=info.parent,
+            tensors=tensors,
         )
         publish(self.stage, manifest, sync=self._sync)
         self.manifest = manifest
@@ -290,17 +271,47 @@ class StagedSave:
         # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
         return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
 
-    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, str]:
+    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, list[str]]:
+        """By path the digest of the file, and those of its blocks."""
         root = self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
-        digests: dict[str, str] = {}
+        digests: dict[str, list[str]] = {}
         for path in paths:
-            size_bytes, digests[path] = digest_file(root / path, sync=self._sync)
-            if size_bytes != sizes[path]:
+            found = digest_file(root / path, sync=self._sync, with_blocks=True)
+            digests[path] = [found.xxh3_128, *found.blocks]
+            if found.size_bytes != sizes[path]:
                 raise OSError(
-                    f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has {size_bytes} "
-                    "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
+                    f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has "
+                    f"{found.size_bytes} bytes now. Something still writes to it: remove a checkpoint plugin that "
+                    "writes in the background."
                 )
         return digests
+
+    def _leave_tensors(self, count: Count) -> bool:
+        """Leaves what this rank has counted of each tensor in the stage, for rank 0; whether there is anything."""
+        counted = count()
+        if not counted:
+            return False
+        write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
+        return True
+
+    def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
+        if not ranks:
+            return None
+        from lightning_distplus.checkpoint.fingerprints import add_up, describe
+
+        return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
+
+    def _read_back(self, tensors: dict[str, str] | None) -> None:
+        from lightning_distplus.checkpoint.reading_back import tensor_findings
+
+        if findings := tensor_findings(self.stage.payload, tensors or {}):
+            raise CheckpointCorrupt(
+                f"What was just written to {self.stage.target} is not what was in memory: {findings[0]} (and "
+                f"{len(findings) - 1} more). Look at the disk and the memory of this host, and save again."
+            )
+
+    def _tensors_of(self, rank: int) -> Path:
+        return self.stage.folder / META / f"tensors-{rank}.json"
 
     def _error(self, phase: str, failed: dict[int, dict[str, Any]], world_size: int) -> SaveFailed:
         failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed

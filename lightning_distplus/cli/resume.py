@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_distplus.checkpoint import newest_valid
 from lightning_distplus.cli.verify import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt
+from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.restoring import Search
 
 __all__ = ["AUTO", "checkpoint_folder", "newest_checkpoint"]
 
@@ -37,6 +39,8 @@ def checkpoint_folder(trainer: Trainer) -> Path:
 def newest_checkpoint(trainer: Trainer, *, allow_fresh: bool = False) -> Path | None:
     """The newest valid checkpoint of a run; None where there is none yet.
 
+    For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
+
     Args:
         trainer: The trainer of the run.
         allow_fresh: Start anew also where checkpoints lie, of which none can be trusted.
@@ -45,7 +49,11 @@ def newest_checkpoint(trainer: Trainer, *, allow_fresh: bool = False) -> Path | 
         CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
     folder = checkpoint_folder(trainer)
-    found = newest_valid(folder)
+    strategy = trainer.strategy
+    found = newest_valid(folder, verify="size" if isinstance(strategy, ResilientStrategy) else "full")
+    if isinstance(strategy, ResilientStrategy):
+        # Once they have met, the ranks share the reading, and look further where bytes are not as they were.
+        strategy.search = Search(folder, allow_fresh)
     if found is not None:
         log.info("--ckpt_path auto: resuming from %s", found)
         return found

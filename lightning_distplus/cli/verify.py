@@ -54,6 +54,10 @@ def _verify(paths: Sequence[Path], mode: Mode, *, is_deep: bool) -> list[Report]
             report = verify(path, mode, on_bytes=partial(progress.advance, task))
             if is_deep and report.state is CheckpointState.UNMANIFESTED:
                 report = replace(report, findings=(*report.findings, *check_unmanifested(path)))
+            elif is_deep and report.ok and report.manifest is not None and report.manifest.tensors:
+                from lightning_distplus.checkpoint.reading_back import tensor_findings  # loads torch
+
+                report = replace(report, findings=tuple(tensor_findings(path, report.manifest.tensors)))
             reports.append(report)
     return reports
 
@@ -78,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only, read nothing")
     parser.add_argument(
-        "--deep", action="store_true", help="also look into checkpoints without a manifest: the CRC of every member"
+        "--deep",
+        action="store_true",
+        help="also compare every tensor with its fingerprint and, without a manifest, the CRC of every member",
     )
     return parser
 

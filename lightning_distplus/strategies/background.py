@@ -6,32 +6,32 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_distplus import _compat
+from lightning_distplus.checkpoint.fingerprints import Sums, sums_of_pieces
 from lightning_distplus.errors import PeerMissing
+from lightning_distplus.strategies.tensors import pieces_of_saved
 
-__all__ = ["BackgroundSave", "Staging"]
+__all__ = ["BackgroundSave", "Staging", "Writes"]
 
 
 class Staging:
-    """Copies what a strategy is about to write, and keeps the writes for later.
-
-    There is one staged copy of what this rank writes. It is the memory of the next one, except in FSDP1.
+    """Copies what a strategy is about to write. There is one staged copy; it is the memory of the next one.
 
     Args:
         group: A process group for the saves alone, whose collectives come from another thread; None for one process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._writes: list[Callable[[], object]] = []
+        self.group = group
         has_cuda = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -42,41 +42,87 @@ class Staging:
             )
         )
 
-    def keep(self, write: Callable[[Any], object], state: dict[str, Any]) -> None:
-        """Keeps ``write(state)`` for later, with the state as it is now."""
-        # The stager that keeps its memory cannot copy the tensors of FSDP1 (torch 2.13, ``_state_dict_stager.py`` 210).
-        stager = BlockingAsyncStager() if _is_of_fsdp1(state) else self._stager
-        staged = stager.stage(state)
-        self._writes.append(lambda: write(staged))
-
-    @contextmanager
-    def of_shards(self) -> Iterator[None]:
-        """Keeps in this block what FSDP and FSDP2 would write."""
-
-        def keep(state: dict[str, Any], path: Path) -> None:
-            self.keep(lambda staged: save_shards(staged, checkpoint_id=path, process_group=self._group), state)
-
-        with _compat.replacing_sharded_saves(keep):
-            yield
-
-    def take(self) -> Callable[[], None]:
-        """What does the writes that were kept since the last call."""
-        writes, self._writes = self._writes, []
-
-        def finish() -> None:
-            for write in writes:
-                write()
-
-        return finish
+    def copy(self, state: dict[str, Any]) -> Any:
+        """The state as it is now, in memory of its own."""
+        # What FSDP1 gives is gathered for the save, so that nobody else has it; and the stager that keeps its memory
+        # cannot copy it (torch 2.13, ``_state_dict_stager.py`` 210).
+        if _is_of_fsdp1(state):
+            return _with_copies_of_the_rest(state)
+        return self._stager.stage(state)
 
     def close(self) -> None:
         """Frees the copies."""
         self._stager.close()
 
 
+class Writes:
+    """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
+
+    Args:
+        staging: Makes the copies; None: the writes are done at once.
+        is_first: Whether this rank answers for what all ranks hold alike.
+    """
+
+    def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
+        self._staging = staging
+        self._is_first = is_first
+        self._kept: list[Callable[[], object]] = []
+        self._states: list[dict[str, Any]] = []
+        self.counted: Sums | None = None
+        """What was saved of each tensor, where that is known already."""
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether they are left for `finish`."""
+        return self._staging is not None
+
+    def do(self, write: Callable[[Any], object], state: dict[str, Any]) -> None:
+        """``write(state)``, now or, with the state as it is now, later."""
+        if self._staging is None:
+            write(state)
+        else:
+            state = self._staging.copy(state)
+            self._kept.append(partial(write, state))
+        self._states.append(state)
+
+    @contextmanager
+    def of_shards(self) -> Iterator[None]:
+        """Here FSDP and FSDP2 write in this block."""
+        group = None if self._staging is None else self._staging.group
+
+        def do(state: dict[str, Any], path: Path) -> None:
+            self.do(lambda kept: save_shards(kept, checkpoint_id=path, process_group=group), state)
+
+        with _compat.replacing_sharded_saves(do):
+            yield
+
+    def finish(self) -> None:
+        """Does the writes that were kept."""
+        for write in self._kept:
+            write()
+
+    def count(self) -> Sums:
+        """What this rank has saved of each tensor; the copies are given up."""
+        if self.counted is not None:
+            return self.counted
+        pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
+        counted = sums_of_pieces(pieces)
+        self._states, self._kept = [], []
+        return counted
+
+
 def _is_of_fsdp1(state: dict[str, Any]) -> bool:
     weights = state.get("model")
     return isinstance(weights, dict) and any(type(tensor).__name__ == "ShardedTensor" for tensor in weights.values())
+
+
+def _with_copies_of_the_rest(state: Any) -> Any:
+    """The state with copies of its plain tensors, such as counters of steps; FSDP1 keeps no shard that it gives."""
+    if isinstance(state, dict):
+        return {key: _with_copies_of_the_rest(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_with_copies_of_the_rest(value) for value in state)
+    return state.clone() if type(state) is torch.Tensor else state
 
 
 class BackgroundSave:

@@ -1,25 +1,29 @@
-"""The part of a strategy that saves and loads: the parent's own save in a stage, committed by all ranks."""
+"""The part of a strategy that saves: the parent's own save in a stage, committed by all ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
+from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.linking import link
+from lightning_distplus.checkpoint.scrubbing import Scrubber
+from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.strategies.background import BackgroundSave, Staging
-from lightning_distplus.strategies.calibrating import CalibratesDeadlines
+from lightning_distplus.strategies.background import BackgroundSave, Staging, Writes
+from lightning_distplus.strategies.comparing import ComparesLoadedState
 from lightning_distplus.strategies.failing_saves import FailingSaves
 from lightning_distplus.strategies.provenance import layout_of
+from lightning_distplus.strategies.restoring import Search, Verification
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
+from lightning_distplus.strategies.tensors import parameters_of_optimizers
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.watchdog import Marks, Transfer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -30,22 +34,20 @@ else:
 __all__ = ["CommitsCheckpoints"]
 
 
-class CommitsCheckpoints(CalibratesDeadlines, _Base):
-    """Overrides every method of a strategy that writes, reads or removes a checkpoint."""
+class CommitsCheckpoints(ComparesLoadedState, _Base):
+    """Overrides every method of a strategy that writes or removes a checkpoint."""
 
-    _marks: Marks
-    _transfer: Transfer
-    _saves: CommittedSaves | None
     _failing_saves: FailingSaves
     async_save: bool
+    read_back_saves: bool
+    scrub_every: timedelta | None
+    copy_to: str | None
+    verify: Verification
+    search: Search | None = None
+    """Where the ranks look further, together, when the checkpoint that they were given is damaged."""
     _staging: Staging | None = None
     _in_flight: BackgroundSave | None = None
     _configuration: str | None = None
-
-    @property
-    def _committed_saves(self) -> CommittedSaves:
-        assert self._saves is not None
-        return self._saves
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The parent's part. A save begins with it: callbacks then add their state, before anything is written."""
@@ -66,16 +68,17 @@ class CommitsCheckpoints(CalibratesDeadlines, _Base):
         step, began_at = checkpoint.get("global_step"), time.monotonic()
         self._marks.set(f"save {filepath}")
         try:
-            with self._transfer.of("save"), self._staging_where_asked() as staging:
+            with self._transfer.of("save"), self._writing() as writes:
                 begun = self._committed_saves.save(
                     checkpoint,
                     filepath,
-                    lambda stage: super(CommitsCheckpoints, self).save_checkpoint(checkpoint, stage, storage_options),
+                    lambda stage: self._write(checkpoint, stage, storage_options, writes),
+                    writes,
                     data=self._place_in_data(checkpoint),
                     layout=layout_of(self),
                     configuration=self._configuration,
                     deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
-                    staging=staging,
+                    parameters=parameters_of_optimizers(self),
                 )
         except SaveFailed as error:
             self._save_failed(str(filepath), step, error)
@@ -127,77 +130,63 @@ class CommitsCheckpoints(CalibratesDeadlines, _Base):
         self._failing_saves.succeeded()
         self.note("saved", path=path, global_step=step)
 
+    def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+        """The parent's own save."""
+        super().save_checkpoint(checkpoint, stage, storage_options)
+
+    def _make_saves(self, plane: ControlPlane) -> CommittedSaves:
+        moves = Lock()
+        scrubber = None
+        if self.scrub_every is not None:
+            scrubber = Scrubber(self.scrub_every, moves=moves, on_damage=self._note_damage)
+        copies = None if self.copy_to is None else Copies(self.copy_to)
+        return CommittedSaves(
+            plane,
+            self.phases,
+            strategy=type(self).__name__,
+            verification=self.verify,
+            search=self.search,
+            copies=copies,
+            copier=None if copies is None else Copier(copies, self._note_copy),
+            reads_back=self.read_back_saves,
+            scrubber=scrubber,
+            moves=moves,
+        )
+
+    def _note_damage(self, path: Path, kept: Path, damage: str) -> None:
+        self.note("checkpoint_damaged", path=str(path), kept=str(kept), damage=damage)
+
+    def _note_copy(self, path: Path, error: str | None) -> None:
+        self.note("checkpoint_copied" if error is None else "copy_failed", path=str(path), to=self.copy_to, error=error)
+
     @contextmanager
-    def _staging_where_asked(self) -> Iterator[Staging | None]:
-        """In this block the parent's writes are kept for later, in a fit of a strategy with ``async_save``."""
-        if not (self.async_save and self._failing_saves.follows_a_fit):
-            yield None
-            return
-        if self._staging is None:
-            self._staging = Staging(self._group_for_saves())
+    def _writing(self) -> Iterator[Writes]:
+        """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
+        if self.async_save and self._failing_saves.follows_a_fit:
+            self._staging = self._staging or Staging(self._group_for_saves())
+            writes = Writes(self._staging, is_first=self.is_global_zero)
+        else:
+            writes = Writes(None, is_first=self.is_global_zero)
         plugin = self.checkpoint_io
         try:
             if isinstance(plugin, StreamingCheckpointIO):
-                plugin.staging = self._staging
-            with self._staging.of_shards():
-                yield self._staging
+                plugin.writes = writes
+            with writes.of_shards():
+                yield writes
         finally:
             if isinstance(plugin, StreamingCheckpointIO):
-                plugin.staging = None
-
-    def _group_for_saves(self) -> dist.ProcessGroup | None:
-        """A group whose time-out is always that of a checkpoint; the first save forms it, on all ranks."""
-        if self.world_size == 1:
-            return None
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.phases.patience_in(Phase.CHECKPOINT))
-        self.phases.spare(group)
-        return group
+                plugin.writes = None
 
     def _give_up_staging(self) -> None:
         """The run ends: a healthy one has waited for its save; what is still written is not committed in time."""
         if self._staging is not None and self._in_flight is None:
             self._staging.close()
-        self._staging = None
+        self._staging = self._saves_group = None
 
     def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         module = self.lightning_module
         datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
         return checkpoint.get(type(datamodule).__qualname__)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads what rank 0 has chosen, after verifying it.
-
-        Raises:
-            CheckpointCorrupt: A file is torn, missing or changed.
-            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
-        """
-        self._marks.set(f"load {checkpoint_path}")
-        with self._transfer.of("load"):
-            checkpoint = self._committed_saves.load(
-                checkpoint_path,
-                lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
-                fitting=self._fitting_checkpoint,
-            )
-        self._adopt_deadlines(self._committed_saves.loaded_deadlines_s)
-        self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
-        return checkpoint
-
-    def _fitting_checkpoint(self, path: Path) -> Path:
-        """What this run can read of a verified checkpoint; rank 0 is asked.
-
-        Raises:
-            CheckpointMismatch: It is of another number of ranks, and the parent cannot redistribute it.
-        """
-        return path
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-        """
-        with self._committed_saves.refusing_another_model():
-            super().load_model_state_dict(checkpoint, strict)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""

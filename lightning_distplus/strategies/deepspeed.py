@@ -11,10 +11,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import _compat, env
+from lightning_distplus.checkpoint.fingerprints import sums_of_pieces
 from lightning_distplus.errors import CheckpointMismatch
+from lightning_distplus.strategies.background import Writes
 from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
 from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
 from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.tensors import pieces_of_live
 from lightning_distplus.strategies.universal import converted_beside, is_universal, num_shards
 
 __all__ = ["ResilientDeepSpeed"]
@@ -51,10 +54,6 @@ class _DeepSpeedOnAnyDevice(DeepSpeedStrategy):
         else:
             super().setup_distributed()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        with raising_after_the_barriers(self.deepspeed_engine):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if not is_universal(Path(checkpoint_path)):
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -74,10 +73,14 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
     strategy_name = "resilient_deepspeed"
 
     def __init__(self, *, convert_checkpoint: bool = False, **kwargs: Any) -> None:
-        if kwargs.get("async_save"):
-            raise ValueError("async_save is True; ResilientDeepSpeed saves while training waits only. Leave it out.")
         super().__init__(**kwargs)
         self.convert_checkpoint = convert_checkpoint
+
+    def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+        # DeepSpeed hands flat buffers to its writers: the tensors are counted where they have names.
+        writes.counted = sums_of_pieces(pieces_of_live(self, is_first=self.is_global_zero))
+        with raising_after_the_barriers(self.deepspeed_engine, writes):
+            super()._write(checkpoint, stage, storage_options, writes)
 
     def _fitting_checkpoint(self, path: Path) -> Path:
         num_ranks = num_shards(path)

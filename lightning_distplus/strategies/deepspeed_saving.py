@@ -7,21 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_distplus.strategies.background import Writes
+
 __all__ = ["raising_after_the_barriers"]
 
 
 @contextmanager
-def raising_after_the_barriers(engine: Any) -> Iterator[None]:
+def raising_after_the_barriers(engine: Any, writes: Writes) -> Iterator[None]:
     """Lets a save of ``engine`` in this block pass all of its barriers on every rank, and raises its error after them.
 
     ``DeepSpeedEngine.save_checkpoint`` (deepspeed 0.19.8, ``engine.py``) begins and ends with barriers on the default
     group, where a rank whose write fails never arrives. Everything that it writes goes through its checkpoint engine,
     except the file ``latest``, which is written here instead.
 
+    Args:
+        engine: DeepSpeed's.
+        writes: Where the writes go; those that are kept are raised by whoever does them.
+
     Raises:
         Exception: The first error of a write on this rank.
     """
-    writer = _NotingWriter(engine.checkpoint_engine)
+    writer = _NotingWriter(engine.checkpoint_engine, writes)
     engine.checkpoint_engine = writer
     try:
         yield
@@ -33,8 +39,9 @@ def raising_after_the_barriers(engine: Any) -> Iterator[None]:
 class _NotingWriter:
     """A checkpoint engine that keeps the first error of another one instead of raising it."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, writes: Writes) -> None:
         self.inner = inner
+        self._writes = writes
         self._info: Any = None
         self._error: Exception | None = None
 
@@ -49,8 +56,8 @@ class _NotingWriter:
     def makedirs(self, *arguments: Any, **named: Any) -> None:
         self._note(self.inner.makedirs, *arguments, **named)
 
-    def save(self, *arguments: Any, **named: Any) -> None:
-        self._note(self.inner.save, *arguments, **named)
+    def save(self, state_dict: Any, path: Any, **named: Any) -> None:
+        self._note(self._writes.do, lambda state: self.inner.save(state, path, **named), state_dict)
 
     def is_decoupled(self) -> bool:
         """Yes: so that the engine leaves the commit and the file ``latest`` to `finish`."""

@@ -11,13 +11,16 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat
+from lightning_distplus.checkpoint.consolidating import is_sharded
 from lightning_distplus.strategies.mixin import ResilientStrategy
 
 __all__ = ["ResilientFSDP"]
@@ -86,7 +89,31 @@ class _FSDPOnAnyDevice(FSDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         with self._full_state_dict():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        is_hybrid = "HYBRID" in self.sharding_strategy.name and is_sharded(Path(checkpoint_path))
+        if is_hybrid and self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
+            self._load_moments_of_replicas(Path(checkpoint_path))
+        return checkpoint
+
+    def _load_moments_of_replicas(self, path: Path) -> None:
+        """Loads the optimizers' states again: the parent cuts them for all ranks, instead of for those of one replica.
+
+        Each rank then holds moments of other weights (lightning 2.6.6, ``fsdp.py`` 614, with torch 2.13's
+        ``load_sharded_optimizer_state_dict``).
+        """
+        model = cast(Module, self.model)
+        for number, optimizer in enumerate(self.optimizers):
+            sharded = FullyShardedDataParallel.state_dict_type(
+                model,
+                StateDictType.SHARDED_STATE_DICT,
+                ShardedStateDictConfig(offload_to_cpu=True),
+                ShardedOptimStateDictConfig(offload_to_cpu=True),
+            )
+            with sharded:
+                moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+                load_shards({f"optimizer_{number}": moments}, checkpoint_id=path)
+                mine = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, moments)
+                optimizer.load_state_dict(mine)
 
     def _full_state_dict(self) -> AbstractContextManager[None]:
         return _compat.full_state_dict_without_offload() if self._is_on_cpu else nullcontext()

@@ -25,7 +25,8 @@ from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFail
 from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.progressing import progress_of
 from lightning_distplus.strategies.provenance import configuration_digest
-from lightning_distplus.strategies.saving import CommittedSaves, Verification
+from lightning_distplus.strategies.restoring import Verification
+from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.starting import (
     address_of,
     check_launch,
@@ -37,7 +38,7 @@ from lightning_distplus.strategies.starting import (
 )
 from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
-from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, parse_duration, resolve_timeouts
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 
 if TYPE_CHECKING:
@@ -62,10 +63,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         nccl: Settings of NCCL; where the environment says something else, the run is refused.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
-        verify: What is checked of a checkpoint before it is loaded: ``"full"`` reads every byte, ``"size"`` compares
-            sizes, ``"off"`` looks at manifest and marker only.
+        verify: What is checked of a checkpoint that is loaded: ``"full"`` reads every byte, and compares every tensor
+            in memory with its fingerprint; ``"size"`` compares sizes, ``"off"`` looks at manifest and marker only.
         async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
-            save is in flight at most; the next one, the end of the fit and a preemption wait for it. Not for DeepSpeed.
+            save is in flight at most; the next one, the end of the fit and a preemption wait for it.
+        read_back_saves: Whether rank 0 reads each save from the disk before it is committed, and compares every tensor
+            with what was in memory.
+        scrub_every: How long rank 0 waits between two readings of the newest three checkpoints, in a thread, of which
+            damaged ones go into quarantine; None: nobody reads them.
+        copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
+            fetches from there what the folder of the checkpoints has lost. None: nobody does.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -82,6 +89,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
         async_save: bool = False,
+        read_back_saves: bool = False,
+        scrub_every: Duration | None = None,
+        copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
         if on_hang not in ("abort", "report"):
@@ -96,6 +106,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
+        self.read_back_saves = read_back_saves
+        self.copy_to = copy_to
+        self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
         self.phases = Phases(self.timeouts, on_hang)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
@@ -159,7 +172,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self.phases.expect_people()
         self._open_ledger()
         self._start_watchdog(self._plane)
-        self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
+        self._saves = self._make_saves(self._plane)
         stream_single_files(self)
         if self.world_size > 1:
             self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
@@ -341,3 +354,5 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             log.error("rank %d ends without the checkpoint in the background: %s", self.global_rank, error)
         self._failing_saves.abandon()
         self._give_up_staging()
+        if self._saves is not None:
+            self._saves.close(has_failed=self._has_failed)

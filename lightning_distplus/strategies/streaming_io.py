@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from lightning_distplus.strategies.background import Staging
+from lightning_distplus.strategies.background import Writes
 
 __all__ = ["StreamingCheckpointIO", "stream_single_files"]
 
@@ -21,8 +21,8 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     system, which may be full while the target is not (lightning 2.6.6, ``cloud_io.py`` 85-122).
     """
 
-    staging: Staging | None = None
-    """Where writes are kept for later, while a save in the background begins."""
+    writes: Writes | None = None
+    """Where the writes of a save that is committed go."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes the file; a remote one, or one with options, is the parent's."""
@@ -30,10 +30,10 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if self.staging is None:
+        if self.writes is None:
             torch.save(checkpoint, path)
         else:
-            self.staging.keep(lambda staged: torch.save(staged, path), checkpoint)
+            self.writes.do(lambda state: torch.save(state, path), checkpoint)
 
 
 def stream_single_files(strategy: Strategy) -> None:

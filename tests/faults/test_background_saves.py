@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.errors import SaveFailed
+from lightning_distplus.strategies.background import Writes
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 
@@ -44,6 +45,13 @@ class HeldDisk(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.rank = trainer.global_rank
         trainer.strategy._committed_saves.sync = self.sync
+        finish = Writes.finish
+
+        def held(writes: Writes) -> None:  # nothing is written before the weights have changed
+            assert self.released.wait(30)
+            finish(writes)
+
+        Writes.finish = held
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -58,11 +66,15 @@ class HeldDisk(Callback):
         self.digests[trainer.global_step] = weights_digest(module)
 
 
+def arguments_of(name: str) -> dict[str, Any]:
+    return {"stage": 2} if "DeepSpeed" in name else {}
+
+
 def run(name: str, folder: str, release_at: int, fails_on: int | None, policy: str, max_steps: int) -> dict[str, Any]:
     """Saves at step 2 and at every fourth step after it, with ``save_top_k=1`` and a link to the last one."""
     disk = HeldDisk(release_at, fails_on)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last="link")
-    strategy = jobs.strategy(name, async_save=True, on_save_failure=policy)
+    strategy = jobs.strategy(name, async_save=True, on_save_failure=policy, **arguments_of(name))
     trainer = jobs.trainer(strategy, 2, folder, max_steps=max_steps, callbacks=[disk, saver], enable_checkpointing=True)
     found: dict[str, Any] = {}
     try:
@@ -91,12 +103,13 @@ class Loaded(Callback):
 
 def load(name: str, path: str, folder: str, step: int) -> str:
     loaded = Loaded()
-    trainer = jobs.trainer(jobs.strategy(name), 2, folder, max_steps=step + 1, callbacks=[loaded])
+    strategy = jobs.strategy(name, **arguments_of(name))
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=step + 1, callbacks=[loaded])
     trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=path)
     return loaded.digest
 
 
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_what_is_saved_is_the_state_of_its_step_though_training_goes_on_meanwhile(name: str, tmp_path: Path) -> None:
     # The save of step 2 is held until step 3 has begun; so the weights have changed before anything is committed.
     result = spawn(run, 2, args=(name, str(tmp_path), 3, None, "continue", 5), deadline="50s").check()
@@ -112,7 +125,7 @@ def test_what_is_saved_is_the_state_of_its_step_though_training_goes_on_meanwhil
         assert digest == result.results[rank]["digests"][4] != result.results[rank]["digests"][5]
 
 
-@pytest.mark.parametrize(("name", "fails_on"), [("ResilientDDP", 0), ("ResilientFSDP", 1)])
+@pytest.mark.parametrize(("name", "fails_on"), [("ResilientDDP", 0), ("ResilientFSDP", 1), ("ResilientDeepSpeed", 1)])
 def test_an_error_in_the_background_reaches_all_ranks_in_a_later_step(name: str, fails_on: int, tmp_path: Path) -> None:
     result = spawn(run, 2, args=(name, str(tmp_path), 3, fails_on, "continue", 6), deadline="50s").check()
     for rank, outcome in result.results.items():
@@ -135,11 +148,6 @@ def test_an_error_in_the_last_save_is_raised_at_the_end_of_the_fit(tmp_path: Pat
     assert newest_valid(tmp_path) is None
 
 
-def test_deepspeed_does_not_save_in_the_background() -> None:
-    with pytest.raises(ValueError, match="async_save is True; ResilientDeepSpeed saves while training waits"):
-        jobs.strategy("ResilientDeepSpeed", async_save=True)
-
-
 def die_while_saving(name: str, folder: str) -> None:
     class Dies(HeldDisk):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -152,13 +160,13 @@ def die_while_saving(name: str, folder: str) -> None:
                 self.released.clear()
 
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
-    strategy = jobs.strategy(name, async_save=True)
+    strategy = jobs.strategy(name, async_save=True, **arguments_of(name))
     callbacks = [Dies(release_at=2), saver]
     trainer = jobs.trainer(strategy, 2, folder, max_steps=9, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(jobs.Model(), jobs.loader())
 
 
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientModelParallel"])
+@pytest.mark.parametrize("name", ["ResilientModelParallel", "ResilientDeepSpeed"])
 def test_killed_with_a_save_in_flight_the_one_before_is_the_newest(name: str, tmp_path: Path) -> None:
     result = spawn(die_while_saving, 2, args=(name, str(tmp_path)), deadline="50s")
     assert set(result.exit_codes.values()) == {-signal.SIGKILL}

@@ -43,10 +43,10 @@ def arguments_of(name: str) -> dict[str, Any]:
     return {"stage": 2} if "DeepSpeed" in name else {}
 
 
-def save_at_every_step(name: str, folder: str, kills: dict[int, float]) -> None:
+def save_at_every_step(name: str, folder: str, kills: dict[int, float], is_behind: bool) -> None:
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
     trainer = jobs.trainer(
-        jobs.strategy(name, **arguments_of(name)),
+        jobs.strategy(name, async_save=is_behind, **arguments_of(name)),
         2,
         folder,
         max_steps=100_000,
@@ -73,13 +73,15 @@ def load(name: str, path: str, folder: str, step: int) -> str:
     return loaded.digest
 
 
-def kill_and_load(name: str, folder: Path, number: int) -> str:
+def kill_and_load(name: str, folder: Path, number: int, *, is_behind: bool = False) -> str:
     """Kills one rank or both at a moment that ``number`` decides; the name of what was torn at that moment."""
     folder.mkdir()
     moment = random.Random(number)
     delay_s = moment.uniform(0.0, LONGEST_S)
     victims = moment.choice([[0], [1], [0, 1]])
-    run = spawn(save_at_every_step, 2, args=(name, str(folder), dict.fromkeys(victims, delay_s)), deadline="50s")
+    run = spawn(
+        save_at_every_step, 2, args=(name, str(folder), dict.fromkeys(victims, delay_s), is_behind), deadline="50s"
+    )
     assert run.alive == {}
     assert {run.exit_codes[rank] for rank in victims} == {-signal.SIGKILL}
     newest = newest_valid(folder)
@@ -103,8 +105,9 @@ def test_killed_while_saving_the_newest_checkpoint_is_the_live_state_of_its_step
 
 @pytest.mark.soak
 @pytest.mark.deadline(3000)
+@pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_fifty_kills_while_saving(name: str, tmp_path: Path) -> None:
-    torn = [kill_and_load(name, tmp_path / str(number), number) for number in range(50)]
+def test_fifty_kills_while_saving(name: str, is_behind: bool, tmp_path: Path) -> None:
+    torn = [kill_and_load(name, tmp_path / str(number), number, is_behind=is_behind) for number in range(50)]
     print(f"{name}: {sum(map(bool, torn))} of {len(torn)} kills left a torn save")
     assert any(torn)  # some of the kills struck in the middle of a save

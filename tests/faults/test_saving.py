@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
+from lightning_distplus.events import read_events
+from lightning_distplus.strategies.restoring import Search
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -199,6 +201,74 @@ def test_all_ranks_resume_from_what_rank_0_has_found(name: str, tmp_path: Path) 
         run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path))).check()
         assert set(run.results.values()) == {(str(choices[0]), 3)}
         assert "it follows rank 0" in run.logs[1]
+
+
+def search(rank: int, name: str, folder: str, allow_fresh: bool) -> tuple[str, int, int]:
+    strategy = jobs.strategy(name, **arguments_of(name))
+    strategy.search = Search(Path(folder), allow_fresh)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=4)
+    given = str(newest_valid(folder, verify="size"))
+    reads, read = [], Path.open
+
+    def counted(path: Path, *arguments: Any, **named: Any) -> Any:
+        if named.get("buffering") == 0:  # for a digest
+            reads.append(path.name)
+        return read(path, *arguments, **named)
+
+    Path.open = counted  # type: ignore[method-assign,assignment]
+    try:
+        trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=given)
+    except CheckpointCorrupt as error:
+        return str(error), 0, 0
+    return str(trainer.ckpt_path), trainer.global_step, sum(name.endswith(".distcp") for name in reads)
+
+
+def test_the_ranks_share_the_search_for_the_newest_checkpoint_whose_bytes_are_right(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        path = tmp_path / f"{number}.ckpt"
+        shutil.copytree(saved("ResilientFSDP", tmp_path), path)
+    for number in (2, 3):
+        damaged = max((tmp_path / f"{number}.ckpt").glob("*.distcp"), key=size_of)
+        damaged.write_bytes(damaged.read_bytes()[::-1])
+    shutil.rmtree(tmp_path / "two.ckpt")
+    run = spawn(search, 2, args=("ResilientFSDP", str(tmp_path), False)).check()
+    assert {step for _, step, _ in run.results.values()} == {4}
+    assert sum(num_read for _, _, num_read in run.results.values()) == 6, "each of two files in three checkpoints, once"
+    assert all(run.logs[rank].count("is passed over") == 2 for rank in range(2))
+    damaged = max((tmp_path / "1.ckpt").glob("*.distcp"), key=size_of)
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    run = spawn(search, 2, args=("ResilientFSDP", str(tmp_path), False)).check()
+    assert all("none is as it was when it was saved" in message for message, _, _ in run.results.values())
+    run = spawn(search, 2, args=("ResilientFSDP", str(tmp_path), True)).check()
+    assert all(step == 4 for _, step, _ in run.results.values())
+
+
+def save_copied(rank: int, folder: str, url: str) -> list[str]:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    strategy = jobs.strategy("ResilientFSDP", copy_to=url)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=4, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return [event["kind"] for event in read_events(Path(folder) / "distplus") if "cop" in event["kind"]]
+
+
+def resume_from_copy(rank: int, folder: str, url: str) -> tuple[str, int, int]:
+    strategy = jobs.strategy("ResilientFSDP", copy_to=url)
+    strategy.search = Search(Path(folder))
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=5)
+    trainer.fit(model := jobs.Model(), jobs.loader())
+    return str(trainer.ckpt_path), trainer.global_step, len(model.losses)
+
+
+def test_what_the_fast_folder_has_lost_is_fetched_from_the_durable_one(tmp_path: Path) -> None:
+    fast, url = tmp_path / "fast", f"file://{tmp_path}/durable"
+    run = spawn(save_copied, 2, args=(str(fast), url)).check()
+    assert set(run.results[0]) == {"checkpoint_copied"}
+    shutil.rmtree(fast)
+    run = spawn(resume_from_copy, 2, args=(str(fast), url)).check()
+    for _, step, num_steps in run.results.values():
+        assert (step, num_steps) == (5, 1)
+    assert newest_valid(fast) == fast / "step=4.ckpt"
+    assert "step=4.ckpt is fetched from" in run.logs[0]
 
 
 def flip_in_largest_member(path: Path) -> None:

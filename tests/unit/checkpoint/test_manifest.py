@@ -11,18 +11,21 @@ import pytest
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
+LARGE = (64 << 20) + 1
+
 MANIFEST = Manifest(
     global_step=12,
     epoch=1,
     world_size=2,
     strategy="resilient_fsdp",
-    files=(FileEntry("optimizer/state.bin", 7, "0" * 32), FileEntry("model.bin", 0, "a" * 32)),
+    files=(FileEntry("optimizer/state.bin", 7, "0" * 32), FileEntry("model.bin", LARGE, "a" * 32, ("d" * 32,) * 2)),
     committed_at=1767225600.25,
     packages={"torch": "2.13.0"},
     data={"consumed_samples": 96},
     layout={"data_parallel": 2, "sharding": "FULL_SHARD"},
     configuration="0123456789abcdef" * 2,
     parent={"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "b" * 32},
+    tensors={"weights/net.0.weight": f"float32 12 {'c' * 32}"},
 )
 
 
@@ -41,7 +44,7 @@ def changed(path: str, value: Any) -> str:
 
 def test_manifest_survives_a_round_trip() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
-    assert MANIFEST.size_bytes == 7
+    assert MANIFEST.size_bytes == 7 + LARGE
 
 
 def test_manifest_is_readable_text_with_the_version_first() -> None:
@@ -54,14 +57,16 @@ def test_unknown_field_is_ignored() -> None:
     assert Manifest.from_json(changed("from_the_future", [1])) == MANIFEST
 
 
-def test_a_manifest_of_before_layout_configuration_and_parent_is_read() -> None:
+def test_a_manifest_of_before_fields_were_added_is_read() -> None:
     document = json.loads(MANIFEST.to_json())
-    for name in ("layout", "configuration", "parent"):
+    for name in ("layout", "configuration", "parent", "tensors"):
         del document[name]
+    del document["files"][1]["blocks_64_mib"]
 
     manifest = Manifest.from_json(json.dumps(document))
 
     assert (manifest.layout, manifest.configuration, manifest.parent) == ({}, None, None)
+    assert (manifest.tensors, manifest.files[1].blocks_64_mib) == (None, ())
 
 
 def test_unknown_version_is_refused_naming_both_sides() -> None:
@@ -90,6 +95,8 @@ def test_unknown_version_is_refused_naming_both_sides() -> None:
         ("parent", "step=8.ckpt"),
         ("parent", {"path": "/runs/a/step=8.ckpt"}),
         ("parent", {"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "B" * 32}),
+        ("tensors", ["weights"]),
+        ("tensors", {"weights/net.0.weight": "float32 12"}),
         ("files", []),
         ("files", {}),
     ],
@@ -112,6 +119,8 @@ def test_malformed_field_is_named(field: str, value: Any) -> None:
         ("xxh3_128", "A" * 32),
         ("xxh3_128", "a" * 31),
         ("xxh3_128", ...),
+        ("blocks_64_mib", ["d" * 32]),
+        ("blocks_64_mib", ["d" * 32, "d"]),
     ],
 )
 def test_malformed_file_is_named_by_its_index(field: str, value: Any) -> None:

@@ -1,0 +1,195 @@
+"""Durable copies: committed checkpoints are copied to a URL behind the run, and fetched when the folder has none.
+
+The folder of the run is then the fast tier (``/dev/shm``, a local disk), and the URL the durable one: anything that
+fsspec knows. A copy has the layout of the folder, and its marker comes last there too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning_distplus.checkpoint.catalog import read_manifest, reference
+from lightning_distplus.checkpoint.files import bytes_digest, digest_file, remove_tree
+from lightning_distplus.checkpoint.layout import MANIFEST, MARKER, META, Stage, meta_folder, new_nonce
+from lightning_distplus.checkpoint.manifest import Manifest
+from lightning_distplus.checkpoint.swap import publish
+from lightning_distplus.checkpoint.torn import claim
+from lightning_distplus.errors import CheckpointCorrupt, DistplusError
+
+__all__ = ["Copier", "Copies"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 3
+
+
+class Copies:
+    """The copies of checkpoints below one URL.
+
+    Args:
+        url: Their folder; what stands before ``://`` names the file system, as fsspec does.
+        kept: How many of the newest copies stay.
+    """
+
+    def __init__(self, url: str, *, kept: int = _KEPT) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        self._kept = kept
+        self._fs, self._root = url_to_fs(url)
+
+    def put(self, path: Path) -> None:
+        """Copies a committed checkpoint, and lets the oldest copies go.
+
+        Raises:
+            OSError: It cannot be copied; there is no marker, and so no copy.
+            CheckpointCorrupt: It is not committed.
+            FileNotFoundError: It was removed or replaced meanwhile.
+        """
+        before, manifest = reference(path), read_manifest(path)
+        meta = meta_folder(path)
+        documents = {name: (meta / name).read_bytes() for name in (MANIFEST, MARKER)}
+        name, target = path.name, self._meta_of(path.name, is_directory=path.is_dir())
+        self._discard(f"{target}/{MARKER}")
+        for entry in manifest.files:
+            source = path / entry.path if path.is_dir() else path
+            there = self._file_of(name, entry.path, is_directory=path.is_dir())
+            self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(source), there)
+            if self._fs.size(there) != entry.size_bytes:
+                raise OSError(f"{there} has {self._fs.size(there)} bytes after it was copied, not {entry.size_bytes}")
+        if before is None or reference(path) != before:
+            raise FileNotFoundError(f"{path} was removed or replaced while it was copied")
+        self._fs.makedirs(target, exist_ok=True)
+        for document, content in documents.items():  # the marker last
+            self._fs.pipe_file(f"{target}/{document}", content)
+        for old, is_directory, _ in self._committed()[self._kept :]:
+            self._remove(old, is_directory=is_directory)
+
+    def fetch_newest(self, folder: Path) -> Path | None:
+        """Makes the newest copy whose bytes are right a committed checkpoint in ``folder``; None: there is none."""
+        for name, is_directory, manifest in self._committed():
+            try:
+                return self._fetch(name, manifest, folder, is_directory=is_directory)
+            except (CheckpointCorrupt, FileNotFoundError) as error:
+                logger.warning("The copy of %s at %s is passed over: %s", name, self.url, error)
+        return None
+
+    def _fetch(self, name: str, manifest: Manifest, folder: Path, *, is_directory: bool) -> Path:
+        stage = Stage(folder.absolute() / name, new_nonce())
+        stage.folder.mkdir(parents=True)
+        claim(stage)
+        try:
+            for entry in manifest.files:
+                here = stage.payload / entry.path if is_directory else stage.payload
+                here.parent.mkdir(parents=True, exist_ok=True)
+                there = self._file_of(name, entry.path, is_directory=is_directory)
+                self._fs.get_file(there, str(here))
+                found = digest_file(here, sync=os.fsync).xxh3_128
+                if found != entry.xxh3_128:
+                    raise CheckpointCorrupt(f"{there}: expected XXH3 digest {entry.xxh3_128}, found {found}")
+            publish(stage, manifest, sync=os.fsync)
+        except BaseException:
+            remove_tree(stage.folder)
+            raise
+        return stage.target
+
+    def _committed(self) -> list[tuple[str, bool, Manifest]]:
+        """Name, whether it is a directory, and manifest of each copy with a marker, the newest first."""
+        found = []
+        for name, is_directory in self._names():
+            meta = self._meta_of(name, is_directory=is_directory)
+            try:
+                content = self._fs.cat_file(f"{meta}/{MANIFEST}")
+                marker = self._fs.cat_file(f"{meta}/{MARKER}")
+                if bytes_digest(content).encode() in marker:
+                    found.append((name, is_directory, Manifest.from_json(content, f"{meta}/{MANIFEST}")))
+            except (OSError, DistplusError):
+                continue  # not committed
+        return sorted(found, key=lambda copy: (copy[2].global_step, copy[2].committed_at), reverse=True)
+
+    def _names(self) -> Iterator[tuple[str, bool]]:
+        for folder, is_directory in ((self._root, True), (f"{self._root}/{META}", False)):
+            try:
+                children = self._fs.ls(folder, detail=True, refresh=True)
+            except FileNotFoundError:
+                continue
+            for child in children:
+                name = str(child["name"]).rstrip("/").rpartition("/")[2]
+                if child["type"] == "directory" and name != META:
+                    yield name, is_directory
+
+    def _remove(self, name: str, *, is_directory: bool) -> None:
+        meta = self._meta_of(name, is_directory=is_directory)
+        self._discard(f"{meta}/{MARKER}")
+        for place in (meta, f"{self._root}/{name}"):
+            if self._fs.exists(place):
+                self._fs.rm(place, recursive=True)
+
+    def _discard(self, file: str) -> None:
+        if self._fs.exists(file):
+            self._fs.rm_file(file)
+
+    def _meta_of(self, name: str, *, is_directory: bool) -> str:
+        return f"{self._root}/{name}/{META}" if is_directory else f"{self._root}/{META}/{name}"
+
+    def _file_of(self, name: str, inner: str, *, is_directory: bool) -> str:
+        return f"{self._root}/{name}/{inner}" if is_directory else f"{self._root}/{name}"
+
+
+class Copier:
+    """A thread that copies checkpoints as they are committed; what is replaced by a newer one in the queue is left out.
+
+    Args:
+        copies: Where they go.
+        on_result: Told, in the thread, what was copied and, where it was not, why.
+    """
+
+    def __init__(self, copies: Copies, on_result: Callable[[Path, str | None], object]) -> None:
+        self._copies = copies
+        self._on_result = on_result
+        self._next: Path | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, path: Path) -> None:
+        """Has a checkpoint copied; returns at once."""
+        with self._changed:
+            self._next = path
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="distplus-copier", daemon=True)
+            self._thread.start()
+
+    def close(self, deadline: timedelta) -> bool:
+        """Waits for the last copy; whether it has ended in time."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(deadline.total_seconds())
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (path := self._take()) is not None:
+            error: Any = None
+            try:
+                self._copies.put(path)
+            except Exception as caught:  # whatever a file system raises: the next commit is the retry
+                error = f"{type(caught).__name__}: {caught}"
+                logger.warning("%s is not copied to %s (%s); the next one is the retry", path, self._copies.url, error)
+            self._on_result(path, error)
+
+    def _take(self) -> Path | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._is_closed)
+            path, self._next = self._next, None
+            return path

@@ -1,0 +1,324 @@
+"""Verified loads of a strategy: what all ranks agree to read, and that it is what was saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_distplus.checkpoint.catalog import (
+    CheckpointState,
+    newest_valid,
+    read_manifest,
+    reference,
+    state,
+    verify_or_raise,
+)
+from lightning_distplus.checkpoint.copies import Copies
+from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.checkpoint.sharing import findings_in_share
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
+from lightning_distplus.phases import Phases
+from lightning_distplus.rng import set_rng_state
+from lightning_distplus.timeouts import Phase
+
+__all__ = ["KEY", "VERSION", "Search", "Verification", "VerifiedLoads", "local_path"]
+
+log = logging.getLogger(__name__)
+
+Verification = Literal["full", "size", "off"]
+"""Of a load: every byte is read and every tensor compared, sizes are compared, or only manifest and marker are."""
+
+KEY = "lightning_distplus"
+"""Where a checkpoint holds what this package adds."""
+VERSION = 1
+_SIGNS_OF_ANOTHER_MODEL = (
+    "Missing key",
+    "Unexpected key",
+    "size mismatch",
+    "does not exist in the loaded",
+    "Size mismatch",
+)
+_DIFFERENCES_CHARACTERS = 1000
+_SHOWN_FINDINGS = 3
+_REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where a run looks for the newest valid checkpoint when it starts.
+
+    Args:
+        folder: Holds the checkpoints.
+        allow_fresh: Whether it starts anew where none can be trusted.
+    """
+
+    folder: Path
+    allow_fresh: bool = False
+
+
+class VerifiedLoads:
+    """Loads the checkpoints of one strategy.
+
+    Args:
+        plane: The control plane over which the ranks agree.
+        phases: The deadlines.
+        strategy: The name of the strategy, for the manifest.
+        verification: What is checked of a load.
+        search: Where the ranks look further when the bytes of what they have found are not as they were.
+        copies: From where rank 0 fetches a checkpoint when that folder has none.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        phases: Phases,
+        *,
+        strategy: str,
+        verification: Verification = "full",
+        search: Search | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        self._plane = plane
+        self._phases = phases
+        self._strategy = strategy
+        self._verification = verification
+        self._search = search
+        self._copies = copies
+        self._has_read: Path | None = None
+        self._rng: dict[str, bytes] | None = None
+        self.loaded: str | Path = ""
+        """The checkpoint that was loaded last."""
+        self._parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
+        self.loaded_deadlines_s: dict[str, float] = {}
+        """Calibrated deadlines of the checkpoint that was loaded."""
+        self.expected: dict[str, str] = {}
+        """Fingerprints of the tensors of the checkpoint that was loaded; empty where none are to be compared."""
+
+    def load(
+        self,
+        path: str | Path,
+        read: Callable[[Path], dict[str, Any]],
+        *,
+        fitting: Callable[[Path], Path] = lambda path: path,
+    ) -> dict[str, Any]:
+        """Verifies and reads what rank 0 has chosen.
+
+        Args:
+            path: The checkpoint.
+            read: The parent's own load, given the verified checkpoint.
+            fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed.
+            CheckpointMismatch: It was saved by a strategy with another layout.
+        """
+        self._phases.enter(Phase.RESUME)
+        local = local_path(path)
+        self.loaded, self.expected = path, {}
+        if local is None:
+            checkpoint = read(path)  # type: ignore[arg-type]
+        else:
+            chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
+            found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            if found["has_files"]:
+                self.expected = dict(read_manifest(chosen).tensors or {})
+                self.hear("checkpoint-bytes", chosen, [] if chosen == self._has_read else self._findings(chosen))
+            found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
+            self.follow(chosen)
+            with self.refusing_another_model(chosen):
+                checkpoint = read(Path(found["path"]))
+        self._remember(checkpoint)
+        return checkpoint
+
+    def follow(self, path: Path) -> None:
+        """What is saved from now on has this checkpoint before it."""
+        if self._rank == 0:
+            self._parent = reference(path)
+
+    @contextmanager
+    def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+        """
+        try:
+            yield
+        except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
+            text = str(error)
+            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
+                raise
+            raise CheckpointMismatch(
+                f"The checkpoint {path or self.loaded} is of another model than this run's: {_differences(text)}. "
+                "Build the model that was saved, or start without ckpt_path."
+            ) from error
+
+    def agree_on_path(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another."""
+        mine = None if path is None else str(path)
+        chosen: str | None = self._plane.gather_json(
+            "checkpoint-choice", {"path": mine}, self._phases.patience_in(Phase.RESUME)
+        )[0]["path"]
+        if chosen != mine:
+            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
+        return (
+            chosen if self._search is None else self._search_on(None if chosen is None else Path(chosen), self._search)
+        )
+
+    def _search_on(self, first: Path | None, search: Search) -> str | None:
+        """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
+
+        Where the folder has none, the newest copy is fetched.
+
+        Raises:
+            CheckpointCorrupt: On all ranks: there is none.
+        """
+        passed_over: list[Path] = []
+        found: Path | None = first
+        while found is not None:
+            damage = self._all_findings("checkpoint-search", self._findings(found))
+            if not damage:
+                self._has_read = found
+                return str(found)
+            log.warning("Checkpoint %s is passed over: %s", found, damage[0])
+            passed_over.append(found)
+            older = newest_valid(search.folder, verify="size", but=passed_over) if self._rank == 0 else None
+            answer = self._agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
+            found = answer and Path(answer)
+        if self._copies is not None:
+            copies = self._copies
+            fetched: str | None = self._agree("checkpoint-copy", lambda: _fetched(copies, search.folder))["path"]
+            if fetched is not None:
+                return fetched
+        if search.allow_fresh or not passed_over:
+            return None
+        raise CheckpointCorrupt(
+            f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
+            "saved. Name another one with --ckpt_path PATH, or start anew with --allow_fresh."
+        )
+
+    def restore_rng(self) -> None:
+        """Puts this rank's generators back to where the checkpoint left them."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    @property
+    def _rank(self) -> int:
+        return self._plane.world.rank
+
+    def _agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0 decides; its answer, or its error, is that of all ranks."""
+        mine: dict[str, Any] = {}
+        error: DistplusError | None = None
+        if self._rank == 0:
+            try:
+                mine = decide()
+            except (CheckpointCorrupt, CheckpointMismatch) as caught:
+                error = caught
+                mine = {"error": str(caught), "type": type(caught).__name__}
+        answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
+        return answer
+
+    def _verify(self, path: Path) -> dict[str, Any]:
+        """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
+        if not path.exists():
+            raise CheckpointMismatch(
+                f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
+            )
+        found = state(path)
+        if found is CheckpointState.UNMANIFESTED:
+            self._check_unmanifested(path)
+            return {"has_files": False}
+        if found is not CheckpointState.COMMITTED or self._verification != "off":
+            verify_or_raise(path, "size")
+        saved_by = read_manifest(path).strategy
+        if path.is_dir() and saved_by != self._strategy:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
+                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
+                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
+            )
+        return {"has_files": self._verification == "full"}
+
+    def _findings(self, path: Path) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's bytes."""
+        found = findings_in_share(path, read_manifest(path), rank=self._rank, num_ranks=self._plane.world.size)
+        return [str(finding) for finding in found]
+
+    def hear(self, name: str, path: str | Path, findings: list[str]) -> None:
+        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
+
+        Raises:
+            CheckpointCorrupt: On all ranks: one of them has found something.
+        """
+        if found := self._all_findings(name, findings):
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
+                "Resume from another checkpoint, or restore the file from a copy."
+            )
+
+    def _all_findings(self, name: str, mine: list[str]) -> list[str]:
+        """What all ranks have found, the first few of each in words."""
+        message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
+        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
+        shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
+        return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
+
+    def _check_unmanifested(self, path: Path) -> None:
+        findings = () if self._verification == "off" else check_unmanifested(path)
+        if findings:
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
+                "Give another checkpoint, or restore the file from a copy."
+            )
+        log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
+
+    def _remember(self, checkpoint: dict[str, Any]) -> None:
+        ours = checkpoint.get(KEY)
+        if ours is None:
+            return
+        if ours["version"] != VERSION:
+            raise CheckpointMismatch(
+                f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
+                f"{VERSION}. Install the version that wrote it."
+            )
+        self.loaded_deadlines_s = ours.get("deadlines_s", {})
+        if len(ours["rng"]) == self._plane.world.size:
+            self._rng = ours["rng"][self._rank]
+        elif self._rank == 0:
+            log.warning(
+                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
+                len(ours["rng"]),
+                self._plane.world.size,
+            )
+
+
+def _fetched(copies: Copies, folder: Path) -> dict[str, Any]:
+    found = copies.fetch_newest(folder)
+    if found is not None:
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+    return {"path": found and str(found)}
+
+
+def local_path(path: str | Path) -> Path | None:
+    """The path, or None for a URL of a remote file system."""
+    return None if "://" in str(path) else Path(path)
+
+
+def _differences(text: str) -> str:
+    """The lines that name tensors, without the frames of the ranks on which they were found."""
+    lines = [line.strip() for line in text.splitlines()]
+    named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+    return "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]

@@ -1,0 +1,112 @@
+"""Copies at a URL: committed there last, verified when they are fetched, and never half a one."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from lightning_distplus import newest_valid, verify
+from lightning_distplus.checkpoint import remove
+from lightning_distplus.checkpoint.copies import Copier, Copies
+
+KINDS = ["file", "directory"]
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory://{uuid.uuid4()}" if request.param == "memory" else f"file://{tmp_path}/durable"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_newest_copy_comes_back_as_it_was_and_the_oldest_go(
+    save: Callable[..., Any], content_of: Callable[[Path], bytes], tmp_path: Path, url: str, kind: str
+) -> None:
+    copies, fast = Copies(url, kept=2), tmp_path / "fast"
+    assert copies.fetch_newest(tmp_path / "other") is None
+    for step in (1, 2, 3):
+        save(fast / f"{step}.ckpt", step, b"weights %d" % step, kind)
+        copies.put(fast / f"{step}.ckpt")
+    for step in (1, 2, 3):
+        remove(fast / f"{step}.ckpt")
+    found = copies.fetch_newest(fast)
+    assert found == fast / "3.ckpt"
+    assert content_of(found) == b"weights 3"
+    assert verify(found).ok
+    assert [name for name, *_ in copies._committed()] == ["3.ckpt", "2.ckpt"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_copy_is_passed_over_and_one_that_was_cut_off_does_not_exist(
+    save: Callable[..., Any], content_of: Callable[[Path], bytes], tmp_path: Path, url: str, kind: str
+) -> None:
+    class Breaks(Copies):
+        """Ends at its n-th write."""
+
+        writes_left = 99
+
+        def __init__(self, url: str) -> None:
+            super().__init__(url)
+            inner = self._fs
+
+            class Counted:
+                def __getattr__(_, name: str) -> Any:  # noqa: N805
+                    if name in ("put_file", "pipe_file", "makedirs"):
+                        self.writes_left -= 1
+                        if self.writes_left < 0:
+                            raise OSError(5, "Input/output error")
+                    return getattr(inner, name)
+
+            self._fs = Counted()
+
+    copies, fast = Breaks(url), tmp_path / "fast"
+    for step in (1, 2):
+        save(fast / f"{step}.ckpt", step, b"weights %d" % step, kind)
+        copies.put(fast / f"{step}.ckpt")
+    save(fast / "3.ckpt", 3, b"weights 3", kind)
+    num_writes = {"file": 5, "directory": 7}[kind]
+    for writes_left in range(num_writes):
+        copies.writes_left = writes_left
+        with pytest.raises(OSError, match="Input/output error"):
+            copies.put(fast / "3.ckpt")
+        assert [name for name, *_ in Copies(url)._committed()] == ["2.ckpt", "1.ckpt"]
+    copies.writes_left = num_writes
+    copies.put(fast / "3.ckpt")
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/3.ckpt" + ("/model.bin" if kind == "directory" else ""), b"weights 4")
+    found = copies.fetch_newest(tmp_path / "other")
+    assert found == tmp_path / "other" / "2.ckpt"
+    assert content_of(found) == b"weights 2"
+    assert newest_valid(tmp_path / "other") == found
+
+
+def test_the_thread_copies_the_newest_tells_of_errors_and_ends(save: Callable[..., Any], tmp_path: Path) -> None:
+    copies = Copies(f"file://{tmp_path}/durable")
+    told: list[tuple[str, str | None]] = []
+    begun, go_on = threading.Event(), threading.Event()
+    put = copies.put
+
+    def held(path: Path) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        put(path)
+
+    copies.put = held  # type: ignore[method-assign]
+    copier = Copier(copies, lambda path, error: told.append((path.name, error)))
+    for step in (1, 2, 3):
+        save(tmp_path / f"{step}.ckpt", step)
+    copier.submit(tmp_path / "none.ckpt")
+    assert begun.wait(30)
+    copier.submit(tmp_path / "2.ckpt")
+    copier.submit(tmp_path / "3.ckpt")
+    go_on.set()
+    assert copier.close(timedelta(seconds=30))
+    assert [name for name, _ in told] == ["none.ckpt", "3.ckpt"]
+    assert "CheckpointCorrupt" in str(told[0][1])
+    assert told[1][1] is None

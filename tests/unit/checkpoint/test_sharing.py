@@ -1,0 +1,48 @@
+"""Ranks that share the reading read everything once, and find together what one alone would find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus.checkpoint import files, sharing, verify
+from lightning_distplus.checkpoint.sharing import findings_in_share
+
+BLOCK_BYTES = 1000
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, sharing):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("lightning_distplus.checkpoint.manifest.BLOCK_BYTES", BLOCK_BYTES)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 50])
+def test_every_byte_is_read_by_exactly_one_rank(
+    save: Callable[..., Any], tmp_path: Path, kind: str, num_ranks: int
+) -> None:
+    content = bytes(range(256)) * 40 + b"the end"  # ten blocks and a part of one
+    target = tmp_path / "a.ckpt"
+    manifest = save(target, 1, content, kind)
+    assert all(len(entry.blocks_64_mib) == 11 for entry in manifest.files)
+
+    def found() -> list[int]:
+        return [len(findings_in_share(target, manifest, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
+
+    assert sum(found()) == 0
+    damaged = target if kind == "file" else target / "model.bin"
+    for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 5500, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 4
+        damaged.write_bytes(changed)
+        assert sum(found()) == 1
+        assert not verify(target).ok
+    damaged.unlink()
+    assert sum(found()) == 11
+    assert "FileNotFoundError" in str(findings_in_share(target, manifest, rank=0, num_ranks=1)[0])

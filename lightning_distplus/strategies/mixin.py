@@ -24,6 +24,7 @@ from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.first_word import FirstWord
+from lightning_distplus.strategies.hosting import check_folder_and_memory, check_host
 from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.progressing import progress_of
@@ -43,6 +44,8 @@ from lightning_distplus.watchdog import Marks, Watchdog
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_distplus.preflight.run_lock import RunLock
 
 __all__ = ["ResilientStrategy"]
 
@@ -108,6 +111,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._first_step = 0
         self._validation_began_at = 0.0
         self._has_failed = False
+        self._run_lock: RunLock | None = None
         refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
@@ -159,6 +163,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._start_watchdog(self._plane)
         self._saves = CommittedSaves(self._plane, self.phases, strategy=type(self).__name__, verification=self.verify)
         stream_single_files(self)
+        if self.lightning_module is not None:
+            check_host(self, self.lightning_module.trainer)
         if self.world_size > 1:
             self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             self._points.begin()
@@ -183,6 +189,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into_trainer(trainer)
+        self._run_lock = check_folder_and_memory(self, trainer)
         check_agreement(self, trainer)
         self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
@@ -329,6 +336,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._watchdog = None
         self._take_out_of_trainer()
         self._end_saves()
+        if self._run_lock is not None:
+            self._run_lock.release()
+            self._run_lock = None
         if self._gate is not None:
             self._gate.close()
             self._gate = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_distplus.preflight import Facts, Finding, Settings, run_checks
-from lightning_distplus.preflight.memory import Engine, count, estimate, fits, free_bytes
+from lightning_distplus.preflight.memory import Census, Engine, count, estimate, fits, free_bytes
 from lightning_distplus.strategies.starting import facts_of
 
-__all__ = ["engine_of", "memory_findings"]
+__all__ = ["checkpoint_bytes", "engine_of", "memory_findings"]
 
 _HALF, _FULL, _DOUBLE = 2, 4, 8
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -102,6 +103,12 @@ def memory_findings(strategy: Any, trainer: Any, settings: Settings) -> list[Fin
         yield from fits(needed, free, where, optimizer="Adam is assumed", held=_held(module, device))
 
     return run_checks({"memory": check}, facts_of(strategy), settings)
+
+
+def checkpoint_bytes(census: Census, engine: Engine, states: float) -> int:
+    """Bytes of one checkpoint of all ranks: parameters, buffers, and the state of the optimizer."""
+    kept = estimate(census, replace(engine, stage=0), states=states)
+    return kept.parameters + kept.optimizer
 
 
 def _held(module: torch.nn.Module, device: torch.device) -> int:

@@ -15,6 +15,7 @@ __all__ = [
     "DISTPLUS_FAULTS",
     "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
+    "GLOO_SOCKET_IFNAME",
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
     "KUBERNETES_SERVICE_HOST",
@@ -112,6 +113,7 @@ SLURM_ARRAY_TASK_ID = Variable("SLURM_ARRAY_TASK_ID", "its number in that array"
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
 NCCL_BUFFSIZE = Variable("NCCL_BUFFSIZE", "bytes of the buffer of each of NCCL's channels")
 NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "network interfaces that NCCL uses, or with ^ those that it avoids")
+GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "network interfaces that gloo uses, by their whole names")
 NCCL_DEBUG = Variable("NCCL_DEBUG", "how much NCCL says")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')

@@ -13,15 +13,20 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_distplus import env
-from lightning_distplus.cli.doctor import AGREEMENT, BETWEEN_HOSTS, add_settings, print_findings, settings_from
+from lightning_distplus.cli.doctor import (
+    AGREEMENT,
+    BETWEEN_HOSTS,
+    CHECKS_OF_HOST,
+    add_settings,
+    print_findings,
+    settings_from,
+)
 from lightning_distplus.control import ControlPlane, connect, disconnect
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
-from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.interfaces import Interface, interface_towards
 from lightning_distplus.preflight.network import mtu_findings, try_pairs
-from lightning_distplus.preflight.software import SOFTWARE_CHECKS
 from lightning_distplus.preflight.together import as_message, merged
 from lightning_distplus.strategies import ResilientDDP
 from lightning_distplus.strategies.starting import address_of, facts_of, world_of
@@ -39,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     here = Facts()
     devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
     nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
-    checks = {**LAUNCH_CHECKS, **SOFTWARE_CHECKS, **HOST_CHECKS}
+    checks = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
     settings = settings_from(arguments, parser, checks)
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
     strategy: Any = ResilientDDP(preflight=settings)
@@ -51,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     plane = connect(world_of(strategy), address_of(strategy), deadline)
     try:
-        of_host = run_checks({**SOFTWARE_CHECKS, **HOST_CHECKS}, facts, settings) if strategy.local_rank == 0 else []
+        of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)
         place = {"clock": time.time(), "local_rank": strategy.local_rank, "interface": asdict(_interface(strategy))}
         ranks = plane.gather_json("preflight", {**as_message(facts.host, of_host), **place}, deadline)

@@ -50,11 +50,13 @@ clean: ## Remove everything that can be made again, .venv included
 
 # DeepSpeed comes as source and imports torch while it is built: hence first torch, then the build tools and what
 # DeepSpeed's set-up imports, then everything else without build isolation. At its first start on a CPU it compiles a
-# collective, for a minute: better here than inside the deadline of the first test.
+# collective, for a minute: better here than inside the deadline of the first test. litdata comes without torchvision, whose
+# wheel ends every `import lightning` where it was built for another kind of torch (CUDA, and a CPU wheel of torch).
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables packaging ninja py-cpuinfo
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples,formats]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps litdata
 	DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE_COLLECTIVE)" >/dev/null
 	touch $@

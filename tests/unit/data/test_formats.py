@@ -7,6 +7,7 @@ import importlib.util
 import json
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from lightning_distplus.data import MegatronTokens, MegatronWriter, Source, TokenDataModule
-from lightning_distplus.data.loader import Request
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import detect, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
@@ -374,9 +375,14 @@ def test_damaged_second_parquet_file_and_a_folder_of_several_sets_are_refused(tm
         set_up(saved([[1, 2, 3, 4, 5], None], tmp_path / "nulls"))  # type: ignore[list-item]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
 @pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
-def test_missing_library_is_named_with_the_command_that_installs_it(name: str, tmp_path: Path) -> None:
+def test_missing_library_is_named_with_the_command_that_installs_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in [name for name in sys.modules if name.partition(".")[0] in ("pyarrow", "datasets")]:
+        monkeypatch.delitem(sys.modules, library)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what import then says is what it says where there is none
+    monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ModuleNotFoundError, match=r'need pyarrow, .* Run: pip install "lightning-distplus\[formats\]"'):
         set_up(tmp_path / name)

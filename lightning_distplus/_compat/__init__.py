@@ -6,6 +6,7 @@ When an upstream name has vanished, the feature behind it is switched off with o
 
 from lightning_distplus._compat.deepspeed import discard_next_deepspeed_step, loading_universal
 from lightning_distplus._compat.evidence import flight_recorder_dumps, on_terminate
+from lightning_distplus._compat.fake import fake_default_group
 from lightning_distplus._compat.fsdp import (
     FlatUnit,
     flat_units,
@@ -59,6 +60,7 @@ __all__ = [
     "default_group_timeout",
     "default_store",
     "discard_next_deepspeed_step",
+    "fake_default_group",
     "flat_units",
     "flight_recorder_dumps",
     "full_state_dict_without_offload",

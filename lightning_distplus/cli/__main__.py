@@ -34,6 +34,7 @@ COMMANDS = {
     "prepare": Command("prepare", "turn text or JSONL into token files"),
     "audit": Command("audit", "check that every sample was trained on once"),
     "preflight": Command("preflight", "meet all ranks, and check every host"),
+    "rehearse": Command("rehearse", "what a configuration would do on many ranks"),
     "doctor": Command("doctor", "what would go wrong on this host"),
     "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
     "verify": Command("verify", "check every checkpoint in a folder"),

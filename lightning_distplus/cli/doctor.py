@@ -13,16 +13,21 @@ from typing import Literal
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
+from lightning_distplus.preflight.gpus import GPU_CHECKS
 from lightning_distplus.preflight.host import HOST_CHECKS
+from lightning_distplus.preflight.nccl_advice import ADVICE_CHECKS
 from lightning_distplus.preflight.software import SOFTWARE_CHECKS
 
-__all__ = ["AGREEMENT", "add_settings", "main", "print_findings", "settings_from"]
+__all__ = ["AGREEMENT", "BETWEEN_HOSTS", "CHECKS_OF_HOST", "add_settings", "main", "print_findings", "settings_from"]
 
-CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **SOFTWARE_CHECKS, **HOST_CHECKS}
+CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_CHECKS, **ADVICE_CHECKS}
+CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
 AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
+BETWEEN_HOSTS = ("network", "mtu", "clock")
+"""The names of what it finds between hosts."""
 
-_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
+_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.ADVICE: "cyan", Status.NOTE: "green"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,8 +80,9 @@ def settings_from(
 ) -> dict[str, Literal["off", "warn"]]:
     """What ``--off`` and ``--warn`` say; ends the process where there is no such check."""
     for name in (*arguments.off, *arguments.warn):
-        if name not in checks and name not in AGREEMENT:
-            parser.error(f"there is no check {name!r}; there are: {', '.join((*checks, *AGREEMENT))}")
+        known = (*checks, *AGREEMENT, *BETWEEN_HOSTS)
+        if name not in known:
+            parser.error(f"there is no check {name!r}; there are: {', '.join(known)}")
     settings: dict[str, Literal["off", "warn"]] = dict.fromkeys(arguments.warn, "warn")
     settings.update(dict.fromkeys(arguments.off, "off"))
     return settings

@@ -72,6 +72,9 @@ class DistplusCLI(LightningCLI):
         run: Whether the arguments begin with a subcommand, which is run; else everything is only built.
     """
 
+    exits_on_error = True
+    """Whether a wrong argument ends the process with its usage."""
+
     def __init__(self, args: Sequence[str] | None = None, *, run: bool = True) -> None:
         # What an interpolation names is an absolute key of the file, whose content lies below the subcommand's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
@@ -79,7 +82,7 @@ class DistplusCLI(LightningCLI):
         super().__init__(
             save_config_callback=KeepEveryConfig,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"parser_mode": "omegaconf+", "prog": "distplus"},
+            parser_kwargs={"parser_mode": "omegaconf+", "prog": "distplus", "exit_on_error": self.exits_on_error},
             args=None if args is None else list(args),
             run=run,
         )

@@ -49,6 +49,8 @@ class Facts:
     """``"cuda"``, ``"cpu"`` and so on."""
     folder: Path = field(default_factory=Path.cwd)
     """Where the run writes."""
+    trial_bytes: int = 64 << 20
+    """How much the check of that folder writes, at most."""
     command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.orig_argv[1:]))
     """What was started, without the interpreter."""
     host: str = field(default_factory=socket.gethostname)

@@ -16,6 +16,8 @@ class Status(str, Enum):
     """The run would fail, hang or be wrong: it does not start."""
     WARNING = "warning"
     """The run can start, and somebody should look."""
+    ADVICE = "advice"
+    """A setting for which something that was seen speaks; it is never applied by itself."""
     NOTE = "note"
     """Something to know; nothing is wrong."""
 

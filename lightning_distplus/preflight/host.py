@@ -13,13 +13,12 @@ from lightning_distplus.preflight.facts import Facts
 from lightning_distplus.preflight.finding import Finding, Status
 from lightning_distplus.preflight.running import Check
 
-__all__ = ["HOST_CHECKS"]
+__all__ = ["HOST_CHECKS", "write_speed"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, nothing is written there
 _MIN_SHARED_BYTES = 1 << 30
 _MIN_OPEN_FILES = 4096
 _MIN_FREE_BYTES = 10 << 30
-_TRIAL_BYTES = 64 << 20
 _TRIAL_S = 2.0
 _SLOW_MB_PER_S = 50
 
@@ -60,7 +59,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
     try:
-        mb_per_s = _write_speed(folder, min(_TRIAL_BYTES, free_bytes // 2))
+        mb_per_s = write_speed(folder, min(facts.trial_bytes, free_bytes // 2))
     except OSError as error:
         yield Finding(
             status=Status.ERROR,
@@ -83,7 +82,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
         yield Finding(status=Status.NOTE, subject="The folder of the run takes checkpoints.", detail=detail)
 
 
-def _write_speed(folder: Path, size_bytes: int) -> float:
+def write_speed(folder: Path, size_bytes: int) -> float:
     """MB/s into a file that is gone afterwards; at most two seconds and one block."""
     block = os.urandom(1 << 20)
     written = 0

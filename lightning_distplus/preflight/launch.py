@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from lightning_distplus import env
 from lightning_distplus.preflight.facts import Facts
 from lightning_distplus.preflight.finding import Finding, Status
+from lightning_distplus.preflight.interfaces import INTERFACE_CHECKS
 from lightning_distplus.preflight.running import Check
 
 __all__ = ["LAUNCH_CHECKS", "is_loopback"]
@@ -295,5 +296,6 @@ LAUNCH_CHECKS: Mapping[str, Check] = {
     "nodes": nodes,
     "loopback": loopback,
     "gpus": gpus,
+    **INTERFACE_CHECKS,
 }
 """The checks of the launch, by name; none of them opens a connection."""

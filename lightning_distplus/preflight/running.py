@@ -64,7 +64,7 @@ def raise_errors(findings: Iterable[Finding], facts: Facts) -> None:
     for finding in findings:
         if finding.status is Status.WARNING:
             log.warning("preflight (%s): %s", finding.check, finding)
-        elif finding.status is Status.NOTE:
+        elif finding.status in (Status.ADVICE, Status.NOTE):
             log.info("preflight (%s): %s", finding.check, finding)
     errors = [finding for finding in findings if finding.status is Status.ERROR]
     if errors:

@@ -11,6 +11,7 @@ from lightning_distplus import _compat
 from lightning_distplus.liveness import boot_id
 from lightning_distplus.preflight import Facts, Status, raise_errors
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
+from lightning_distplus.preflight.content import content_of
 from lightning_distplus.strategies.starting import facts_of, settings_of
 
 __all__ = ["check_agreement", "check_data", "model_of", "settings_of_trainer"]
@@ -48,7 +49,7 @@ def check_agreement(strategy: Any, trainer: Any) -> None:
 
 
 def check_data(strategy: Any, trainer: Any) -> None:
-    """Compares the lengths of the training data, once they are known.
+    """Compares length and content of the training data, once they are known.
 
     Raises:
         PreflightError: As for ``check_agreement``.
@@ -57,6 +58,7 @@ def check_data(strategy: Any, trainer: Any) -> None:
     loader = trainer.train_dataloader
     if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks
         found["data.length of the data set"] = str(len(loader.dataset))
+        found["data.content of the data set"] = content_of(loader.dataset) or "not read"
     _compare(strategy, facts_of(strategy), found)
 
 

@@ -22,6 +22,7 @@ from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
+from lightning_distplus.strategies.hosting import check_folder_and_memory, check_host
 from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.progressing import progress_of
 from lightning_distplus.strategies.provenance import configuration_digest
@@ -43,6 +44,8 @@ from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_fail
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_distplus.preflight.run_lock import RunLock
 
 __all__ = ["ResilientStrategy"]
 
@@ -121,6 +124,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._first_step = 0
         self._validation_began_at = 0.0
         self._has_failed = False
+        self._run_lock: RunLock | None = None
         refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
@@ -174,6 +178,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._start_watchdog(self._plane)
         self._saves = self._make_saves(self._plane)
         stream_single_files(self)
+        if self.lightning_module is not None:
+            check_host(self, self.lightning_module.trainer)
         if self.world_size > 1:
             self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             self._points.begin()
@@ -203,6 +209,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             link_checkpoint=self._link_checkpoint,
             announcing=self._announcing,
         )
+        self._run_lock = check_folder_and_memory(self, trainer)
         check_agreement(self, trainer)
         self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
@@ -334,6 +341,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._watchdog = None
         take_out(None if self.lightning_module is None else self.lightning_module._trainer)
         self._end_saves()
+        if self._run_lock is not None:
+            self._run_lock.release()
+            self._run_lock = None
         if self._gate is not None:
             self._gate.close()
             self._gate = None

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_distplus
 from lightning_distplus import _compat
+from lightning_distplus.preflight.host import HOST_CHECKS
 
 STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "ResilientDeepSpeed")
 NUM_FEATURES = 8
@@ -84,6 +85,12 @@ def trainer(strategy: Any, world_size: int, folder: str, **arguments: Any) -> pl
         default_root_dir=folder,
         **{**quiet, **arguments},
     )
+
+
+def findings_of_preflight(run: Any) -> list[str]:
+    """What the checks told of a run, but for those of the host: a busy machine writes slowly."""
+    lines = [line for log in run.logs.values() for line in log.splitlines() if "preflight (" in line]
+    return [line for line in lines if not any(f"preflight ({name})" in line for name in HOST_CHECKS)]
 
 
 class GroupTimeouts(Callback):

@@ -64,6 +64,56 @@ def two_hosts() -> Iterator[TwoHosts]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Several hosts at one switch; node n has the address 10.78.x.(n+1)."""
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def cut_off(self, node: int, other: int) -> None:
+        """What one of two hosts sends to the other is dropped; both still reach everybody else."""
+        _ip("-n", self.names[node], "route", "add", "blackhole", f"{self.addresses[other]}/32")
+
+    def set_mtu(self, node: int, size_bytes: int) -> None:
+        """Gives the interface of a host another MTU."""
+        _ip("-n", self.names[node], "link", "set", "eth0", "mtu", str(size_bytes))
+
+    def slow_down(self, node: int, rate: str) -> None:
+        """Lets a host send at that rate only, for example ``20mbit``."""
+        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        _ip("netns", "exec", self.names[node], *shape)
+
+
+@contextlib.contextmanager
+def several_hosts(count: int) -> Iterator[Hosts]:
+    """Makes the hosts and their switch, and removes them; skips the test where that is not permitted."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("several hosts on one machine need the program ip (iproute2) and the right to make namespaces")
+    octet = os.getpid() % 250 + 1
+    switch = f"distplus{os.getpid()}s"
+    names = tuple(f"distplus{os.getpid()}n{node}" for node in range(count))
+    hosts = Hosts(names, tuple(f"10.78.{octet}.{node + 1}" for node in range(count)))
+    try:
+        try:
+            for name in (switch, *names):
+                _ip("netns", "add", name)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces or bridges are not permitted here: {error.stderr.strip()}")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for node, (name, address) in enumerate(zip(names, hosts.addresses, strict=True)):
+            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{node}", "netns", switch)
+            _ip("-n", switch, "link", "set", f"port{node}", "master", "br0", "up")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "eth0", "up")
+        yield hosts
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
+
+
 def run_on(name: str, call: Callable[[], Any]) -> None:
     """Runs a function in a child that lives on this host, and ends this process as the child ends.
 

@@ -95,7 +95,7 @@ def fit(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
 def test_two_hosts_by_hand_train_without_a_finding(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         run = spawn(start, 2, args=(hosts, Fault(), str(tmp_path)), deadline="40s").check()
-    assert "preflight (" not in "".join(run.logs.values())
+    assert jobs.findings_of_preflight(run) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -422,3 +422,18 @@ def test_without_torchs_iterator_over_workers_they_start_as_they_are(monkeypatch
     for _ in range(2):
         _compat.prepare_workers(lambda loader: None)()
     assert len(_warnings(caplog)) == 1
+
+
+def test_one_process_plays_one_of_many_ranks_in_a_block(monkeypatch, caplog) -> None:
+    with _compat.fake_default_group(64) as is_there:
+        assert is_there
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 64)
+        dist.all_reduce(torch.ones(1))
+    assert not dist.is_initialized()
+    module = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    monkeypatch.setattr(_compat.probing, "_warned", set())
+    monkeypatch.delattr(module, "FakeStore")
+    for _ in range(2):
+        with _compat.fake_default_group(2) as is_there:
+            assert not is_there
+    assert len(_warnings(caplog)) == 1

@@ -141,3 +141,27 @@ def test_commands_name_the_script_as_it_was_started() -> None:
     assert facts.torchrun().startswith("torchrun --nnodes 4 --nproc-per-node 8 --node-rank $NODE_RANK --master-addr")
     one = Facts(variables={}, devices=8, num_nodes=1, command=("train.py",))
     assert one.torchrun() == "torchrun --standalone --nproc-per-node 8 train.py"
+
+
+@pytest.mark.parametrize(
+    ("variables", "accelerator", "status"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "cpu", None),
+        ({"GLOO_SOCKET_IFNAME": "l"}, "cpu", Status.ERROR),  # gloo wants whole names
+        ({"NCCL_SOCKET_IFNAME": "l"}, "cuda", None),  # NCCL takes beginnings
+        ({"NCCL_SOCKET_IFNAME": "=l"}, "cuda", Status.ERROR),
+        ({"NCCL_SOCKET_IFNAME": "nosuch,lo"}, "cuda", None),
+        ({"NCCL_SOCKET_IFNAME": "nosuch"}, "cuda", Status.ERROR),
+        ({"NCCL_SOCKET_IFNAME": "nosuch"}, "cpu", Status.WARNING),  # nothing uses it
+        ({"NCCL_SOCKET_IFNAME": "^nosuch"}, "cuda", None),
+    ],
+)
+def test_an_interface_that_is_named_must_be_there(
+    variables: dict[str, str], accelerator: str, status: Status | None
+) -> None:
+    found = run_checks(LAUNCH_CHECKS, Facts(variables=variables, accelerator=accelerator))
+    assert [finding.status for finding in found] == ([] if status is None else [status])
+    if status is not None:
+        ((name, value),) = variables.items()
+        assert f"{name}={value}" in found[0].subject
+        assert "lo" in found[0].detail

@@ -1,0 +1,114 @@
+"""A host that cannot train or save: said before the first collective, on all ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_distplus.errors import ExitCode, PreflightError
+from lightning_distplus.preflight import Facts, Finding, Status
+from lightning_distplus.preflight.together import as_message, merged, run_in_time
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+BOUND_S = 5.0
+
+
+def fit(rank: int, folder: str, notes: str) -> None:
+    begin = time.monotonic()
+    try:
+        trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=1)
+        trainer.fit(jobs.Model(), jobs.loader())
+    except PreflightError as error:
+        formed = torch.distributed.is_initialized()
+        Path(notes, f"rank{rank}").write_text(f"{time.monotonic() - begin} {formed}\n{error}")
+        raise
+
+
+def test_a_folder_that_takes_no_file_ends_the_job_before_its_first_collective(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,ro", "none", str(full)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("the right to mount a file system is missing")
+    try:
+        run = spawn(fit, 2, args=(str(full), str(tmp_path)), deadline="40s")
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+    assert run.exit_codes == dict.fromkeys(range(2), int(ExitCode.PREFLIGHT)), run.logs
+    for rank in range(2):
+        first, text = (tmp_path / f"rank{rank}").read_text().split("\n", 1)
+        seconds, was_formed = first.split()
+        assert float(seconds) < BOUND_S
+        assert was_formed == "False"
+        assert f"{full} cannot be written: Read-only file system" in text
+        assert ", rank 0: writing into " in text
+        assert '"disk": "off"' in text
+
+
+class Huge(pl.LightningModule):
+    """Ten trillion parameters, none of which is there."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(10**6, 10**6, bias=False) for _ in range(10))
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in self.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        raise AssertionError("it has begun")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        raise AssertionError("the engine has it")
+
+
+def fit_huge(folder: str) -> None:
+    trainer = jobs.trainer(jobs.strategy("ResilientModelParallel"), 2, folder, max_steps=1)
+    trainer.fit(Huge(), jobs.loader())
+
+
+def test_a_model_that_cannot_fit_is_refused_before_the_engine_has_it(tmp_path: Path) -> None:
+    run = spawn(fit_huge, 2, args=(str(tmp_path),), deadline="40s")
+    assert run.exit_codes == dict.fromkeys(range(2), int(ExitCode.PREFLIGHT)), run.logs
+    for log in run.logs.values():
+        assert "FSDP2 needs ~" in log
+        assert "GiB per rank without activations, " in log
+        assert "parameters 18626" in log  # 10^13 x 4 bytes on 2 ranks
+        assert "cpu of " in log
+
+
+def test_a_check_that_hangs_is_a_warning_and_the_others_are_made() -> None:
+    ends = threading.Event()
+
+    def hangs(facts: Facts) -> Iterator[Finding]:
+        ends.wait(30)
+        return iter(())
+
+    def speaks(facts: Facts) -> Iterator[Finding]:
+        yield Finding(status=Status.NOTE, subject="here")
+
+    findings = run_in_time({"speaks": speaks, "hangs": hangs}, Facts(variables={}), {}, timedelta(seconds=0.5))
+    ends.set()
+    assert [(found.check, found.status) for found in findings] == [("speaks", Status.NOTE), ("hangs", Status.WARNING)]
+    assert "'hangs' had not ended" in findings[1].subject
+
+
+def test_what_several_ranks_find_is_said_once_with_the_host_of_the_lowest() -> None:
+    low, other = (
+        Finding(check="disk", status=Status.ERROR, subject=text, detail="4 MB/s") for text in ("slow", "full")
+    )
+    found = merged([as_message("a", []), as_message("b", [low]), as_message("c", [low, other]), as_message("d", [low])])
+    assert [(one.subject, one.detail) for one in found] == [
+        ("slow", "host b, rank 1: 4 MB/s (and ranks 2-3)"),
+        ("full", "host c, rank 2: 4 MB/s"),
+    ]

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from lightning_distplus import env
+from lightning_distplus.cli.rehearsal import rates, reported_steps
+from lightning_distplus.cli.rehearse import main
+from lightning_distplus.errors import ExitCode
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "conf").glob("*.yaml"))
+BIG = ROOT / "conf" / "tinyllama_1.1b_deepspeed_stage2.yaml"
+TINY = ROOT / "conf" / "tiny_cpu_ddp.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "argv", ["distplus"])
+    before = env.snapshot()
+    yield
+    env.restore(before)
+
+
+def rehearse(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    code = main(["--config", str(path), "--json", "--warn", "checkpoint", *options])
+    printed = capsys.readouterr().out
+    return code, json.loads(printed[printed.index("{\n") :])
+
+
+def errors(report: dict[str, Any]) -> dict[str, str]:
+    found = [finding for finding in report["findings"] if finding["status"] == "error"]
+    return {finding["check"]: finding["subject"] + finding["detail"] for finding in found}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_can_be_rehearsed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = rehearse(capsys, path)
+    assert (code, errors(report)) == (0, {})
+    is_big = "1.1b" in path.name
+    assert report["ranks"] == (16 if is_big else 2)
+    parameters = 1_100_048_384 if is_big else 1_836_160
+    batch, steps = (1024, 1_430_512) if is_big else (8, 300)
+    assert (report["batch"]["global_batch"], report["batch"]["steps"]) == (batch, steps)
+    assert report["batch"]["accumulation"] == (8 if is_big else 1)
+    # Weights and both moments; ZeRO adds a float32 copy, and has 16-bit weights in the big recipes.
+    of_each = (14 if is_big else 16) if "deepspeed" in path.name else 12
+    assert report["checkpoint"]["bytes"] == pytest.approx(parameters * of_each, rel=1e-3)
+    peak = max(row["lr"][0] for row in report["schedule"])
+    assert 0.9 * (4e-4 if is_big else 2e-3) < peak <= (4e-4 if is_big else 2e-3)
+
+
+def test_memory_follows_the_number_of_ranks_and_is_held_against_what_a_device_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, report = rehearse(capsys, BIG, "--world", "64", "--memory", "2")
+    assert code == ExitCode.PREFLIGHT
+    assert (report["ranks"], report["nodes"], report["batch"]["accumulation"]) == (64, 8, 2)
+    assert report["memory"]["engine"] == "ZeRO-2"
+    assert report["memory"]["optimizer_bytes"] == pytest.approx(1_100_048_384 * 12 / 64, rel=1e-3)
+    assert re.search(r"^ZeRO-2 needs ~3\.\d GiB per rank without activations, 2\.0 are free", errors(report)["memory"])
+    # Parameters and gradients alone would fit: that is a warning.
+    code, report = rehearse(capsys, BIG, "--world", "64", "--memory", "2.5")
+    assert (code, errors(report)) == (0, {})
+    assert "memory" in {finding["check"] for finding in report["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "check", "words"),
+    [
+        (["--world", "48"], "batch", "global_batch_size=1024 is no multiple of micro_batch_size=8 x 48"),
+        (["--world", "20"], "layout", "20 ranks do not fill nodes of 8"),
+        (["--trainer.max_stepps", "3"], "config", "max_stepps"),
+        (["--model.init_args.config.hidden_act", "nonsense"], "model", "nonsense"),
+        (["--data.init_args.micro_batch_size", "0"], "config", "at least 1"),
+    ],
+)
+def test_what_would_fail_after_the_queue_is_an_error_with_its_reason(
+    options: list[str], check: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = rehearse(capsys, BIG, *options)
+    assert code == ExitCode.PREFLIGHT
+    assert words in errors(report)[check]
+    assert rehearse(capsys, BIG, *options, "--off", check, "--off", "batch")[0] == 0
+
+
+@pytest.mark.deadline(200)
+def test_the_first_steps_are_made_on_two_processes_and_the_checkpoint_has_the_size_that_was_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 4096)
+    here = ["--data.init_args.sources", str(tmp_path / "tokens.npy")]
+    before = set((ROOT / "runs").glob("*"))
+    code, report = rehearse(capsys, TINY, *here, "--steps", "1")
+    assert (code, errors(report)) == (0, {})
+    assert report["batch"]["steps_per_epoch"] == 20_000 // 128 // 8
+    (told,) = [finding["detail"] for finding in report["findings"] if finding["check"] == "steps"]
+    assert report["checkpoint"]["bytes"] == pytest.approx(int(told.split()[-2]), rel=0.02)
+    assert set((ROOT / "runs").glob("*")) == before
+
+
+@pytest.mark.soak  # as long as the test before it
+@pytest.mark.deadline(200)
+def test_an_error_of_the_first_step_is_shown_without_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 4096)
+    here = ["--data.init_args.sources", str(tmp_path / "tokens.npy"), "--data.init_args.vocab_size", "99"]
+    code, report = rehearse(capsys, TINY, *here, "--steps", "1", "--small", "trainer.gradient_clip_val=null")
+    assert code == ExitCode.PREFLIGHT
+    assert "99" in errors(report)["steps"]
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
+SCHEDULES = {
+    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)),
+    "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, 50),
+    "sequence": lambda one: lr_scheduler.SequentialLR(
+        one, [lr_scheduler.LinearLR(one, total_iters=5), lr_scheduler.ExponentialLR(one, 0.9)], [5]
+    ),
+    "one cycle": lambda one: lr_scheduler.OneCycleLR(one, max_lr=2.0, total_steps=60),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_table_of_rates_is_what_the_schedule_does(name: str) -> None:
+    one = optimizer()
+    schedule = SCHEDULES[name](one)
+    stepped = []
+    for _ in range(51):
+        stepped.append(one.param_groups[0]["lr"])
+        one.step()
+        schedule.step()
+    other = optimizer()
+    config = SimpleNamespace(scheduler=SCHEDULES[name](other), interval="step", frequency=1, reduce_on_plateau=False)
+    found = rates(other, config, [0, 1, 10, 50], None)
+    assert found.missing == ""
+    assert {step: values[0] for step, values in found.by_step.items()} == pytest.approx(
+        {step: stepped[step] for step in (0, 1, 10, 50)}
+    )
+
+
+def test_a_schedule_that_moves_by_epochs_needs_their_length() -> None:
+    one = optimizer()
+    config = SimpleNamespace(
+        scheduler=lr_scheduler.StepLR(one, 1), interval="epoch", frequency=1, reduce_on_plateau=False
+    )
+    assert "length is not known" in rates(one, config, [0], None).missing
+    found = rates(one, config, [0, 9, 10, 25], 10).by_step
+    assert [values[0] for values in found.values()] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+
+
+def test_a_long_schedule_is_not_stepped_through() -> None:
+    one = optimizer()
+    schedule = lr_scheduler.LambdaLR(one, lambda step: math.sqrt(step + 1))
+    config = SimpleNamespace(scheduler=schedule, interval="step", frequency=1, reduce_on_plateau=False)
+    assert rates(one, config, [10**9], None).by_step[10**9] == pytest.approx([math.sqrt(10**9 + 1)])
+
+
+def test_the_steps_in_the_table_are_few_and_end_with_the_last() -> None:
+    assert reported_steps(300) == [0, 10, 75, 100, 150, 225, 299]
+    assert reported_steps(1) == [0]
+    assert reported_steps(0) == []

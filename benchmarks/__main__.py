@@ -25,6 +25,7 @@ NAMES = (
     "checked_collectives",
     "flight_recorder_cost",
     "mark_cost",
+    "readiness_cost",
     "strategy_cost",
     "divergence_overhead",
     "checkpoint_cost",

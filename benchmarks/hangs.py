@@ -3,7 +3,8 @@
 Each arm trains the same job below its own launcher, with the same deadline and one restart; torchft, which replaces no
 process, has its own job, and trains on with the replica that is left. The rivals need an environment of their own, of
 which ``DISTPLUS_RIVALS_PYTHON`` names the interpreter, else they are left out: torch 2.13.0, and then lightning 2.6.6,
-nvidia-resiliency-ext 0.4.1 and torchft 0.2.0. Three jobs run at a time, of all arms in turn: most of them wait.
+nvidia-resiliency-ext 0.4.1 and torchft 0.2.0. So many jobs run at a time that each rank has a core: a restart is mostly
+the import of torch and Lightning, which takes a core some five seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FAULTS = ("stop", "hang", "kill")
 _JOB = Path(__file__).parent / "hang_job.py"
 _TORCHFT_JOB = _JOB.with_name("hang_torchft.py")
 _RIVALS = ("nvrx", "torchft")
-_AT_ONCE = 3
+_AT_ONCE = max(1, len(os.sched_getaffinity(0)) // 2)
 _LONGEST_S = 90.0
 _LONGEST_TORCHFT_S = 45.0
 # How the monitors of NVIDIA's launcher speak of a rank that they have found silent.

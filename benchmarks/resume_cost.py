@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks import jobs
+from benchmarks import jobs, rival_jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus import ResilientDDP, ResumableDataModule
 from lightning_distplus.testing import spawn
@@ -22,6 +22,7 @@ _NEAR, _FAR = 0, 10**9
 _POSITIONS = (_NEAR, 10**6, _FAR, 10**11)
 _TARGET_RATIO = 1.05
 _TARGET_MS = 1000.0
+_TURNS_IN_PROCESS = 100
 _BATCH = 32
 _GLOBAL_BATCH = 2 * _BATCH
 _LOG = "lightning_distplus.data.in_step"
@@ -38,6 +39,25 @@ def run(quick: bool) -> list[Figure]:
         *_compared("from Trainer(...) to the first step", [_part(turn, "trainer_s") for turn in warm], _TARGET_RATIO),
         *_compared("from process start, imports included", [_part(turn, "process_s") for turn in cold], _TARGET_RATIO),
         *(_data_module(position, [turn[position]["data_ms"] for turn in warm]) for position in _POSITIONS),
+        *_token_loader(),
+    ]
+
+
+def _token_loader() -> list[Figure]:
+    """Opening two sources, and their first batch of 8 x 2048 tokens, in one process: the fastest of many, in turns."""
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        rival_jobs.write_ours(Path(folder), [2048, 2048], 2049)
+        fastest_ms = dict.fromkeys((_NEAR, _FAR), float("inf"))
+        for _ in range(_TURNS_IN_PROCESS):
+            for position in fastest_ms:
+                begin = time.perf_counter()
+                next(iter(rival_jobs.ours(Path(folder), 2049, 0, position // rival_jobs.BATCH)))
+                fastest_ms[position] = min(fastest_ms[position], 1000 * (time.perf_counter() - begin))
+    name = "token loader, from opening its sources to a batch"
+    return [
+        Figure(name=f"{name}, at 0", value=fastest_ms[_NEAR], unit="ms"),
+        Figure(name=f"{name}, at 10^9", value=fastest_ms[_FAR], unit="ms", target=1.0),
+        Figure(name=f"{name}, ratio", value=fastest_ms[_FAR] / fastest_ms[_NEAR], unit="", target=_TARGET_RATIO),
     ]
 
 
@@ -76,7 +96,7 @@ def _save_at(position: int, folder: str) -> None:
     first = _data()
     trainer = jobs.trainer(ResilientDDP(), folder, max_steps=1)
     trainer.fit(_Model(), datamodule=first)
-    here = {"batches": steps, "offset": position, "consumed_samples": position, "total_batches": steps, "steps": steps}
+    here = {"batches": steps, "offset": position, "consumed_samples": position, "total_batches": steps}
     data = _data()
     data.load_state_dict({**first.state_dict(), "epoch": 0, **here})
     trainer = jobs.trainer(ResilientDDP(), folder, max_steps=1)

@@ -76,9 +76,10 @@ def write_ours(folder: Path, sizes: list[int], width: int) -> None:
 
 
 def ours(folder: Path, width: int, workers: int, position: int = 0) -> Any:
-    from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+    from lightning_distplus.data.loader import SampleLoader, WorkerOptions
     from lightning_distplus.data.mixture import MixedOrder, Mixture
     from lightning_distplus.data.plan import EpochPlan, Geometry
+    from lightning_distplus.data.request import Request
     from lightning_distplus.data.sources import Source, open_source
     from lightning_distplus.data.token_fetcher import TokenFetcher
     from lightning_distplus.world import DataParallel

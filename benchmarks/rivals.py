@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ _TORCHVISION = {
 
 
 def interpreter() -> Path:
-    """The interpreter with the rivals; the first call installs them."""
-    folder = Path(tempfile.gettempdir()) / f"distplus-rivals-{sys.version_info.major}.{sys.version_info.minor}"
+    """The interpreter with the rivals, one for each environment of ours; the first call installs them."""
+    folder = Path(tempfile.gettempdir()) / f"distplus-rivals-{zlib.crc32(sys.prefix.encode()):08x}"
     python = folder / "bin" / "python"
     mark = folder / "complete"
     if not mark.exists():

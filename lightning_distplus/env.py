@@ -12,6 +12,7 @@ __all__ = [
     "CROSS_SIZE",
     "CUDA_VISIBLE_DEVICES",
     "DISTPLUS_ATTEMPT",
+    "DISTPLUS_ELASTIC",
     "DISTPLUS_FAULTS",
     "DISTPLUS_HOME_FILE",
     "DS_ACCELERATOR",
@@ -147,6 +148,9 @@ LAUNCH_VARIABLES = (
 )  # fmt: skip
 """What the launch check reads."""
 DISTPLUS_ATTEMPT = Variable("DISTPLUS_ATTEMPT", "how often distplus launch has started the ranks before")
+DISTPLUS_ELASTIC = Variable(
+    "DISTPLUS_ELASTIC", "set by distplus launch where the number of hosts may change: num_nodes is torchrun's then"
+)
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
 TORCH_FR_BUFFER_SIZE = Variable(
     "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"

@@ -65,6 +65,8 @@ class DistplusError(RuntimeError):
     """Root of the tree. Every message says what happened, both sides, and the remedy."""
 
     exit_code: ExitCode = ExitCode.FAILED
+    has_verdict: bool = False
+    """Whether its verdict is written already, by whoever found it."""
 
 
 class PreflightError(DistplusError, ValueError):

@@ -50,6 +50,7 @@ class Incidents:
             self._warn(error, global_step)
             return
         self.write(error, global_step=global_step)
+        error.has_verdict = True
         raise error
 
     def write(self, error: DivergenceError, *, global_step: int, kind: str = "divergence") -> None:

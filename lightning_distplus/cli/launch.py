@@ -41,10 +41,18 @@ def main(argv: Sequence[str]) -> int:
     from lightning_distplus.launch.supervisor import Job, supervise
 
     min_nodes, max_nodes = arguments.nnodes
+    if min_nodes < max_nodes:
+        env.DISTPLUS_ELASTIC.set(1)
     return supervise(
         Job(
             command=resuming(command),
-            hosts=Hosts(min_nodes=min_nodes, max_nodes=max_nodes, nproc=arguments.nproc, rdzv=arguments.rdzv),
+            hosts=Hosts(
+                min_nodes=min_nodes,
+                max_nodes=max_nodes,
+                nproc=arguments.nproc,
+                rdzv=arguments.rdzv,
+                join_s=max(1, round(arguments.join.total_seconds())),
+            ),
             policy=RestartPolicy(
                 max_restarts=arguments.max_restarts, window=arguments.window, same_step=arguments.same_step
             ),
@@ -67,6 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     add("--nproc", type=int, default=1, help="ranks on this host")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="hosts; run this command on each of them")
     add("--rdzv", default="", metavar="HOST:PORT", help="where the hosts meet; one of them has this name")
+    add("--join", type=_duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
     add("--job-id", default="", help="the same on all hosts, another one for each job (needed with several hosts)")
     add("--max-restarts", type=int, default=3, help="restarts within the window (default: 3)")
     add("--window", type=_duration, help="time in which restarts count, such as 1d (default: the whole job)")

@@ -1,4 +1,4 @@
-"""``distplus launch slurm``: prints a batch script, every line explained; ``sbatch`` takes it from standard input."""
+"""``distplus launch slurm``: prints a batch script, every line explained, or submits it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_distplus.cli.launch import resuming
+from lightning_distplus.errors import ExitCode
 from lightning_distplus.launch.policy import RestartPolicy
 from lightning_distplus.launch.requeue import end_of_start
 from lightning_distplus.launch.slurm import SlurmJob
@@ -15,11 +16,12 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the script; ``argv`` is what follows ``slurm``."""
+    """Prints or submits the script; ``argv`` is what follows ``slurm``."""
     parser = argparse.ArgumentParser(
         prog="distplus launch slurm",
-        usage="distplus launch slurm [options] -- fit ... > job.sh && sbatch job.sh",
-        description="Print a batch script that starts one task per rank and is requeued after a committed save.",
+        usage="distplus launch slurm [--submit] [options] -- fit ...",
+        description="Print a batch script that starts one task per rank and is requeued after a committed save; "
+        "or submit it.",
     )
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="hosts (default: 1)")
@@ -34,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     add("--same-step", type=int, default=3, help="give up after so many starts that end at one step (default: 3)")
     add("--ended", type=int, metavar="CODE", help="used by the script itself, when srun has returned this code")
     add("--srun", action="append", default=[], metavar="ARGUMENT", help="further argument of srun; may be repeated")
+    add("--sbatch", action="append", default=[], metavar="ARGUMENT", help="further argument of sbatch; may be repeated")
+    add("--submit", action="store_true", help="hand the script to sbatch instead of printing it")
     split = list(argv).index("--") if "--" in argv else len(argv)
     arguments = parser.parse_args(list(argv[:split]))
     if arguments.ended is not None:
@@ -53,6 +57,15 @@ def main(argv: Sequence[str]) -> int:
         max_requeues=arguments.max_requeues,
         same_step=arguments.same_step,
         srun=arguments.srun,
+        sbatch=arguments.sbatch,
     )
-    sys.stdout.write(job.script())
+    if not arguments.submit:
+        sys.stdout.write(job.script())
+        return 0
+    try:
+        number = job.submit()
+    except OSError as error:
+        print(f"distplus launch slurm: {error}", file=sys.stderr)
+        return int(ExitCode.FAILED)
+    print(f"distplus launch slurm: submitted job {number}; its log is {arguments.name}-{number}.log")
     return 0

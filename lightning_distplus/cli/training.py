@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_distplus import env
 from lightning_distplus.cli.resume import AUTO, newest_checkpoint
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.strategies import register_strategies
@@ -25,10 +26,19 @@ def main(argv: Sequence[str]) -> int:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # the console script, unlike `python -m`, cannot import what lies beside the caller
     logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
-    arguments = list(argv)
+    is_the_process = list(argv) == sys.argv[1:]
+    arguments = [*argv, *_number_of_hosts()]
+    if is_the_process:
+        sys.argv[1:] = arguments
     # LightningCLI warns when it gets arguments beside those of the process.
-    DistplusCLI(args=None if arguments == sys.argv[1:] else arguments)
+    DistplusCLI(args=None if is_the_process else arguments)
     return int(ExitCode.DONE)
+
+
+def _number_of_hosts() -> list[str]:
+    """Under ``distplus launch --nnodes MIN:MAX`` the launcher knows it, and the configuration does not."""
+    num_nodes = env.GROUP_WORLD_SIZE.get()
+    return [f"--trainer.num_nodes={num_nodes}"] if env.DISTPLUS_ELASTIC.get() and num_nodes else []
 
 
 def _to_standard_error(record: logging.LogRecord) -> bool:

@@ -25,6 +25,7 @@ from lightning_distplus.errors import (
     PeerMissing,
     PreflightError,
     RendezvousError,
+    SaveFailed,
 )
 from lightning_distplus.world import World
 
@@ -41,6 +42,7 @@ _SHARED: dict[str, type[DistplusError]] = {error.__name__: error for error in _S
 # And about others.
 _VERDICT_TYPES = (PeerMissing, PeerLost, HangDetected)
 _VERDICTS: dict[str, type[PeerError]] = {error.__name__: error for error in _VERDICT_TYPES}
+_NAMES_RANKS = (*_VERDICT_TYPES, SaveFailed, DivergenceError)
 _FOR_EVER = timedelta(days=3650)
 _JOIN_S = 2.0
 _HEARD_BY_ALL_S = 2.0
@@ -63,9 +65,13 @@ class FirstError:
     """Of a ``DivergenceError``: ``field``, and ``values`` by rank as text."""
     at: float
     """Unix time in seconds, by the clock of that rank."""
+    place: dict[str, Any] = field(default_factory=dict)
+    """Where that rank was: ``phase``, ``operation``, ``global_step``, ``location``."""
+    has_verdict: bool = False
+    """``DistplusError.has_verdict``."""
 
     @classmethod
-    def of(cls, error: BaseException, world: World) -> FirstError:
+    def of(cls, error: BaseException, world: World, place: dict[str, Any] | None = None) -> FirstError:
         """This rank's error."""
         return cls(
             rank=world.rank,
@@ -74,9 +80,11 @@ class FirstError:
             type=type(error).__name__,
             message=str(error)[:_TEXT_BYTES],
             traceback="".join(traceback.format_exception(error))[-_TEXT_BYTES:],
-            ranks=error.ranks if isinstance(error, (*_VERDICT_TYPES, DivergenceError)) else [world.rank],
+            ranks=error.ranks if isinstance(error, _NAMES_RANKS) else [world.rank],
             differs=_differs(error) if isinstance(error, DivergenceError) else {},
             at=time.time(),
+            place=place or {},
+            has_verdict=getattr(error, "has_verdict", False),
         )
 
     def describe(self) -> str:
@@ -141,7 +149,7 @@ class Listener:
                 speaker.delete_key(bell)
         self._thread = None
 
-    def report(self, error: BaseException, *, is_host: bool) -> FirstError:
+    def report(self, error: FirstError, *, is_host: bool) -> FirstError:
         """Tells all ranks; the first report wins.
 
         Args:
@@ -152,7 +160,7 @@ class Listener:
             The error that won.
         """
         speaker = self._connect()
-        winner = speaker.compare_set(_KEY, "", json.dumps(asdict(FirstError.of(error, self._world))))
+        winner = speaker.compare_set(_KEY, "", json.dumps(asdict(error)))
         self.heard = FirstError(**json.loads(winner))
         if self.heard.rank == self._world.rank:
             for rank in self._world.ranks:

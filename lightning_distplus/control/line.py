@@ -57,6 +57,8 @@ class Line:
         self._peers: dict[int, Peer] = {}
         self.on_wait: Callable[[float], None] | None = None
         """Called between two looks of every wait, with the seconds that it has lasted."""
+        self.place_of: Callable[[BaseException], dict[str, Any]] = lambda error: {}
+        """Tells where this rank was when it failed: ``FirstError.place``; never raises."""
         # A store serves one call at a time, so that the listener has a connection of its own.
         self._listener = Listener(store, world)
 
@@ -133,8 +135,12 @@ class Line:
             The error that won, or None when the store is out of reach.
         """
         with suppress(RuntimeError):
-            return self._listener.report(error, is_host=self.world.rank == self.host_rank)
+            return self._listener.report(self.own_error(error), is_host=self.world.rank == self.host_rank)
         return self.first_error
+
+    def own_error(self, error: BaseException) -> FirstError:
+        """This rank's error, as it would tell it."""
+        return FirstError.of(error, self.world, self.place_of(error))
 
     def raise_if_peer_failed(self) -> None:
         """Raises when a peer has reported an error.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_distplus.data.audit import SampleAudit
     from lightning_distplus.data.map_datamodule import ResumableDataModule
+    from lightning_distplus.data.masks import document_mask
     from lightning_distplus.data.mixture import Mixture
     from lightning_distplus.data.order import ORDER_VERSION, permute
     from lightning_distplus.data.sources import Source
@@ -24,6 +25,7 @@ __all__ = [
     "Source",
     "TokenDataModule",
     "TokenSource",
+    "document_mask",
     "dtype_for",
     "permute",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "Source": "sources",
     "TokenDataModule": "token_datamodule",
     "TokenSource": "tokens",
+    "document_mask": "masks",
     "dtype_for": "tokens",
     "permute": "order",
 }

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.control import connected
 from lightning_distplus.data.audit_records import AuditWriter, SampleSum
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.loader import Request
+from lightning_distplus.data.request import Request
 from lightning_distplus.errors import DatasetMismatch
 
 __all__ = ["SampleAudit"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distplus.data.loader import Request
+from lightning_distplus.data.request import Request
 
 __all__ = ["AuditBatch", "AuditFile", "AuditWriter", "SampleSum", "read_audit", "sum_of_samples"]
 

@@ -3,9 +3,8 @@
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import logging
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -13,28 +12,29 @@ import lightning.pytorch as pl
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
-from lightning_distplus.data.loader import Request, SampleLoader, WorkerOptions
+from lightning_distplus.data.kind import KindOfData
+from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
-from lightning_distplus.data.order import ORDER_VERSION
-from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan
+from lightning_distplus.data.plan import EpochPlan, Geometry
 from lightning_distplus.data.position import (
-    STATE_VERSION,
     Position,
     change_of_cut,
+    position_at,
     read_state,
     require_same_batch,
     require_same_data,
-    rest_of_schedule,
+    state_of,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.trainer_view import (
     data_parallel,
+    epoch_length,
     is_overfitting,
     of_first_epoch,
     refuse_changing_windows,
-    say_if_finished,
+    refuse_past_end,
 )
-from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
 
 
-class ExactDataModule(pl.LightningDataModule):
+class ExactDataModule(KindOfData, pl.LightningDataModule):
     """The position in the data, its state, and its place in the Trainer's loops.
 
     The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
@@ -60,6 +60,7 @@ class ExactDataModule(pl.LightningDataModule):
         allow_global_batch_change: bool,
         ignore_fingerprint: bool,
         lr_scaling: LrScaling | None = None,
+        start_sample: int | None = None,
     ) -> None:
         super().__init__()
         if micro_batch < 1:
@@ -71,70 +72,18 @@ class ExactDataModule(pl.LightningDataModule):
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
         self._lr_scaling = lr_scaling
+        self._start_sample = start_sample
         self._scaled_by = 1.0
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
+        self._ignored: list[list[Any]] = []
         self._schedule: BatchSchedule | None = None
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
         self.timer: Timer | None = None
-
-    # What a kind of data defines.
-
-    @abstractmethod
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for the same order; compared when a state is loaded."""
-
-    @abstractmethod
-    def _num_global_batches(self, geometry: Geometry) -> int:
-        """Optimizer steps of an epoch."""
-
-    @abstractmethod
-    def _order(self, position: Position) -> tuple[Order, int]:
-        """The order of the epoch at ``position``, and the place of the next sample in that order."""
-
-    @abstractmethod
-    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        """The requests of a plan."""
-
-    @abstractmethod
-    def _fetcher(self, stage: str) -> Any:
-        """Fetches a request of the stage, "train", "val", or "val/..." where there are several."""
-
-    @abstractmethod
-    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
-        """The validation batches, or None where there is no validation data."""
-
-    @abstractmethod
-    def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
-        """One validation request."""
-
-    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
-        """Micro-batches of an optimizer step."""
-        return int(trainer.accumulate_grad_batches)
-
-    def _end_of_data(self) -> Callable[[int], bool] | None:
-        """For ``Cursor``: whether iterable data ended before a micro-batch."""
-        return None
-
-    def uneven_end(self) -> str:
-        """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
-        return ""
-
-    def _begin_anew(self) -> None:
-        """Forgets what an earlier Trainer's position depended on."""
-
-    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes over what in a saved state the identity depends on; returns the state as it is compared."""
-        return state
-
-    def _require_reachable(self, position: Position, global_batch: int) -> None:
-        """Raises when the position lies past the data; data without an end need not override this."""
-
-    # Public.
 
     @property
     def consumed_samples(self) -> int:
@@ -226,36 +175,27 @@ class ExactDataModule(pl.LightningDataModule):
         if plan is None:
             return []
         if stage not in self._loaders:
-            requests = _ValidationRequests(plan, self._validation_request)
-            self._loaders[stage] = self._loader(stage, lambda: requests, lambda: len(plan))
+            request = self._validation_request
+            self._loaders[stage] = self._loader(stage, lambda: (request(plan, one) for one in plan), lambda: len(plan))
         return self._loaders[stage]
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it refers to: less than 1 KB of plain values, equal on all ranks."""
         if self._loaded is not None or self._cursor is None:
             return dict(self._loaded or {})
-        geometry, position = self._cursor.geometry, self.position()
-        state = {
-            "version": STATE_VERSION,
-            "order_version": ORDER_VERSION,
-            **self._known_identity,
-            "global_batch": geometry.at(position.consumed_samples).global_batch,
-            "micro_step": geometry.micro_step,
-            "ranks": geometry.ranks.size,
+        records = {
             "global_batch_changes": self._changes,
-            **asdict(position),
+            "ignored": self._ignored,
+            "lr_factor": None if self._scaled_by == 1.0 else self._scaled_by,
         }
-        if self._scaled_by != 1.0:
-            state["lr_factor"] = self._scaled_by
-        if rest := rest_of_schedule(geometry, position.consumed_samples):
-            state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
-        return state
+        return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a saved position over.
 
         Raises:
-            DatasetMismatch: It belongs to other data, another order or another global batch.
+            DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
+                the run.
         """
         if self.trainer is not None and not is_fitting(self.trainer):
             return  # validate and test read weights only
@@ -263,8 +203,22 @@ class ExactDataModule(pl.LightningDataModule):
         read_state(state_dict)
         self._loaded = dict(state_dict)
         if self.trainer is not None:
-            say_if_finished(self.trainer, self._translate(self._loaded, self._joined().geometry))
+            refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
+
+    def begin_without_state(self, num_steps: int) -> bool:
+        """Goes on at ``start_sample`` after the steps of a checkpoint without a position; False where that is not set.
+
+        Raises:
+            ValueError: No optimizer step begins there.
+        """
+        if self._start_sample is None:
+            return False
+        geometry, sample = self._joined().geometry, self._start_sample
+        num_batches = epoch_length(self.trainer, self._num_batches(geometry))
+        position = position_at(sample, geometry, num_batches=num_batches, num_steps=num_steps)
+        self.load_state_dict(state_of(position, geometry, self._known_identity, {}))
+        return True
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what each rank has for itself; called on all ranks of a save."""
@@ -300,7 +254,7 @@ class ExactDataModule(pl.LightningDataModule):
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
-            self._changes = []
+            self._changes, self._ignored = [], []
             self._begin_anew()
             self._known_identity = self._identity()
             return Cursor(trainer, geometry, is_end=self._end_of_data())
@@ -357,9 +311,8 @@ class ExactDataModule(pl.LightningDataModule):
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
         state = self._adopt(state)
-        ours = self._known_identity
-        saved = {name: state.get(name) for name in ours}
-        require_same_data(saved, ours, ignore_fingerprint=self._ignore_fingerprint)
+        names, ignore = self.source_names(), self._ignore_fingerprint
+        self._ignored = require_same_data(state, self._known_identity, names, ignore_fingerprint=ignore)
         require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)
@@ -394,14 +347,3 @@ class ExactDataModule(pl.LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders = {}
-
-
-@dataclass(frozen=True)
-class _ValidationRequests:
-    """The requests of a validation run; a new iterator for each run."""
-
-    plan: SequentialPlan
-    request: Callable[[SequentialPlan, Any], Request]
-
-    def __iter__(self) -> Iterator[Request]:
-        return (self.request(self.plan, positions) for positions in self.plan)

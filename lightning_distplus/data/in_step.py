@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.data.agreement import require_agreement
+from lightning_distplus.data.trainer_view import planned_samples
 from lightning_distplus.errors import DatasetMismatch
 
 if TYPE_CHECKING:
@@ -35,14 +36,20 @@ class InStep(Callback):
         Raises:
             DatasetMismatch: It holds none of this data module.
         """
+        if not self._is_fitted_by(trainer):
+            return
         name = type(self.data).__qualname__
-        if self._is_fitted_by(trainer) and name not in checkpoint:
+        if name in checkpoint:
+            self.data.read_checkpoint(checkpoint)
+        elif self.data.begin_without_state(checkpoint["global_step"]):
+            if trainer.is_global_zero:
+                _log.warning("the checkpoint holds no position in the data; going on where start_sample says")
+        else:
             raise DatasetMismatch(
                 f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
-                "data anew. Resume with the data module that wrote it, or load its weights into a new run."
+                "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
+                "order of this one (0: at its beginning); or load the weights into a new run."
             )
-        if self._is_fitted_by(trainer):
-            self.data.read_checkpoint(checkpoint)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -56,6 +63,7 @@ class InStep(Callback):
 
         Raises:
             DatasetMismatch: The ranks do not have the same data, or do not stand at the same place in it.
+            ValueError: The run would read a source more often than it may.
         """
         if self._is_fitted_by(trainer):
             self.data.place()
@@ -63,6 +71,8 @@ class InStep(Callback):
             cut = str(self.data.geometry.at(here.consumed_samples))
             place = {**self.data.identity, "global_batch": cut, **asdict(here)}
             require_agreement(trainer.strategy, place)
+            if (num_samples := planned_samples(trainer, self.data.geometry, here)) is not None:
+                self.data.require_few_repeats(num_samples)
             if trainer.is_global_zero:
                 _log.info("global batch %s%s", self.data.geometry.at(here.consumed_samples), self.data.uneven_end())
 

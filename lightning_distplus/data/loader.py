@@ -5,37 +5,23 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_distplus.data.grouped import GroupFetcher, groups_of
 from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.data.request import Request
 
-__all__ = ["AUGMENT", "Request", "SampleFetcher", "SampleLoader", "WorkerOptions", "generators_kept", "seed_generators"]
+__all__ = ["AUGMENT", "SampleFetcher", "SampleLoader", "WorkerOptions", "generators_kept", "seed_generators"]
 
 AUGMENT = -2  # separates the keys of augmentation from those of the order
 _PRIVATE = -3  # and those of the DataLoader's own generator
-
-
-class Request(NamedTuple):
-    """One micro-batch to fetch.
-
-    Attributes:
-        ids: What the data set is asked for, one row per sample.
-        positions: The samples' places in the epoch's global order.
-        epoch: The epoch of that order.
-        weights: float32 of shape (num_samples,), 0 for a repeat; None where the batch carries no weights.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    epoch: int
-    weights: NDArray[np.float32] | None = None
 
 
 class SampleFetcher:
@@ -97,17 +83,17 @@ class WorkerOptions:
 
 
 @dataclass
-class _Requests:
-    """The batch sampler of the inner DataLoader: iterates over the plan of the present epoch."""
+class _Asked:
+    """The batch sampler of the inner DataLoader: what is left to ask the workers for."""
 
-    plan: Iterable[Request] = field(default_factory=tuple)
-    drawn: deque[Request] = field(default_factory=deque)
+    ahead: Iterable[Any] = field(default_factory=tuple)
+    drawn: deque[Any] = field(default_factory=deque)
     """What the DataLoader has asked for and not yet delivered; it delivers in order."""
 
-    def __iter__(self) -> Iterator[Request]:
-        for request in self.plan:
-            self.drawn.append(request)
-            yield request
+    def __iter__(self) -> Iterator[Any]:
+        for one in self.ahead:
+            self.drawn.append(one)
+            yield one
 
 
 class SampleLoader:
@@ -119,7 +105,8 @@ class SampleLoader:
 
     Args:
         fetcher: An object with ``__getitems__(request)`` that returns the batch; where it also has
-            ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch.
+            ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch. One that
+            returns arrays and has ``bytes_per_sample`` too is asked by worker processes for groups of micro-batches.
         plan: Called at the start of each pass: the requests that remain in this epoch.
         num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
         options: Workers and pinning.
@@ -145,9 +132,10 @@ class SampleLoader:
         self._isolate = options.num_workers == 0 and getattr(fetcher, "seed", None) is not None
         # Without workers a DataLoader would only cost: 30 microseconds per batch.
         self._is_direct = options.num_workers == 0 and (self._finish is not None or not options.pin_memory)
-        self._requests = _Requests()
+        self._is_grouped = hasattr(fetcher, "bytes_per_sample")
+        self._asked = _Asked()
         self._generator = torch.Generator()
-        self._inner: DataLoader[Any] | None = None
+        self._inner: DataLoader[Any] | None = None  # where workers persist
         self.delivered: Request | None = None
         """What the latest batch was asked for as."""
 
@@ -155,43 +143,58 @@ class SampleLoader:
         return self._num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        self._requests.plan = self._plan()
-        self._requests.drawn.clear()
-        self._generator.manual_seed(self._seed)
-        fetch = self._fetcher.__getitems__
-        iterator = map(fetch, self._requests) if self._is_direct else iter(self._loader())
+        fetched = self._fetched()
         while True:
-            try:
-                if self._isolate:
-                    with generators_kept():
-                        batch = next(iterator)
-                else:
-                    batch = next(iterator)
-            except StopIteration:
+            with generators_kept() if self._isolate else nullcontext():
+                one = next(fetched, None)
+            if one is None:
                 return
+            self.delivered, batch = one
             if self._finish is not None:
                 batch = self._finish(batch, pin_memory=self._options.pin_memory)
-            self.delivered = self._requests.drawn.popleft()
             yield batch
 
     def close(self) -> None:
         """Ends the workers that persist."""
         self._inner = None
 
-    def _loader(self) -> DataLoader[Any]:
-        if self._inner is None:
-            options = self._options
-            self._inner = DataLoader(
-                self._fetcher,
-                batch_sampler=self._requests,  # type: ignore[arg-type]  # any iterable of what the fetcher takes
-                collate_fn=_as_it_is,
-                generator=self._generator,
-                num_workers=options.num_workers,
-                pin_memory=options.pin_memory,
-                persistent_workers=options.persistent_workers,
-                prefetch_factor=options.prefetch_factor,
-            )
-        return self._inner
+    def _fetched(self) -> Iterator[tuple[Request, Any]]:
+        """Each request of the plan with what was fetched for it."""
+        plan = iter(self._plan())
+        if self._is_direct:
+            yield from ((request, self._fetcher.__getitems__(request)) for request in plan)
+            return
+        if (first := next(plan, None)) is None:
+            return
+        requests, asked = chain([first], plan), self._asked
+        self._generator.manual_seed(self._seed)
+        inner = self._dataloader(len(first.ids)) if self._inner is None else self._inner
+        if self._options.persistent_workers:
+            self._inner = inner
+        groups = inner.dataset if isinstance(inner.dataset, GroupFetcher) else None
+        asked.drawn.clear()
+        asked.ahead = requests if groups is None else groups_of(requests, groups)
+        for taken in inner:
+            one = asked.drawn.popleft()
+            yield from [(one, taken)] if groups is None else groups.split(one, taken)
+
+    def _dataloader(self, num_samples: int) -> DataLoader[Any]:
+        """A DataLoader of its own for each pass, so that workers of a pass that was left write nowhere else."""
+        options: WorkerOptions = self._options
+        fetcher: Any = self._fetcher
+        if self._is_grouped:
+            num_groups = options.num_workers * (options.prefetch_factor or 2)
+            fetcher = GroupFetcher(fetcher, num_groups=num_groups, num_samples=num_samples)
+        return DataLoader(
+            fetcher,
+            batch_sampler=self._asked,  # any iterable of what the fetcher takes
+            collate_fn=_as_it_is,
+            generator=self._generator,
+            num_workers=options.num_workers,
+            pin_memory=options.pin_memory and not self._is_grouped,
+            persistent_workers=options.persistent_workers,
+            prefetch_factor=options.prefetch_factor,
+        )
 
 
 def _as_it_is(batch: Any) -> Any:

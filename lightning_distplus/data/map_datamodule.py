@@ -2,28 +2,27 @@
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch.utils.data import DataLoader
 
-from lightning_distplus.data.combined import Combine, Combined, CombinedOrder, collate_parts
+from lightning_distplus.data.combined import Combine, Combined, collate_parts
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.epochs import Epochs, weights_of
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
-from lightning_distplus.data.loader import Request, SampleFetcher, WorkerOptions
+from lightning_distplus.data.loader import SampleFetcher, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
-from lightning_distplus.data.order import EpochOrder
-from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven, num_global_batches
+from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.rank_states import gather_bytes
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.samplers import Sampling, SamplingOptions
-from lightning_distplus.data.stateful import Stateful, is_iterable
+from lightning_distplus.data.stateful import Stateful, is_iterable, require_data
 from lightning_distplus.data.stream_loader import StreamPasses
 from lightning_distplus.data.stream_worker import StreamReader
 from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
-from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ResumableDataModule"]
@@ -73,6 +72,8 @@ class ResumableDataModule(ExactDataModule):
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
+        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
+            with 0 the data begins. A checkpoint with a position goes on there.
         weights: Draw the samples of an epoch in proportion to these, one finite number >= 0 per sample of the data set,
             shape (len(train_dataset),), as ``WeightedRandomSampler`` does.
         replacement: With ``weights``: whether a sample may be drawn twice in an epoch.
@@ -108,6 +109,7 @@ class ResumableDataModule(ExactDataModule):
         base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
+        start_sample: int | None = None,
         weights: Any = None,
         replacement: bool = True,
         num_samples: int | None = None,
@@ -127,6 +129,7 @@ class ResumableDataModule(ExactDataModule):
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
             lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
+            start_sample=start_sample,
         )
         if uneven not in ("drop", "pad", "error"):
             raise ValueError(f'uneven is {uneven!r}; it is one of "drop", "pad", "error".')
@@ -191,7 +194,7 @@ class ResumableDataModule(ExactDataModule):
     def _dataset(self, stage: str) -> Any:
         if stage not in self._datasets:
             dataset = self.train_dataset() if stage == "train" else self.val_dataset()
-            _require_data(dataset, stage)
+            require_data(dataset, stage)
             if stage == "train" and type(dataset) is dict:
                 dataset = Combined(dataset, self._combine)
             self._datasets[stage] = dataset
@@ -200,6 +203,16 @@ class ResumableDataModule(ExactDataModule):
                 size = None if self._iterable is not None or isinstance(dataset, Combined) else len(dataset)
                 self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
         return self._datasets[stage]
+
+    def _epochs(self) -> Epochs:
+        """Of map-style training data."""
+        return Epochs(
+            dataset=self._dataset("train"),
+            sampling=self._sampling,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            uneven=self._uneven,
+        )
 
     def _training_loader(self) -> Any:
         if self._iterable is None:
@@ -223,11 +236,6 @@ class ResumableDataModule(ExactDataModule):
         if isinstance(dataset, DataLoader):
             return dataset
         return StreamPasses(partial(self._validation_reader, dataset), options=self._worker_options())
-
-    def _epoch_samples(self) -> int:
-        """Samples of an epoch before it is cut into global batches."""
-        size = len(self._dataset("train"))
-        return size if self._sampling is None else self._sampling.num_samples
 
     def _read_iterable(self, dataset: Any) -> IterableTraining:
         before, cursor = self._iterable, self._cursor
@@ -291,49 +299,33 @@ class ResumableDataModule(ExactDataModule):
     def _identity(self) -> dict[str, Any]:
         dataset = self._dataset("train")
         fingerprint = getattr(dataset, "fingerprint", None)
+        order = {"num_samples": None, "shuffle": None, "sampling": None, "parts": None}
         return {
             "fingerprint": str(fingerprint())[:64] if callable(fingerprint) else None,
-            "num_samples": None if self._iterable is not None else len(dataset),
             "seed": self._seed,
-            "shuffle": None if self._iterable is not None else self._shuffle,
-            "sampling": None if self._sampling is None else self._sampling.fingerprint(),
-            "parts": [*dataset.sizes.values()] if isinstance(dataset, Combined) else None,
+            **(order if self._iterable is not None else self._epochs().identity()),
         }
 
     def _num_global_batches(self, geometry: Geometry) -> int:
-        return num_global_batches(self._epoch_samples(), geometry, self._uneven)
+        return self._epochs().num_global_batches(geometry)
 
     def uneven_end(self) -> str:
         """How many samples of each epoch are left out, or how many repeats fill its last global batch."""
         if self._iterable is not None or is_overfitting(self.trainer):
             return ""
-        size, global_batch = self._epoch_samples(), self.geometry.global_batch
-        rest = size % global_batch
-        if not rest:
-            return ""
-        if self._uneven == "pad":
-            return f"; {global_batch - rest} repeats of weight 0 fill each epoch of {size} samples"
-        return f"; {rest} of {size} samples are left out of each epoch"
+        return self._epochs().uneven_end(self.geometry.global_batch)
 
     def _num_batches(self, geometry: Geometry) -> int | float:
         self._dataset("train")
         return math.inf if self._iterable is not None else super()._num_batches(geometry)
 
     def _order(self, position: Position) -> tuple[Order, int]:
-        dataset = self._dataset("train")
-        if self._sampling is not None:
-            global_batch = self.geometry.global_batch
-            sampled = self._sampling.order(seed=self._seed, epoch=position.epoch, global_batch=global_batch)
-            return sampled, position.offset
-        keyed: dict[str, Any] = {"seed": self._seed, "epoch": position.epoch, "shuffle": self._shuffle}
-        if isinstance(dataset, Combined):
-            return CombinedOrder([*dataset.sizes.values()], length=len(dataset), **keyed), position.offset
-        return EpochOrder(num_samples=len(dataset), **keyed), position.offset
+        return self._epochs().order(position.epoch, self.geometry.global_batch), position.offset
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        size = self._epoch_samples()
+        size = self._epochs().num_samples
         for positions, ids in plan:
-            yield Request(ids, positions, epoch, self._weights(positions, size))
+            yield Request(ids, positions, epoch, weights_of(positions, size, self._uneven))
 
     def _fetcher(self, stage: str) -> SampleFetcher:
         seed = self._seed if self._seed_samples else None
@@ -346,39 +338,13 @@ class ResumableDataModule(ExactDataModule):
         dataset = self._dataset(stage)
         if dataset is None:
             return None
-        return SequentialPlan(
-            num_samples=len(dataset), micro_batch=self._val_batch_size, ranks=ranks, uneven=self._uneven
-        )
+        size, batch = len(dataset), self._val_batch_size
+        return SequentialPlan(num_samples=size, micro_batch=batch, ranks=ranks, uneven=self._uneven)
 
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         size = plan.num_samples
-        return Request(positions % size, positions, 0, self._weights(positions, size))
-
-    def _weights(self, positions: Any, num_samples: int) -> Any:
-        return (positions < num_samples).astype(np.float32) if self._uneven == "pad" else None
+        return Request(positions % size, positions, 0, weights_of(positions, size, self._uneven))
 
     def _require_reachable(self, position: Position, global_batch: int) -> None:
-        if self._iterable is not None:
-            return
-        if self._sampling is not None and position.offset:
-            self._sampling.require_same_batch(global_batch, self.geometry.global_batch)
-        size = self._epoch_samples()
-        if position.offset >= size + global_batch:
-            raise DatasetMismatch(
-                f"The checkpoint stands at sample {position.offset} of epoch {position.epoch}, and an epoch of this "
-                f"run has {size} samples. Resume with the data of the checkpoint, or start a new run from its weights."
-            )
-
-
-def _require_data(dataset: Any, stage: str) -> None:
-    if isinstance(dataset, Mapping) and type(dataset) is not dict:
-        raise ValueError(
-            f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
-            "plain dict of several."
-        )
-    if dataset is None and stage == "train":
-        raise ValueError(
-            "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."
-        )
-    if dataset is not None and not is_iterable(dataset) and not hasattr(dataset, "__len__"):
-        raise ValueError(f"The {stage} data {type(dataset).__name__} has no __len__. Define it.")
+        if self._iterable is None:
+            self._epochs().require_reachable(position, global_batch, self.geometry.global_batch)

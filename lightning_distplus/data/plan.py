@@ -72,6 +72,12 @@ class Geometry:
         num_steps, num_samples = self.schedule.whole_steps(sample, num_batches * self.micro_step)
         return num_samples // self.micro_step, num_steps
 
+    def samples_of(self, sample: int, num_steps: int) -> int:
+        """Samples of ``num_steps`` steps, the first of which begins at ``sample``."""
+        if self.schedule is None:
+            return num_steps * self.global_batch
+        return self.schedule.samples_of(sample, num_steps)
+
     def __str__(self) -> str:
         return (
             f"{self.global_batch} (batch size {self.micro_batch} x {self.ranks.size} data-parallel ranks x "
@@ -133,13 +139,15 @@ class EpochPlan:
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(positions, ids) of each micro-batch; ids are computed for many of them at a time."""
         size = self.geometry.micro_batch
-        ahead = max(1, min(_OWN_AHEAD // size, _GLOBAL_AHEAD // self.geometry.micro_step))
-        for batch in range(self.first_batch, self.num_batches, ahead):
+        most = max(1, min(_OWN_AHEAD // size, _GLOBAL_AHEAD // self.geometry.micro_step))
+        batch, ahead = self.first_batch, 1  # the first batch of a run that resumes does not wait for many others
+        while batch < self.num_batches:
             count = min(ahead, self.num_batches - batch)
             positions = self.positions(batch, count)
             ids = self.order(positions.ravel())
             for row in range(count):
                 yield positions[row], ids[row * size : (row + 1) * size]
+            batch, ahead = batch + count, min(8 * ahead, most)
 
 
 @dataclass(frozen=True, kw_only=True)

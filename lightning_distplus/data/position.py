@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_distplus.data.order import ORDER_VERSION
@@ -17,16 +17,19 @@ __all__ = [
     "Position",
     "change_of_cut",
     "differences",
+    "position_at",
     "read_state",
     "require_same_batch",
     "require_same_data",
-    "rest_of_schedule",
+    "state_of",
 ]
 
 STATE_VERSION = 2
 _READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
 
 _log = logging.getLogger(__name__)
+# What the state records of ignored differences, so that it stays below 1 KB.
+_MAX_IGNORED, _MAX_DIFFERENCES, _MAX_CHARACTERS = 2, 3, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,64 @@ class Position:
     is_epoch_done: bool = False
 
 
+def state_of(
+    position: Position, geometry: Geometry, identity: Mapping[str, Any], records: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is saved: less than 1 KB of plain values, equal on all ranks.
+
+    Args:
+        position: Where the run stands.
+        geometry: Batch sizes of the run.
+        identity: What must be equal for the same order.
+        records: What has changed before, and what the learning rates were multiplied by; what is empty is left out.
+    """
+    state = {
+        "version": STATE_VERSION,
+        "order_version": ORDER_VERSION,
+        **identity,
+        "global_batch": geometry.at(position.consumed_samples).global_batch,
+        "micro_step": geometry.micro_step,
+        "ranks": geometry.ranks.size,
+        "global_batch_changes": [],
+        **{name: record for name, record in records.items() if record},
+        **asdict(position),
+    }
+    if rest := rest_of_schedule(geometry, position.consumed_samples):
+        state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
+    return state
+
+
+def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, num_steps: int) -> Position:
+    """The position at a sample of the global order, for a checkpoint that holds none.
+
+    Args:
+        sample: Samples that are done, over all ranks and epochs.
+        geometry: Batch sizes of the run.
+        num_batches: Micro-batches of an epoch.
+        num_steps: Optimizer steps that are done.
+
+    Raises:
+        ValueError: No optimizer step begins there, or iterable data would have to be read up to there.
+    """
+    done, _ = geometry.whole_windows(0, sample // geometry.micro_step)
+    if done * geometry.micro_step != sample or sample < 0:
+        raise ValueError(
+            f"start_sample={sample} is not where an optimizer step begins: the global batch is "
+            f"{geometry.schedule or geometry}. The step before begins at sample {max(0, done * geometry.micro_step)}."
+        )
+    if sample and num_batches == float("inf"):
+        raise ValueError(f"start_sample={sample}: iterable training data begins at its beginning only, start_sample=0.")
+    epoch, batches = (0, done) if not sample or geometry.schedule is not None else divmod(done, int(num_batches))
+    return Position(
+        epoch=epoch,
+        batches=batches,
+        offset=batches * geometry.micro_step,
+        consumed_samples=sample,
+        total_batches=done,
+        steps=num_steps,
+    )
+
+
 def read_state(state: Mapping[str, Any]) -> Position:
     """The position in a saved state.
 
@@ -73,19 +134,26 @@ def read_state(state: Mapping[str, Any]) -> Position:
     return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
 
 
-def require_same_data(saved: Mapping[str, Any], ours: Mapping[str, Any], *, ignore_fingerprint: bool) -> None:
-    """Compares what defines the data and its order.
+def require_same_data(
+    state: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], *, ignore_fingerprint: bool
+) -> list[list[Any]]:
+    """Compares what defines the data and its order; ``names`` are those of our sources.
+
+    Returns:
+        What was ignored here and in the resumes before, for the next state: from which sample on, and what differs.
 
     Raises:
         DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
     """
-    found = differences(saved, ours)
+    found = differences({name: state.get(name) for name in ours}, ours, names)
+    before = [list(record) for record in state.get("ignored", [])]
     if not found:
-        return
+        return before
     text = "\n".join(f"  {line}" for line in found)
     if ignore_fingerprint:
         _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
-        return
+        what = [line.split(": ", 1)[0][:_MAX_CHARACTERS] for line in found]
+        return [*before, [state["consumed_samples"], *what[:_MAX_DIFFERENCES]]][-_MAX_IGNORED:]
     raise DatasetMismatch(
         f"The checkpoint was written with other data or another order:\n{text}\n"
         "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module to "
@@ -133,7 +201,7 @@ def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
     return f"; global batch {geometry}, before {before}"
 
 
-def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str] = ()) -> list[str]:
     """One line for each thing that differs, with both sides."""
     lines = []
     for name in sorted((saved.keys() | ours.keys()) - {"sources"}):
@@ -143,8 +211,11 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     if len(old) != len(new):
         lines.append(f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run")
         return lines
-    for place, pair in enumerate(zip(old, new, strict=True)):
+    labels = [f"source {place} ({name})" for place, name in enumerate(names)] or [
+        f"source {n}" for n in range(len(new))
+    ]
+    for label, *pair in zip(labels, old, new, strict=True):
         for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
             if before != now:
-                lines.append(f"source {place}: {what}: {before!r} in the checkpoint, {now!r} in this run")
+                lines.append(f"{label}: {what}: {before!r} in the checkpoint, {now!r} in this run")
     return lines

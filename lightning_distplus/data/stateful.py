@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_distplus.world import DataParallel
 
-__all__ = ["Stateful", "is_iterable", "stateful"]
+__all__ = ["Stateful", "is_iterable", "require_data", "stateful"]
 
 _HOW = (
     "state_dict() -> dict, what it has yielded so far, and load_state_dict(state), after which the next iter() goes on "
@@ -28,6 +28,25 @@ def is_iterable(data: Any) -> bool:
     if isinstance(data, IterableDataset | DataLoader) or _is_node(data):
         return True
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def require_data(dataset: Any, stage: str) -> None:
+    """Checks what a user gives to train or to validate on.
+
+    Raises:
+        ValueError: It is no data set, or there is none to train on.
+    """
+    if isinstance(dataset, Mapping) and type(dataset) is not dict:
+        raise ValueError(
+            f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
+            "plain dict of several."
+        )
+    if dataset is None and stage == "train":
+        raise ValueError(
+            "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."
+        )
+    if dataset is not None and not is_iterable(dataset) and not hasattr(dataset, "__len__"):
+        raise ValueError(f"The {stage} data {type(dataset).__name__} has no __len__. Define it.")
 
 
 class Stateful:

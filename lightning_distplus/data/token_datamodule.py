@@ -9,15 +9,18 @@ import numpy as np
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.loader import Request, WorkerOptions
+from lightning_distplus.data.loader import WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.mixture import Mixture
 from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
+from lightning_distplus.data.repetition import refuse_repetition
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import Source, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.data.trainer_view import is_overfitting
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
@@ -54,7 +57,7 @@ class TokenDataModule(ExactDataModule):
         val_sources: Validation data, read in order, each source once; weights do not count.
         seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
-        num_workers: 0 is fastest for memory-mapped tokens.
+        num_workers: Processes that read ahead, 2 MB of stored tokens at a time. 0 is enough for files on a local disk.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
         position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
             document, counted from the beginning of the sample where the document began before it.
@@ -62,15 +65,19 @@ class TokenDataModule(ExactDataModule):
             attend to each other where theirs are equal.
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
-        prefetch_factor: As in ``DataLoader``.
+        prefetch_factor: Such groups that each worker reads ahead; None means 2.
         scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
             ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
         base_global_batch_size: The global batch for which those learning rates were chosen.
+        max_epochs_per_source: Refuse a run that reads a source more often, as its length and the weights have it. None
+            warns from 4 times on.
         allow_global_batch_change: Resume with another global batch, or another schedule.
         allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
             state, so that later resumes need not allow it again.
         ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
+        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
+            with 0 the data begins. A checkpoint with a position goes on there.
     """
 
     def __init__(
@@ -93,9 +100,11 @@ class TokenDataModule(ExactDataModule):
         prefetch_factor: int | None = None,
         scale_lr: LrRule | None = None,
         base_global_batch_size: int | None = None,
+        max_epochs_per_source: float | None = None,
         allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
+        start_sample: int | None = None,
     ) -> None:
         super().__init__(
             micro_batch=micro_batch_size,
@@ -107,6 +116,7 @@ class TokenDataModule(ExactDataModule):
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
             lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
+            start_sample=start_sample,
         )
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
         if not self._sources["train"]:
@@ -117,6 +127,7 @@ class TokenDataModule(ExactDataModule):
         last = self._schedule.stages[-1][1] if self._schedule is not None else None
         self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
         self._shuffle = shuffle
+        self._max_epochs_per_source = max_epochs_per_source
         self._allow_mixture_change = allow_mixture_change
         self._phase: Phase | None = None  # None is the first one
         self._past_mixtures: list[list[Any]] = []
@@ -169,8 +180,7 @@ class TokenDataModule(ExactDataModule):
             self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
             state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
             if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
-                names = [source.label for source in self._sources["train"]]
-                _log.warning("%s", change_of_mixture(self._phase, was, now, names))
+                _log.warning("%s", change_of_mixture(self._phase, was, now, self.source_names()))
         elif len(now) != len(was):
             self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
         self._known_identity = self._identity()
@@ -222,6 +232,21 @@ class TokenDataModule(ExactDataModule):
             here = self._cursor.position()
         num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
         return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
+
+    def source_names(self) -> list[str]:
+        """What messages call the training sources."""
+        return [source.label for source in self._sources["train"]]
+
+    def require_few_repeats(self, num_samples: int) -> None:
+        """Compares what each source gives to the run with its size.
+
+        Raises:
+            ValueError: One would be read more often than ``max_epochs_per_source``.
+        """
+        trainer, names = self._joined().trainer, self.source_names()
+        if not is_overfitting(trainer):
+            bound, is_said = self._max_epochs_per_source, trainer.is_global_zero
+            refuse_repetition(self._known_identity, names, num_samples, bound=bound, is_said=is_said)
 
     def _order(self, position: Position) -> tuple[Order, int]:
         return order_of(self._known_identity), position.consumed_samples

@@ -8,10 +8,20 @@ from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import Position
+from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
-__all__ = ["data_parallel", "is_overfitting", "of_first_epoch", "refuse_changing_windows", "say_if_finished"]
+__all__ = [
+    "data_parallel",
+    "epoch_length",
+    "is_overfitting",
+    "of_first_epoch",
+    "planned_samples",
+    "refuse_changing_windows",
+    "refuse_past_end",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +53,7 @@ def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | 
             "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
             "Use Trainer(accumulate_grad_batches=...)."
         )
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        length = min(num_batches, limit)
-    else:
-        length = num_batches if isinstance(num_batches, float) else int(num_batches * limit)
+    length, limit = epoch_length(trainer, num_batches), trainer.limit_train_batches
     if trainer.strategy.handles_gradient_accumulation and accumulation > 1 and length % accumulation:
         raise ValueError(
             f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
@@ -56,13 +62,45 @@ def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | 
         )
 
 
-def say_if_finished(trainer: Any, position: Position) -> None:
-    """Warns where a loaded position leaves nothing to do: Lightning then returns at once, without a word."""
+def epoch_length(trainer: Any, num_batches: int | float) -> int | float:
+    """Micro-batches of an epoch under ``limit_train_batches``; infinite where only the data knows."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return num_batches if isinstance(num_batches, float) else int(num_batches * limit)
+
+
+def refuse_past_end(trainer: Any, position: Position) -> None:
+    """Refuses a loaded position past the end of the run; warns where it is the end, and nothing is left to do.
+
+    Lightning returns at once in both cases, without a word. A job that is started again when it is done ends well.
+
+    Raises:
+        DatasetMismatch: The run is shorter than what the checkpoint has done.
+    """
     limits = {"max_steps": (trainer.max_steps, position.steps), "max_epochs": (trainer.max_epochs, position.epoch)}
+    where = f"step {position.steps}, epoch {position.epoch}, sample {position.consumed_samples}"
     for name, (limit, done) in limits.items():
-        if limit is not None and 0 <= limit <= done and trainer.is_global_zero:
-            _log.warning(
-                "training is already finished: the checkpoint stands after step %d, epoch %d, sample %d, and %s is %d; "
-                "raise it to go on",
-                position.steps, position.epoch, position.consumed_samples, name, limit,
-            )  # fmt: skip
+        if limit is None or limit < 0 or limit > done:
+            continue
+        if limit < done:
+            raise DatasetMismatch(
+                f"training already finished: the checkpoint stands after {where}, and this run ends before, with "
+                f"{name}={limit}. Raise {name} above {done} to go on, or load the weights into a new run."
+            )
+        if trainer.is_global_zero:
+            text = "training is already finished: the checkpoint stands after %s, and %s is %d; raise it to go on"
+            _log.warning(text, where, name, limit)
+
+
+def planned_samples(trainer: Any, geometry: Geometry, position: Position) -> int | None:
+    """Samples of all ranks by the end of the run, as ``max_steps`` or ``max_epochs`` plans it; None without an end."""
+    ends = []
+    if trainer.max_steps >= 0:
+        num_steps = max(0, trainer.max_steps - position.steps)
+        ends.append(geometry.samples_of(position.consumed_samples, num_steps))
+    num_batches = trainer.num_training_batches
+    if (trainer.max_epochs or 0) > 0 and geometry.schedule is None and num_batches != float("inf"):
+        left = (trainer.max_epochs - position.epoch) * num_batches - position.batches
+        ends.append(max(0, left) * geometry.micro_step)
+    return position.consumed_samples + min(ends) if ends else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -18,9 +19,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_distplus.errors import ExitCode
+from lightning_distplus.launch.meeting import HostsApart
 from lightning_distplus.launch.merged_log import MergedLog
 
-__all__ = ["PASSED_ON", "Hosts", "HostsApart", "Stop", "run_attempt"]
+__all__ = ["PASSED_ON", "Hosts", "Stop", "run_attempt", "tell_ranks"]
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +41,26 @@ class Hosts:
     nproc: int = 1
     rdzv: str = ""
     """``host:port`` at which the nodes meet; empty on one host."""
+    join_s: int = 30
+    """How long an attempt waits for further hosts when ``min_nodes`` are there."""
 
 
 class Stop(BaseException):
     """The launcher was asked to stop while no rank was there to be told."""
 
 
-class HostsApart(Exception):
-    """The hosts have not met; no rank was started."""
+class _MetAgain(Exception):
+    """The agent wants to start ranks a second time, because a host has joined."""
 
 
 class _RankLogs(LogsSpecs):
     """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank."""
 
-    def __init__(self, folder: Path, write: Callable[[str], object]) -> None:
+    def __init__(self, folder: Path, write: Callable[[str], object], on_start: Callable[[int], object]) -> None:
         super().__init__(str(folder))
         self._folder = folder
         self._write_line = write
+        self._on_start = on_start
         self.merged: MergedLog | None = None
         self.ranks: list[int] = []
         """The ranks of this host, once they are known."""
@@ -65,7 +70,15 @@ class _RankLogs(LogsSpecs):
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent, once the ranks of this host are known."""
+        """Called by the agent, once the ranks of this host are known.
+
+        Raises:
+            _MetAgain: It was called before. torch keeps the store, its keys and the restart count when a host joins, so
+                that old and new ranks would read each other's keys: that takes another attempt.
+        """
+        if self.ranks:
+            raise _MetAgain
+        self._on_start(min(int(variables["GROUP_WORLD_SIZE"]) for variables in envs.values()))
         self._folder.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(variables["RANK"]) for local_rank, variables in envs.items()}
         self.ranks = sorted(ranks.values())
@@ -97,6 +110,7 @@ def run_attempt(
     log_dir: Path,
     write: Callable[[str], object],
     on_signal: Callable[[str], None],
+    on_start: Callable[[int], object] = lambda num_nodes: None,
 ) -> dict[int, int]:
     """Runs ``python <command>`` on the ranks of this host until all have ended.
 
@@ -110,22 +124,23 @@ def run_attempt(
         log_dir: Where the ranks' output goes.
         write: Gets the merged lines.
         on_signal: Told the name of a signal.
+        on_start: Told, before the ranks are started, on how many hosts they are.
 
     Returns:
         The exit codes of the ranks that failed, as far as the agent saw them; a signal is a negative number.
 
     Raises:
         Stop: A signal came while no rank was there.
-        HostsApart: The host at which all meet is not there, or has left meanwhile.
+        HostsApart: Too few hosts came, or the one that serves the store has left.
     """
     before = {number: signal.signal(number, _Forward(on_signal)) for number in PASSED_ON}
-    logs = _RankLogs(log_dir, write)
+    logs = _RankLogs(log_dir, write, on_start)
     try:
         elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except RendezvousError as error:
-        # The host that serves the store has ended its attempt first, and the agent has ended the ranks here.
+    except (_MetAgain, RendezvousError) as error:
+        # The agent has ended the ranks here: a host has joined, or the host that serves the store has left.
         failures = dict.fromkeys(logs.ranks, int(ExitCode.PEER_LOST))
         if not failures:
             raise HostsApart(str(error)) from error
@@ -148,6 +163,8 @@ def _config(hosts: Hosts, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=hosts.rdzv or f"{_LOOPBACK}:0",
+        # Between hosts the launchers' own store serves the agents as well, so that it outlives their attempts.
+        rdzv_configs={} if is_alone else {"is_host": "false", "last_call_timeout": hosts.join_s},
         local_addr=_LOOPBACK if is_alone else None,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
@@ -165,11 +182,17 @@ class _Forward:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self._on_signal(signal.Signals(signum).name)
-        ranks = _ranks()
-        for pid in ranks:
-            os.kill(pid, signum)
-        if not ranks:
+        if not tell_ranks(signum):
             raise Stop
+
+
+def tell_ranks(signum: int) -> bool:
+    """Sends a signal to the ranks of this host; returns whether there are any."""
+    ranks = _ranks()
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+    return bool(ranks)
 
 
 def _ranks() -> list[int]:

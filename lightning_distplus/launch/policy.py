@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from lightning_distplus.errors import ExitCode
 
-__all__ = ["Attempt", "Culprit", "RestartPolicy", "find_culprit"]
+__all__ = ["Attempt", "Culprit", "RestartPolicy", "find_culprit", "is_innocent"]
 
 _NEEDS_A_PERSON = (ExitCode.DIVERGENCE, ExitCode.PREFLIGHT, ExitCode.NO_PROGRESS)
 
@@ -42,13 +42,17 @@ def find_culprit(failures: Mapping[int, int], named: Iterable[int] = ()) -> Culp
     A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is.
 
     Args:
-        failures: Exit code per global rank, for the ranks of this host that failed; at least one.
+        failures: Exit code per global rank, for the ranks that failed; at least one.
         named: The culprits of the watchdog's verdict, which come before everything else.
     """
     suspects = [rank for rank in sorted(named) if rank in failures] or sorted(failures)
-    is_innocent = (int(ExitCode.PEER_LOST), -int(signal.SIGTERM))
-    rank = min(suspects, key=lambda one: (failures[one] in is_innocent, one))
+    rank = min(suspects, key=lambda one: (is_innocent(failures[one]), one))
     return Culprit(rank=rank, code=failures[rank])
+
+
+def is_innocent(code: int) -> bool:
+    """Whether a rank that ends with this code was ended by another: it lost a peer, or its agent terminated it."""
+    return code in (ExitCode.PEER_LOST, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)

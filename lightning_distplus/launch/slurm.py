@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +31,9 @@ class SlurmJob:
     same_step: int = 3
     """So many starts may end at one step, other than by being asked to."""
     srun: Sequence[str] = ()
-    """Further arguments for srun: a container, a partition of its own."""
+    """Further arguments for srun: a container, a binding of cores."""
+    sbatch: Sequence[str] = ()
+    """Further arguments for sbatch: a partition, an account, an array."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.ranks_per_node, self.grace_s) < 1 or min(self.gpus_per_node, self.max_requeues) < 0:
@@ -58,6 +62,7 @@ class SlurmJob:
             *_directive("--requeue", "Slurm may start this script again, and a node that fails makes it do so"),
             *_directive("--open-mode=append", "the restarted job writes behind what is there"),
             *_directive("--output=%x-%j.log", "one log for all starts: the number of the job stays"),
+            *itertools.chain.from_iterable(_directive(argument, "asked for by --sbatch") for argument in self.sbatch),
             "",
             "# One port per job: two jobs on one host do not meet.",
             "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
@@ -75,6 +80,28 @@ class SlurmJob:
             f'distplus launch slurm --ended "$?" --max-requeues {self.max_requeues} --same-step {self.same_step}',
         ]
         return "\n".join(lines) + "\n"
+
+    def submit(self) -> str:
+        """Hands the script to ``sbatch``; the job begins in the folder of the caller and gets its environment.
+
+        Returns:
+            The number of the job; with a cluster's name, ``number;cluster``, where there are several.
+
+        Raises:
+            OSError: ``sbatch`` is not here, or refuses the script; the message is what it said.
+        """
+        try:
+            asked = subprocess.run(
+                ["sbatch", "--parsable"], input=self.script(), capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise OSError(
+                "sbatch is not found on this host. Run this where jobs are submitted, or leave out --submit, which "
+                "prints the script."
+            ) from None
+        if asked.returncode:
+            raise OSError(f"sbatch refuses the job: {asked.stderr.strip()}")
+        return asked.stdout.strip()
 
     def _gpus(self) -> list[str]:
         if not self.gpus_per_node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
@@ -15,9 +16,10 @@ from pathlib import Path
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog
-from lightning_distplus.launch.agent import PASSED_ON, Hosts, HostsApart, Stop, run_attempt
+from lightning_distplus.launch.agent import PASSED_ON, Hosts, Stop, run_attempt, tell_ranks
 from lightning_distplus.launch.history import History, read_history
-from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.launch.meeting import HostsApart, Meeting
+from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit, is_innocent
 from lightning_distplus.launch.told import LAUNCHER, told_home
 from lightning_distplus.watchdog import Verdict
 
@@ -26,7 +28,6 @@ __all__ = ["Job", "supervise"]
 log = logging.getLogger(__name__)
 
 _SHOWN_SAMPLES = 16
-_HOSTS_MEET_S = 300
 _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in PASSED_ON)}
 
 
@@ -52,66 +53,99 @@ class _Supervisor:
         self._job = job
         self._run_id = job.run_id or uuid.uuid4().hex[:8]
         self._home_file = job.log_dir / "home"
+        self._meeting: Meeting | None = None
         self._asked: str | None = None
         self._has_saved = False
 
     def run(self) -> int:
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
         env.DISTPLUS_HOME_FILE.set(str(self._home_file))
-        number = 0
-        while True:
-            began_at = time.time()
-            try:
+        hosts, number = self._job.hosts, 0
+        try:
+            if hosts.max_nodes > 1:
+                self._meeting = Meeting(hosts.rdzv, self._run_id)
+                number = self._meeting.join()
+            while True:
+                began_at = time.time()
                 failures = self._run_attempt(number)
-            except Stop:
-                return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
-            except HostsApart as error:
-                return self._end(number, ExitCode.PEER_LOST, f"the hosts did not meet: {error}")
-            history = read_history(self._home, number, began_at)
-            self._has_saved = self._has_saved or history.has_saved
-            if not failures:
-                return self._end_well(number)
-            culprit = self._culprit(failures, history)
-            if self._asked is not None:
-                return self._end_as_asked(number, failures, culprit)
-            attempt = Attempt(
-                number=number,
-                culprit=culprit,
-                ended_at=time.monotonic(),
-                has_started=history.has_started,
-                step=history.step,
-            )
-            refusal = self._job.policy.refusal(attempt)
-            if refusal is not None:
-                code, why = refusal
-                if code == ExitCode.NO_PROGRESS:
-                    why = self._explain_no_progress(why, attempt, history)
-                return self._end(number, code, f"{culprit}; {why}")
-            number += 1
-            self._say(f"attempt {number - 1} ended at step {attempt.step} ({culprit}); attempt {number} begins")
-            self._note("restart", number, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
+                code = self._end_after(number, failures, began_at)
+                if code is not None:
+                    return code
+                number = self._next(number)
+        except Stop:
+            return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
+        except HostsApart as error:
+            return self._end(number, ExitCode.PEER_LOST, f"the hosts are apart: {error}")
+
+    def _end_after(self, number: int, failures: dict[int, int], began_at: float) -> int | None:
+        """The exit code of the job where an attempt was its last; None: another one follows."""
+        history = read_history(self._home, number, began_at)
+        self._has_saved = self._has_saved or history.has_saved
+        newcomer = None if self._asked else self._newcomer(number)
+        if newcomer is not None and set(failures.values()) <= _STOPPED:
+            self._say(f"attempt {number} ended at step {history.step} to let {newcomer} in; the next one begins")
+            self._note("regroup", number, host=newcomer, global_step=history.step)
+            return None
+        if not failures:
+            return self._end_well(number)
+        culprit = self._culprit(self._of_all_hosts(number, failures), history)
+        if self._asked is not None:
+            return self._end_as_asked(number, failures, culprit)
+        attempt = Attempt(
+            number=number,
+            culprit=culprit,
+            ended_at=time.monotonic(),
+            has_started=history.has_started,
+            step=history.step,
+        )
+        refusal = self._job.policy.refusal(attempt)
+        if refusal is not None:
+            code, why = refusal
+            if code == ExitCode.NO_PROGRESS:
+                why = self._explain_no_progress(why, attempt, history)
+            return self._end(number, code, f"{culprit}; {why}")
+        self._say(f"attempt {number} ended at step {attempt.step} ({culprit}); attempt {number + 1} begins")
+        self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
+        return None
+
+    def _newcomer(self, number: int) -> str | None:
+        """The host for which the attempt was ended: where the number of hosts may change, and there was room."""
+        if self._meeting is None or self._job.hosts.min_nodes == self._job.hosts.max_nodes:
+            return None
+        with contextlib.suppress(HostsApart):  # the others have ended already, and so did the job
+            return self._meeting.newcomer(number)
+        return None
+
+    def _of_all_hosts(self, number: int, failures: dict[int, int]) -> dict[int, int]:
+        """Whose exit code counts may be known on another host only."""
+        if self._meeting is None:
+            return failures
+        with contextlib.suppress(HostsApart):
+            return self._meeting.share(number, failures, waits=is_innocent(find_culprit(failures).code))
+        return failures
+
+    def _next(self, number: int) -> int:
+        return number + 1 if self._meeting is None else self._meeting.next(number)
 
     def _run_attempt(self, number: int) -> dict[int, int]:
-        """Tries again while the host at which all meet is still about to end the attempt before."""
-        until = time.monotonic() + _HOSTS_MEET_S
-        while True:
-            try:
-                return self._try_attempt(number)
-            except HostsApart:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(1)
-
-    def _try_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
-        return run_attempt(
-            self._job.command(self._has_saved),
-            self._job.hosts,
-            run_id=f"{self._run_id}-{number}",
-            log_dir=self._job.log_dir / f"attempt-{number}",
-            write=sys.stderr.write,
-            on_signal=self._note_signal,
-        )
+        with contextlib.ExitStack() as stack:
+
+            def on_start(num_nodes: int) -> None:
+                if self._meeting is not None:
+                    self._meeting.begin(number, num_nodes)
+                    if num_nodes < self._job.hosts.max_nodes:
+                        stack.enter_context(self._meeting.watched(number, lambda: tell_ranks(signal.SIGTERM)))
+
+            return run_attempt(
+                self._job.command(self._has_saved),
+                self._job.hosts,
+                run_id=f"{self._run_id}-{number}",
+                log_dir=self._job.log_dir / f"attempt-{number}",
+                write=sys.stderr.write,
+                on_signal=self._note_signal,
+                on_start=on_start,
+            )
 
     def _note_signal(self, name: str) -> None:
         self._asked = name
@@ -129,6 +163,7 @@ class _Supervisor:
         if self._asked is not None:
             return self._end(number, ExitCode.PREEMPTED, f"stopped by {self._asked}, without a PreemptionHandler")
         self._note("launch_end", number, exit_code=0)
+        self._leave(number)
         return int(ExitCode.DONE)
 
     def _end_as_asked(self, number: int, failures: Mapping[int, int], culprit: Culprit) -> int:
@@ -142,7 +177,12 @@ class _Supervisor:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
         self._note("launch_end", number, exit_code=int(code), reason=why)
+        self._leave(number)
         return int(code)
+
+    def _leave(self, number: int) -> None:
+        if self._meeting is not None:
+            self._meeting.leave(number)
 
     def _explain_no_progress(self, why: str, attempt: Attempt, history: History) -> str:
         """Names step, error and samples, and leaves a verdict."""

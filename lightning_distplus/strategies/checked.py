@@ -126,14 +126,17 @@ class ChecksCollectives(NamesPeers):
         try:
             if before is not None:
                 before()
-            return call()
-        except RuntimeError as error:
-            raise_cause(self._plane, error)
+            found = call()
+            self._marks.leave(outer)
+        except BaseException as error:
+            self._marks.abandon(outer)
+            if isinstance(error, RuntimeError):
+                raise_cause(self._plane, error)
             raise
         finally:
             self._is_covered = was_covered
             self._marks.call = was_in
-            self._marks.leave(outer)
+        return found
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == self.world_size

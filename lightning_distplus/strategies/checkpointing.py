@@ -19,7 +19,7 @@ from lightning_distplus.strategies.provenance import layout_of
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.watchdog import Marks
+from lightning_distplus.watchdog import Marks, Transfer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -34,6 +34,7 @@ class CommitsCheckpoints(CalibratesDeadlines, _Base):
     """Overrides every method of a strategy that writes, reads or removes a checkpoint."""
 
     _marks: Marks
+    _transfer: Transfer
     _saves: CommittedSaves | None
     _failing_saves: FailingSaves
     async_save: bool
@@ -65,7 +66,7 @@ class CommitsCheckpoints(CalibratesDeadlines, _Base):
         step, began_at = checkpoint.get("global_step"), time.monotonic()
         self._marks.set(f"save {filepath}")
         try:
-            with self._staging_where_asked() as staging:
+            with self._transfer.of("save"), self._staging_where_asked() as staging:
                 begun = self._committed_saves.save(
                     checkpoint,
                     filepath,
@@ -171,11 +172,12 @@ class CommitsCheckpoints(CalibratesDeadlines, _Base):
             CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
         """
         self._marks.set(f"load {checkpoint_path}")
-        checkpoint = self._committed_saves.load(
-            checkpoint_path,
-            lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
-            fitting=self._fitting_checkpoint,
-        )
+        with self._transfer.of("load"):
+            checkpoint = self._committed_saves.load(
+                checkpoint_path,
+                lambda path: super(CommitsCheckpoints, self).load_checkpoint(path, weights_only),
+                fitting=self._fitting_checkpoint,
+            )
         self._adopt_deadlines(self._committed_saves.loaded_deadlines_s)
         self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint

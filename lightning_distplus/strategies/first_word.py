@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, Preempted
-from lightning_distplus.strategies.naming import naming_peers
+from lightning_distplus.strategies.naming import is_of_a_collective, naming_peers
 
 __all__ = ["FirstWord"]
 
@@ -20,12 +21,17 @@ log = logging.getLogger(__name__)
 class FirstWord(Callback):
     """Tells all ranks what happened on this one.
 
+    Args:
+        plane: The control plane.
+        judge_time_out: Asked about an error of a collective that no peer explains; True: the ranks have judged.
+
     The strategy hears of an exception last, after every callback: a ``ModelCheckpoint(save_on_exception=True)`` would
     by then stand in a barrier that the others never reach, and the error would never be seen.
     """
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, judge_time_out: Callable[[BaseException], bool]) -> None:
         self._plane = plane
+        self._judge_time_out = judge_time_out
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
@@ -39,6 +45,8 @@ class FirstWord(Callback):
             )
             return
         cause = self._cause_of(exception)
+        if cause is None and not isinstance(exception, DistplusError) and is_of_a_collective(exception):
+            self._judge_time_out(exception)  # the rank that waited is not the first cause
         error = self._plane.report_failure(cause or exception) or exception
         rank = getattr(error, "rank", self._plane.world.rank)
         trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(

@@ -12,6 +12,7 @@ from lightning_distplus.watchdog import Marks
 
 __all__ = ["MarkingProfiler"]
 
+_ON_EXCEPTION = ".on_exception"
 _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
 
 
@@ -52,6 +53,8 @@ class MarkingProfiler(Profiler):
             return self._new(action_name)
 
     def _new(self, action_name: str) -> _Marked:
+        if action_name.endswith(_ON_EXCEPTION):
+            self._marks.keep()
         marked = self._kind(self._marks, action_name, self.inner)
         if len(self._actions) < _KEPT_ACTIONS:
             self._actions[action_name] = marked
@@ -91,7 +94,8 @@ class _Marked(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._marks.back_to(self._after)
+        if kind is None or kind is StopIteration:  # the end of the data is no failure
+            self._marks.back_to(self._after)
 
 
 class _Profiled(_Marked):

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_distplus import _compat, env
+from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect, part
@@ -23,8 +22,6 @@ from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
 from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
-from lightning_distplus.strategies.first_word import FirstWord
-from lightning_distplus.strategies.marking import MarkingProfiler
 from lightning_distplus.strategies.nccl import NcclSettings
 from lightning_distplus.strategies.progressing import progress_of
 from lightning_distplus.strategies.provenance import configuration_digest
@@ -32,14 +29,16 @@ from lightning_distplus.strategies.saving import CommittedSaves, Verification
 from lightning_distplus.strategies.starting import (
     address_of,
     check_launch,
+    form_default_group,
     refuse_unknown_arguments,
     samples_in_hand,
     tell_launcher,
     world_of,
 )
 from lightning_distplus.strategies.streaming_io import stream_single_files
+from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
-from lightning_distplus.watchdog import Marks, Watchdog
+from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -101,6 +100,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
         self._marks = Marks(phase=lambda: self.phases.current.value)
+        self._transfer = Transfer()
         self._watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._saves: CommittedSaves | None = None
@@ -153,6 +153,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.accelerator is not None
         self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
         self._plane.listen()
+        self._marks.forget()
+        self._plane.place_of = lambda error: place_of_failure(self._marks, error)
         if self._plane.is_attended:
             self.phases.expect_people()
         self._open_ledger()
@@ -162,19 +164,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         if self.world_size > 1:
             self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             self._points.begin()
+            assert self._watchdog is not None
+            self._watchdog.meet_peers()
         self.accelerator.setup_device(self.root_device)
-        self._form_default_group()
+        form_default_group(self)
         install_exit_codes()  # torch has just chained a hook of its own
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
         self.phases.apply()
-        self._wait_for_preparation_with_a_deadline()
-
-    def _wait_for_preparation_with_a_deadline(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            _compat.replace_preparation_barrier(module.trainer, self._preparation_barrier)
-            _compat.agree_on_resume(module.trainer, self._committed_saves.agree_on_path)
+        if self.lightning_module is not None:
+            bound_preparation(self.lightning_module.trainer, self._preparation_barrier, self._committed_saves)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self._marks.set("prepare_data")
@@ -182,7 +181,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
-        self._put_into_trainer(trainer)
+        watchdog = self._watchdog
+        put_in(
+            trainer,
+            self._marks,
+            self.plane,
+            judge_time_out=lambda error: watchdog is not None and watchdog.judge_time_out(error),
+            link_checkpoint=self._link_checkpoint,
+            announcing=self._announcing,
+        )
         check_agreement(self, trainer)
         self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
@@ -208,7 +215,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
-            progress=lambda: progress_of(getattr(self.lightning_module, "_trainer", None)),
+            progress=lambda: self._transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
 
@@ -226,23 +233,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             world_size=self.world_size,
             backend=self._get_process_group_backend(),
             nccl=self.nccl.apply(),
-        )
-
-    def _form_default_group(self) -> None:
-        """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
-        if dist.is_initialized():
-            return
-        environment = self.cluster_environment
-        assert environment is not None
-        env.MASTER_ADDR.set(environment.main_address)
-        env.MASTER_PORT.set(environment.main_port)
-        _compat.init_default_group(
-            self._get_process_group_backend(),
-            store=self.plane.store_for("default-group"),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self.phases.group_timeout,
-            device=self.root_device,
         )
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -320,14 +310,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._has_failed = True
         self._failing_saves.abandon()
         if self._plane is not None:
-            self._plane.report_failure(exception)
+            told = self._plane.report_failure(exception)
+            if self._watchdog is not None:
+                self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
 
     def teardown(self) -> None:
         """Puts everything back and leaves together; never raises."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        self._take_out_of_trainer()
+        take_out(None if self.lightning_module is None else self.lightning_module._trainer)
         self._end_saves()
         if self._gate is not None:
             self._gate.close()
@@ -349,21 +341,3 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             log.error("rank %d ends without the checkpoint in the background: %s", self.global_rank, error)
         self._failing_saves.abandon()
         self._give_up_staging()
-
-    def _put_into_trainer(self, trainer: Any) -> None:
-        trainer.profiler = MarkingProfiler(trainer.profiler, self._marks)
-        trainer.callbacks.insert(0, FirstWord(self.plane))
-        for callback in trainer.checkpoint_callbacks:
-            _compat.replace_checkpoint_link(callback, self._link_checkpoint)
-        trainer.save_checkpoint = self._announcing(trainer.save_checkpoint)
-
-    def _take_out_of_trainer(self) -> None:
-        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is None:
-            return
-        if isinstance(trainer.profiler, MarkingProfiler):
-            trainer.profiler = trainer.profiler.inner
-        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
-        vars(trainer).pop("save_checkpoint", None)
-        for callback in trainer.checkpoint_callbacks:
-            _compat.restore_checkpoint_link(callback)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["NamesPeers", "naming_peers", "raise_cause"]
+__all__ = ["NamesPeers", "is_of_a_collective", "naming_peers", "raise_cause"]
 
 _EVIDENCE_S = 2.0  # how long the cause may take to reach this rank
 _POLL_S = 0.02
@@ -43,14 +43,15 @@ def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
 
 def raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
     """Raises what a peer did, where it becomes known that the error comes from that; what ``naming_peers`` raises."""
-    if plane is None or isinstance(error, DistplusError) or not _is_of_a_collective(error):
+    if plane is None or isinstance(error, DistplusError) or not is_of_a_collective(error):
         return
     cause = _cause(plane)
     if cause is not None:
         raise cause from error
 
 
-def _is_of_a_collective(error: RuntimeError) -> bool:
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether a collective has raised this."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in _SIGNS)
 
 
@@ -110,9 +111,12 @@ class NamesPeers(_Base):
     def _marked(self, operation: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         outer = self._marks.enter(operation)
         try:
-            return self._named(method, *arguments, **named)
-        finally:
-            self._marks.leave(outer)
+            found = self._named(method, *arguments, **named)
+        except BaseException:
+            self._marks.abandon(outer)
+            raise
+        self._marks.leave(outer)
+        return found
 
     def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """``naming_peers`` without its generator: each step comes by three times."""

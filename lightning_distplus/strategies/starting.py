@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_distplus import env
+from lightning_distplus import _compat, env
 from lightning_distplus.control import Address
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
 from lightning_distplus.world import World
@@ -20,6 +21,7 @@ __all__ = [
     "address_of",
     "check_launch",
     "facts_of",
+    "form_default_group",
     "refuse_unknown_arguments",
     "samples_in_hand",
     "settings_of",
@@ -112,6 +114,23 @@ def world_of(strategy: Any) -> World:
         local_rank=strategy.local_rank,
         node_rank=strategy.node_rank,
         num_nodes=strategy.num_nodes,
+    )
+
+
+def form_default_group(strategy: Any) -> None:
+    """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
+    if dist.is_initialized():
+        return
+    environment = strategy.cluster_environment
+    env.MASTER_ADDR.set(environment.main_address)
+    env.MASTER_PORT.set(environment.main_port)
+    _compat.init_default_group(
+        strategy._get_process_group_backend(),
+        store=strategy.plane.store_for("default-group"),
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        timeout=strategy.phases.group_timeout,
+        device=strategy.root_device,
     )
 
 

@@ -18,7 +18,9 @@ _PEERS_S = 0.3  # how long the peers get to write their verdict, after all evide
 
 
 class _Aborted(RuntimeError):
-    """What the peers are told: this process ends now."""
+    """What the peers are told: this process ends now. They judge together."""
+
+    has_verdict = True
 
 
 ABORTED = _Aborted.__name__

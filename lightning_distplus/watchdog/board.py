@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_distplus.errors import PeerError
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Pace, Progress
+from lightning_distplus.watchdog.slate import Slate, open_slate, read_slate
 from lightning_distplus.watchdog.stacks import frame_of, place_of
 
 __all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting"]
@@ -57,6 +59,8 @@ class Sighting:
     """How to ask for its stack from its own host."""
     pace: str = ""
     """What it counts, how fast, and when it is there; "" where nothing is counted."""
+    moves: bool = False
+    """Whether that moves, although it sets no marks."""
     since: tuple[int, float] = (0, 0.0)
     """Number of the mark, and ``time.monotonic()``, at the first of the sightings that follow each other."""
 
@@ -120,11 +124,30 @@ class Board:
         self._question: bytes | None = None
         self._stopping = threading.Event()
         self._beat = 0
+        self._slate: Slate | None = None
+        self._slates: dict[int, int] = {}
+        """Descriptors of those of the peers on this host."""
         self._thread = threading.Thread(target=self._run, name="distplus-board", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, *, has_process: bool = True) -> None:
+        """Starts the thread.
+
+        Args:
+            has_process: Whether this rank has a process of its own, so that its peers can find its slate.
+        """
+        if has_process:
+            self._slate = Slate()
+            self._slate.write(self._next_beat())
         self._thread.start()
+
+    def open_slates(self, peers: Mapping[int, Peer]) -> None:
+        """Takes hold of those of the peers on this host; all ranks have started, and this one begins to train."""
+        for rank, peer in peers.items():
+            is_other = rank != self._plane.world.rank and peer.host == self._plane.world.host
+            if self._slate is not None and is_other and peer.is_here:
+                descriptor = open_slate(peer.pid)
+                if descriptor is not None:
+                    self._slates[rank] = descriptor
 
     def stop(self) -> None:
         """Ends the thread, unless it is blocked in a store that does not answer."""
@@ -132,6 +155,19 @@ class Board:
         self.alert.set()
         self._has_post.set()
         self._thread.join(timeout=2.0)
+        if self._slate is not None and not self._thread.is_alive():
+            self._slate.close()
+            for descriptor in self._slates.values():
+                os.close(descriptor)
+            self._slate, self._slates = None, {}
+
+    def last_seen(self, rank: int) -> Sighting | None:
+        """A peer's last beat: by the store, or by its slate where that knows a later one."""
+        seen = self.sightings.get(rank)
+        beat = read_slate(self._slates[rank]) if rank in self._slates else None
+        if beat is None or (seen is not None and seen.beat >= beat["beat"]):
+            return seen
+        return _sighting(beat, Mark(**beat["mark"]), beat["at"])
 
     @property
     def is_silent(self) -> bool:
@@ -143,6 +179,11 @@ class Board:
         last, before = self._looked_at
         seen = self.sightings.get(rank)
         return seen is not None and last - seen.changed_at < _MISSED_BEATS_S + last - before and not self.is_silent
+
+    @property
+    def own_pace(self) -> str:
+        """What this rank counts that moves by itself, for a report of its own; else ""."""
+        return self._pace.describe() if self._pace.moves else ""
 
     @property
     def has_posted(self) -> bool:
@@ -184,18 +225,25 @@ class Board:
         posts = list(self._to_post)
         if posts:
             self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", posts[-1])
+        beat = self._next_beat()
+        if self._slate is not None:
+            self._slate.write(beat)
+        self._plane.send(f"watchdog/beat/{self._plane.world.rank}", json.dumps(beat).encode())
+        del self._to_post[: len(posts)]
+
+    def _next_beat(self) -> dict[str, Any]:
         self._beat += 1
         self._pace.note(self._progress())
-        beat = {
+        return {
             "beat": self._beat,
             "mark": asdict(self._marks.read()),
             "place": place_of(frame_of(self._watched)),
             "pace": self._pace.describe(),
+            "moves": self._pace.moves,
             "printer": None if self._printer is None else self._printer.to_plain(),
             "posted": self._posted,
+            "at": time.monotonic(),
         }
-        self._plane.send(f"watchdog/beat/{self._plane.world.rank}", json.dumps(beat).encode())
-        del self._to_post[: len(posts)]
 
     def ask(self, number: int) -> None:
         """Asks every rank that does not move for its evidence."""
@@ -237,15 +285,8 @@ class Board:
         if last is None or data["beat"] != last.beat:
             now = time.monotonic()
             follows = last is not None and now - last.changed_at < _FOLLOWS_S
-            self.sightings[rank] = Sighting(
-                mark=mark,
-                beat=data["beat"],
-                changed_at=now,
-                since=last.since if last is not None and follows else (mark.number, now),
-                place=data["place"],
-                pace=data["pace"],
-                printer=None if data["printer"] is None else StackPrinter(**data["printer"]),
-            )
+            since = last.since if last is not None and follows else (mark.number, now)
+            self.sightings[rank] = _sighting(data, mark, now, since)
         if data["posted"] != mark.number:
             self.evidence.pop(rank, None)
             return False
@@ -255,3 +296,16 @@ class Board:
         if posted["number"] == self.sightings[rank].mark.number:
             self._weighed[rank] = posted["number"]
             self.evidence[rank] = posted["evidence"]
+
+
+def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, float] = (0, 0.0)) -> Sighting:
+    return Sighting(
+        mark=mark,
+        beat=beat["beat"],
+        changed_at=at,
+        since=since,
+        place=beat["place"],
+        pace=beat["pace"],
+        moves=beat["moves"],
+        printer=None if beat["printer"] is None else StackPrinter(**beat["printer"]),
+    )

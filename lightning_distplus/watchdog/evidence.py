@@ -96,6 +96,5 @@ class Evidence:
     def _place(self) -> str:
         collective = self.collective
         call = f", in {collective.describe()}" if collective else ""
-        if self.location is None:
-            return call
-        return f"{call}, {'last seen ' if self.is_last_seen else ''}at {self.location}"
+        last = f", last seen in {self.operation!r}" if self.is_last_seen and self.operation else ""
+        return f"{call}{last}" + (f" at {self.location}" if last else f", at {self.location}" if self.location else "")

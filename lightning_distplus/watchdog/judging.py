@@ -57,6 +57,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
         cause=opinion.cause,
         remedy=opinion.remedy,
         hosts={str(rank): one.host for rank, one in evidence.items()},
+        pids={str(rank): one.pid for rank, one in evidence.items()},
         stacks={str(rank): one.stack for rank, one in evidence.items()},
         lines=[evidence[rank].describe() for rank in order],
         is_decided=opinion.is_decided,

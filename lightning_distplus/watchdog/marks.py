@@ -46,6 +46,7 @@ class Marks:
         """The operation to which the mark returns when a part of it has ended."""
         self._count = itertools.count(1)
         self._last = (0, "start", monotonic())
+        self._at_failure: Mark | None = None
 
     def set(self, operation: str) -> None:
         """Says that the training thread has entered an operation."""
@@ -66,9 +67,26 @@ class Marks:
         ended, self.within = self.within, outer
         self.back_to(f"after {ended}")
 
+    def abandon(self, outer: str) -> None:
+        """Says that the operation entered last has raised: the mark stays where that happened."""
+        self.within = outer
+
     def back_to(self, after: str) -> None:
         """Says that an operation has ended: the mark is that of the one of which it is a part, or else ``after``."""
         self.set(self.within or after)
+
+    def keep(self) -> None:
+        """Keeps the present mark as the one at which this rank has failed; the first one stays."""
+        self._at_failure = self._at_failure or self.read()
+
+    def forget(self) -> None:
+        """Drops what was kept: another run begins."""
+        self._at_failure = None
+
+    @property
+    def at_failure(self) -> Mark:
+        """The mark at which this rank has failed; the last one where none was kept."""
+        return self._at_failure or self.read()
 
     def read(self) -> Mark:
         """The last mark; from any thread."""

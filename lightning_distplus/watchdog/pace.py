@@ -24,6 +24,8 @@ class Progress:
     done: int
     total: int | None = None
     """None where nobody knows."""
+    is_motion: bool = False
+    """Whether what is counted moves by itself, while the training thread sets no marks: the bytes of a save."""
 
 
 class Pace:
@@ -31,6 +33,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: Progress | None = None
+        """What was noted last."""
         self._samples: deque[tuple[float, int]] = deque(maxlen=_NUM_SAMPLES)
 
     def note(self, progress: Progress | None, now: float | None = None) -> None:
@@ -62,6 +65,11 @@ class Pace:
             return 0.0
         (begin, first), (end, last) = self._samples[0], self._samples[-1]
         return (last - first) / (end - begin)
+
+    @property
+    def moves(self) -> bool:
+        """Whether something is counted that moves by itself."""
+        return self._last is not None and self._last.is_motion and self.per_s > 0
 
     def describe(self) -> str:
         """For example ``"3 of 100 batches of the epoch, 0.5 batches/s, 0:03:14 left"``; "" where nothing is known."""

@@ -47,7 +47,8 @@ def place_of(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_OWN_WAIT = ("lightning_distplus/control/line.py", "poll")  # wherever it stands: what it calls belongs to the wait
+# Wherever they stand: what they call belongs to the wait.
+_OWN_WAITS = (("lightning_distplus/control/line.py", "poll"), ("lightning_distplus/strategies/naming.py", "_cause"))
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
@@ -75,7 +76,7 @@ def _is_library(filename: str) -> bool:
 
 def is_waiting_for_peers(stack: Sequence[traceback.FrameSummary]) -> bool:
     """Whether the innermost frames belong to a collective, or to the control plane's own waiting."""
-    if any(frame.filename.endswith(_OWN_WAIT[0]) and frame.name == _OWN_WAIT[1] for frame in stack):
+    if any(frame.filename.endswith(ending) and frame.name == name for frame in stack for ending, name in _OWN_WAITS):
         return True
     for frame in list(reversed(stack))[:3]:
         for ending, functions in _WAITS:

@@ -39,6 +39,7 @@ class Verdict:
     cause: str
     remedy: str
     hosts: dict[str, str] = dataclass_field(default_factory=dict)
+    pids: dict[str, int] = dataclass_field(default_factory=dict)
     stacks: dict[str, str] = dataclass_field(default_factory=dict)
     lines: list[str] = dataclass_field(default_factory=list)
     """One line per rank, culprits first."""
@@ -87,6 +88,7 @@ class Verdict:
         return replace(
             self,
             hosts=hosts,
+            pids=told(self.pids),
             stacks=told(self.stacks),
             locations=told(self.locations),
             collectives=told(self.collectives),
@@ -125,10 +127,31 @@ class Verdict:
         return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
     def write(self, folder: Path, host: str) -> Path:
-        """Writes the file beside its name and renames it; the first one for a host stays."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes the file beside its name and renames it."""
         path = folder / f"verdict-{self.incident}-{host}.json"
+        self._stage_of(path).rename(path)
+        return path
+
+    def write_first(self, folder: Path, host: str) -> Path | None:
+        """The same for what several ranks of a host find at once: the first one's file stays.
+
+        Returns:
+            The file, or None where another rank has written it.
+        """
+        path = folder / f"verdict-{self.incident}-{host}.json"
+        if path.exists():
+            return None
+        stage = self._stage_of(path)
+        try:
+            path.hardlink_to(stage)
+        except FileExistsError:
+            return None
+        finally:
+            stage.unlink()
+        return path
+
+    def _stage_of(self, path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         stage = path.with_suffix(f".{os.getpid()}")
         stage.write_text(self.to_json())
-        stage.rename(path)
-        return path
+        return stage

@@ -6,8 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import IO
 from lightning_distplus import _compat, flight_recorder
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost
+from lightning_distplus.errors import ExitCode
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.liveness import is_traced
 from lightning_distplus.timeouts import Duration, parse_duration
@@ -29,6 +28,8 @@ from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
+from lightning_distplus.watchdog.telling import JUDGED, Telling
+from lightning_distplus.watchdog.timing_out import TIMED_OUT, judge_time_out
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.watchdog.witness import Witness
 
@@ -50,14 +51,11 @@ _STEP_IN_FACTOR = 4
 _SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
 _JOIN_S = 5.0  # a verdict may be under way
-_TOLD_S = 1.0
-_SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _LAST_S = 0.5  # the process that serves the store ends last
 
 _LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
 
 _INCIDENT = "hang"
-_JUDGED = "the watchdogs have judged:\n"
 
 
 class Watchdog:
@@ -94,7 +92,6 @@ class Watchdog:
         self._deadline = deadline
         self._report_after = None if report_after is None else parse_duration(report_after)
         self._ends_run = ends_run
-        self._folder = folder
         self._has_process = has_process
         armed = StackPrinter.arm() if has_process else None
         self._printer: StackPrinter | None = armed[0] if armed else None
@@ -102,9 +99,10 @@ class Watchdog:
         thread = threading.get_ident()
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
-        self._line = plane.second_line()
-        self._abort = Abort(plane, self._witness, on_told=self._judge_abort)
+        self._telling = Telling(plane, self._board, folder)
+        self._abort = Abort(plane, self._witness, on_told=self._judge_together)
         self._stopping = threading.Event()
+        self._once = threading.Lock()
         self._heard_at: float | None = None
         self._reported_at = -1
         self._judged_at = -1
@@ -123,8 +121,12 @@ class Watchdog:
             tie_workers(self)
         if (printer := self._printer) is not None:
             self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
-        self._board.start()
+        self._board.start(has_process=self._has_process)
         self._thread.start()
+
+    def meet_peers(self) -> None:
+        """Call it once, when all ranks have started theirs: this one can then see peers of its host that are silent."""
+        self._board.open_slates(self._plane.peers_nearby())
 
     def stop(self) -> None:
         """Ends both threads; nothing is judged any more."""
@@ -141,6 +143,19 @@ class Watchdog:
     def board(self) -> Board:
         """What the ranks tell each other."""
         return self._board
+
+    def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
+        """Leaves the verdict on an error that a rank has raised, once on each host; never raises.
+
+        Args:
+            error: The first error of the job.
+            is_told: Whether the others know it; False where the store was lost with it.
+        """
+        self._telling.tell_failure(error, is_told=is_told)
+
+    def judge_time_out(self, error: BaseException) -> bool:
+        """Called by the training thread where a collective has raised; see ``timing_out``."""
+        return judge_time_out(error, self._plane, self._witness, self._judge_together)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -173,25 +188,14 @@ class Watchdog:
 
     def _join(self, error: FirstError) -> None:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
-        if error.type == ABORTED:
-            self._judge_abort()
-        elif error.message.startswith(_JUDGED) and (self._board.is_few or self._speaks_for_host(error.ranks)):
-            verdict = self._told_by(error.rank)
+        if error.type in (ABORTED, TIMED_OUT):
+            self._judge_together()
+        elif error.message.startswith(JUDGED) and (self._board.is_few or self._telling.speaks_for_host(error.ranks)):
+            verdict = self._telling.told_by(error.rank)
             if verdict is not None:
                 self._give(verdict)
-
-    def _told_by(self, rank: int) -> Verdict | None:
-        """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
-        told: list[bytes | None] = []
-
-        def read() -> None:
-            with suppress(PeerError, RuntimeError):
-                told.append(self._line.read(f"watchdog/verdict/{rank}"))
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(timeout=_TOLD_S)
-        return Verdict.from_json(told[0]) if told and told[0] is not None else None
+        else:
+            self.tell_failure(error)
 
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
         """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
@@ -307,59 +311,28 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
-    def _judge_abort(self) -> None:
-        """C++ ends the process of a rank, this one or a peer: all ranks say where they are before it is gone."""
+    def _judge_together(self) -> None:
+        """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone."""
+        if not self._once.acquire(blocking=False):  # by the training thread, or because a peer has told it
+            return
         self._board.alert.set()
         self._post(self._marks.read().number)
         self._collect(_COLLECT_S)
         if not self._board.reads:
             return
         verdict = judge(self._evidence(), f"abort-{int(time.time())}")
-        if self._speaks_for_host(verdict.silent):
-            self._tell(verdict)
+        if self._telling.speaks_for_host(verdict.silent):
+            self._telling.tell(verdict)
 
     def _give(self, verdict: Verdict) -> None:
-        if self._speaks_for_host(verdict.silent) or (self._ends_run and not self._is_told_by_another(verdict)):
-            self._tell(verdict)
+        self._telling.has_judged = True
+        if self._telling.speaks_for_host(verdict.silent) or (self._ends_run and not self._telling.is_done(verdict)):
+            self._telling.tell(verdict)
         if self._ends_run:
-            self._tell_peers(verdict)
+            self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
             end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
-
-    def _is_told_by_another(self, verdict: Verdict) -> bool:
-        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        end = time.monotonic() + _SPOKEN_S
-        while not (is_written := verdict.is_written(self._folder, self._world.host)) and time.monotonic() < end:
-            time.sleep(_TICK_S / 4)
-        return is_written
-
-    def _tell_peers(self, verdict: Verdict) -> None:
-        """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
-        kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
-        error = kind(f"{_JUDGED}{verdict.render()}", verdict.culprits)
-        told = verdict if self._board.is_few else verdict.shortened()
-
-        def tell() -> None:
-            with suppress(PeerError):
-                self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
-                self._plane.report_failure(error)
-
-        teller = threading.Thread(target=tell, daemon=True)  # it may have to wait for the store
-        teller.start()
-        teller.join(timeout=_LINGER_S)
-
-    def _tell(self, verdict: Verdict) -> None:
-        with suppress(OSError):
-            path = verdict.write(self._folder, self._world.host)
-            say(f"{verdict.render()}\n  file:  {path}")
-
-    def _speaks_for_host(self, silent: Iterable[int]) -> bool:
-        """Whether this is the lowest rank of its host whose Python runs."""
-        here = {rank for rank, peer in self._board.peers.items() if peer.host == self._world.host}
-        return self._world.rank == min(here - set(silent) | {self._world.rank})
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:

@@ -50,6 +50,8 @@ class Witness:
         self._host_rank = plane.host_rank
         self.ended_by = ""
         """The C++ exception that ends this process; empty as long as it lives."""
+        self.timed_out_at: list[traceback.FrameSummary] = []
+        """Where a collective has timed out, innermost frame last; empty where none has."""
         self._marks = marks
         self._board = board
         self._thread = thread
@@ -60,9 +62,11 @@ class Witness:
         """This rank, at this moment."""
         mark = self._marks.read()
         frame = stacks.frame_of(self._thread)
-        stack = stacks.stack_of(self._thread)
+        stack = [*stacks.stack_of(self._thread), *self.timed_out_at]
         recording = flight_recorder.dump().last(_KEPT_CALLS if self._board.is_few else _KEPT_CALLS_OF_MANY)
-        waits = stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
+        waits = (
+            bool(self.timed_out_at) or stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
+        )
         standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
         text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
         if not waits and stacks.is_fetching_data(stack) and (worker := self._hanging_worker()):
@@ -110,6 +114,7 @@ class Witness:
         seen, pace = self._board.sightings.get(rank), ""
         if rank == self._world.rank:
             mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
+            pace = f", and moves ({self._board.own_pace})" if self._board.own_pace else ""
         elif seen is not None and self._board.beats(rank):
             mark, place = seen.mark, seen.place
             pace = _pace_of(seen)
@@ -139,7 +144,7 @@ class Witness:
 
     def _seen_from_here(self, rank: int) -> Evidence:
         """A rank that has sent nothing: what its last beat, this host's system and the network say."""
-        peer, seen = self._board.peers.get(rank), self._board.sightings.get(rank)
+        peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
         mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
         stack: Sequence[traceback.FrameSummary] = []
@@ -184,6 +189,8 @@ class Witness:
 
 
 def _pace_of(seen: Sighting) -> str:
+    if seen.moves:
+        return f", and moves ({seen.pace})"
     if seen.marks_per_s <= 0:
         return ""
     return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"

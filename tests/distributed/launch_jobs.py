@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import PreemptionHandler, newest_valid
+from lightning_distplus.data import SampleAudit
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.testing import FaultCallback, weights_digest
 from tests.distributed.preemption_jobs import make
@@ -31,9 +33,12 @@ class PoisonedBatch(Callback):
 
 def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
     install_exit_codes()
-    callbacks = [PreemptionHandler(), FaultCallback(), PoisonedBatch(1, int(poisoned_step))]
-    num_nodes = os.environ.get("SLURM_NNODES") or os.environ.get("GROUP_WORLD_SIZE")
-    nodes = {"num_nodes": 2, "world_size": 1} if num_nodes == "2" else {}
+    callbacks = [PreemptionHandler(), FaultCallback(), SampleAudit(), PoisonedBatch(1, int(poisoned_step))]
+    num_nodes = int(os.environ.get("SLURM_NNODES") or os.environ.get("GROUP_WORLD_SIZE") or 1)
+    world_size = int(os.environ.get("SLURM_NTASKS") or os.environ["WORLD_SIZE"])
+    nodes: dict[str, Any] = {"num_nodes": num_nodes, "world_size": 1} if num_nodes > 1 else {"world_size": world_size}
+    if world_size == 1:  # the same global batch, and validation after the same samples
+        nodes |= {"accumulate_grad_batches": 2, "val_check_interval": 6}
     trainer, model, data = make("ResilientDDP", folder, callbacks, **nodes)
     trainer.checkpoint_callbacks[0]._every_n_train_steps = 1
     model.slow_s = float(slow_s)
@@ -45,4 +50,4 @@ def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*itertools.takewhile(lambda word: word != "--ckpt_path", sys.argv[1:]))  # it finds its checkpoint by itself

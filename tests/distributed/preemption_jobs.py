@@ -138,6 +138,7 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
     settings = {"stage": 2} if "DeepSpeed" in name else {}
     if name.startswith("Resilient"):
         settings["timeout"] = "60s"
+        settings["preflight"] = {"loopback": "off"}  # one host may play two
     num_workers = arguments.pop("num_workers", 0)
     world_size = arguments.pop("world_size", 2)
     is_stock = arguments.pop("is_stock", False)

@@ -54,3 +54,24 @@ def test_finished_training_says_so(limit: dict[str, int], tmp_path: Path, caplog
     assert not [event for event in again.events if event[0] == "train"]
     assert f"training is already finished: the checkpoint stands after step {num_samples // 2}" in caplog.text
     assert f"sample {num_samples}, and {name} is {value}; raise it to go on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (
+            {"max_steps": 11},
+            r"after step 12, epoch 1, sample 24, and this run ends before, with max_steps=11\. Raise max_s",
+        ),
+        (
+            {"max_epochs": 1},
+            r"after step 16, epoch 2, sample 32, and this run ends before, with max_epochs=1\. Raise max_e",
+        ),
+    ],
+)
+def test_checkpoint_past_the_end_of_the_run_is_refused(limit: dict[str, int], words: str, tmp_path: Path) -> None:
+    saver = SaveAt("on_train_epoch_end" if "max_epochs" in limit else "on_train_batch_end", tmp_path)
+    fit(map_data(17), callbacks=[saver], max_epochs=2)
+    path = saver.saves[-1 if "max_epochs" in limit else 11][0]
+    with pytest.raises(DatasetMismatch, match=f"training already finished: the checkpoint stands {words}"):
+        fit(map_data(17), ckpt_path=path, **{"max_epochs": 2, **limit})

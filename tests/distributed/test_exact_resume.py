@@ -151,6 +151,31 @@ def test_workers_give_what_the_main_process_gives_after_a_resume_too(
         assert final_counters(resumed) == final_counters(undisturbed)
 
 
+@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.parametrize("options", [{}, PERSISTENT], ids=["anew", "persistent"])
+def test_resume_in_the_middle_of_a_group_of_token_batches_is_exact(options: dict[str, Any], tmp_path: Path) -> None:
+    """Workers hand over groups of 1, 2, 4, 8, ... micro-batches: the saves fall into every place of a group."""
+    files = {"a": write_tokens(tmp_path / "a", 121), "b": write_tokens(tmp_path / "b", 61, start=1000)}
+    sources = [{"path": files["a"], "weight": 2.0}, {"path": files["b"]}]
+    (tmp_path / "saves").mkdir()
+    saver, settings = SaveAt("on_train_batch_end", tmp_path / "saves"), {"max_epochs": 2, "accumulate_grad_batches": 2}
+
+    def run(num_workers: int, **arguments: Any) -> SampleDiary:
+        model = SampleDiary()
+        data = token_data(sources=sources, num_workers=num_workers, **(options if num_workers else {}))
+        path = arguments.pop("ckpt_path", None)
+        quiet_trainer(**settings, **arguments).fit(model, data, ckpt_path=path)
+        return model
+
+    undisturbed = run(0)
+    assert run(2, callbacks=[saver]).steps == undisturbed.steps
+    assert len(saver.saves) == 2 * 22
+    for number in (*range(0, 17, 2), 31):
+        resumed = run(1 + number % 4 // 2, ckpt_path=saver.saves[number][0])
+        first = (number + 1) // 2
+        assert resumed.steps == {step: undisturbed.steps[step] for step in range(first, 22)}, number
+
+
 @pytest.mark.parametrize("failing_batch", [4, 7, 15])
 def test_save_after_an_error_inside_a_step_resumes_at_that_step(failing_batch: int, tmp_path: Path) -> None:
     undisturbed = fit(map_data(), max_epochs=2, accumulate_grad_batches=2)

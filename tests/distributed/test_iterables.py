@@ -217,6 +217,19 @@ def test_checkpoint_of_map_style_data_is_refused(tmp_path: Path) -> None:
         fit(iterable_data(Counting(17), ignore_fingerprint=True), ckpt_path=saver.saves[0][0], max_steps=5)
 
 
+def test_checkpoint_without_a_position_begins_iterable_data_where_that_is_wished(saved: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(saved, weights_only=True)
+    del checkpoint["ResumableDataModule"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    anew = fit(iterable_data(Counting(17), start_sample=0), ckpt_path=tmp_path / "old.ckpt", max_steps=6)
+    samples = [event[3] for event in anew.events if event[0] == "train"]
+    assert samples == [
+        event[3] for event in fit(iterable_data(Counting(17)), max_steps=3).events if event[0] == "train"
+    ]
+    with pytest.raises(ValueError, match="iterable training data begins at its beginning only, start_sample=0"):
+        fit(iterable_data(Counting(17), start_sample=4), ckpt_path=tmp_path / "old.ckpt", max_steps=6)
+
+
 class Stateless(Counting):
     state_dict = load_state_dict = None  # type: ignore[assignment]
 

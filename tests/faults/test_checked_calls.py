@@ -207,6 +207,13 @@ def test_the_majority_names_the_rank_that_is_elsewhere(tmp_path: Path) -> None:
         assert error["ranks"] == [0]
         assert "rank 0 in all_gather of (float32[2, 32]) at" in error["text"]
         assert "ranks 1-2 in all_gather of (float32[2, 32], float32[2]) at" in error["text"]
+    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("divergence", [0], [1, 2])
+    assert (verdict["field"], verdict["operation"]) == ("structure", "all_gather of (float32[2, 32])")
+    assert verdict["location"] == f"{__file__}:{labels.__code__.co_firstlineno + 1}"
+    assert verdict["values"] == {str(rank): text for rank, text in error["values"].items()}
+    assert "gather(tree)" in verdict["remedy"]
 
 
 def test_calls_in_another_order_are_found_at_the_first_of_them(tmp_path: Path) -> None:
@@ -229,7 +236,7 @@ def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
     ("strategy", "world_size", "others"),
     [
         ("ResilientDDP", 3, "ranks 1-2 in backward batch 2"),
-        ("ResilientDDP", 2, "rank 1 in backward batch 2"),
+        pytest.param("ResilientDDP", 2, "rank 1 in backward batch 2", marks=pytest.mark.soak),
         ("ResilientFSDP", 2, "rank 1 in backward batch 2"),
     ],
 )
@@ -261,9 +268,10 @@ class Uneven(Callback):
         if trainer.is_global_zero:
             trainer.strategy.reduce("not a tensor")
             trainer.strategy.remove_checkpoint(Path(trainer.default_root_dir) / "nothing.ckpt")
-        if batch_idx == 1 and trainer.global_rank == 1:
+        is_late = trainer.current_epoch == 0
+        if is_late and batch_idx == 1 and trainer.global_rank == 1:
             time.sleep(1.2)  # rank 0 waits for it at a save
-        if batch_idx == 2 and trainer.global_rank == 0:
+        if is_late and batch_idx == 2 and trainer.global_rank == 0:
             time.sleep(1.2)  # rank 1 waits for it at the gate
         if batch_idx == 1:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "both.ckpt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,41 @@ def test_a_message_that_gloo_refuses_is_explained_before_the_process_is_gone(
     assert seconds < 6
     for rank, code in result.exit_codes.items():
         assert code == -signal.SIGABRT or "does not fit" in result.logs[rank]
+
+
+class OwnGroup(Callback):
+    """A group of the user's own, whose time-out is shorter than the deadline; one rank does not come."""
+
+    def __init__(self, record: str) -> None:
+        self.record = record
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step != FAULT_STEP:
+            return
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if trainer.global_rank == 1:
+            Path(self.record).write_text(str(time.time()))
+            time.sleep(100)  # asleep
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def train_with_an_own_group(folder: str) -> None:
+    strategy = jobs.strategy("ResilientDDP", timeout={"step": 60.0, "setup": "60s"})
+    trainer = jobs.trainer(strategy, 3, folder, max_steps=10, callbacks=[OwnGroup(f"{folder}/fired")])
+    trainer.fit(jobs.Model(), jobs.loader(200))
+
+
+def test_a_collective_that_times_out_is_not_the_first_cause(tmp_path: Path) -> None:
+    result = spawn(train_with_an_own_group, 3, args=(str(tmp_path),), deadline="50s")
+    seconds = time.time() - float((tmp_path / "fired").read_text())
+    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0, 2])
+    assert verdict["location"] == line_of("asleep")
+    assert result.alive == {}
+    assert result.exit_codes[1] == int(ExitCode.PEER_LOST)
+    for rank in (0, 2):  # its own error, or that of the rank which timed out first
+        assert result.exit_codes[rank] in (1, int(ExitCode.PEER_LOST))
+        assert "imed out" in result.logs[rank]
+    assert "This rank is the one that waited." in result.logs[1]
+    assert seconds < 30  # far below the deadline

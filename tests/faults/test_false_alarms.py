@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -125,6 +126,39 @@ def test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there
     assert 0 < float(batches) < 2 / BATCH_S
     assert 0 < int(done) < 16
     assert _seconds(left) >= (16 - int(done)) * BATCH_S / 2 - 1
+
+
+class SlowDisk(TorchCheckpointIO):
+    """Takes 0.2 s for a megabyte, of which it writes 20."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("wb", buffering=0) as file:
+            for _ in range(20):
+                file.write(bytes(1_000_000))
+                time.sleep(0.2)
+
+
+def slow_disk(folder: str) -> int:
+    saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=4, save_top_k=-1)
+    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 2.5}
+    strategy = jobs.strategy("ResilientDDP", timeout=timeouts, checkpoint_io=SlowDisk())
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[saves], enable_checkpointing=True)
+    trainer.fit(jobs.Model(), jobs.loader())
+    return trainer.global_step
+
+
+def test_a_slow_save_is_reported_with_its_bytes_and_the_next_one_with_the_time_left(tmp_path: Path) -> None:
+    run = spawn(slow_disk, 2, args=(str(tmp_path),)).check()
+    assert run.results == {0: 8, 1: 8}
+    assert not list(tmp_path.glob("distplus/verdict-*"))
+    (first,) = re.findall(r"rank 0: in 'save .*, and moves \((\d+) MB of the save, \S+ MB/s\)", run.logs[0])
+    ((second, left),) = re.findall(
+        r"rank 0: in 'save .*, and moves \((\d+) of 20 MB of the save, \S+ MB/s, (\S+) left\)", run.logs[0]
+    )
+    assert 0 < int(first) < 20
+    assert 0 < int(second) < 20
+    assert 0 < _seconds(left) < 60
 
 
 class Breakpoint(Callback):

@@ -150,6 +150,7 @@ def test_exactly_the_guilty_ranks_are_named(kind: str, seed: int, tmp_path: Path
     case = Case.draw(kind, seed)
     run = spawn(train, WORLD_SIZE, args=(case, str(tmp_path)), faults=case.plan, deadline="80s")
     ended = time.time()
+    assert run.faults or (tmp_path / "fired").exists(), (case, run.logs)
     fired = run.faults[0].unix_s if run.faults else float((tmp_path / "fired").read_text())
     print(f"{case}: {ended - fired:.1f} s")
     assert run.alive == {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lightning.pytorch import LightningDataModule
 
 from lightning_distplus import preparing
@@ -94,3 +96,33 @@ def test_preparation_past_its_deadline_ends_with_a_verdict_on_the_rank(tmp_path:
 
 def test_progress_is_for_nobody_where_no_job_is_connected() -> None:
     preparing.report_progress("alone")
+
+
+class PreparesPerNode(Prepares):
+    """Notes who prepares."""
+
+    def __init__(self, folder: str, *, per_node: bool) -> None:
+        super().__init__(0.3)
+        self.folder, self.prepare_data_per_node = folder, per_node
+
+    def prepare_data(self) -> None:
+        super().prepare_data()
+        Path(self.folder, f"prepared-by-{os.environ['NODE_RANK']}").touch()
+
+
+def fit_on_nodes(rank: int, folder: str, per_node: bool) -> list[str]:
+    """Two nodes of one rank each."""
+    os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    strategy = jobs.strategy("ResilientDDP", timeout=TIMEOUTS, preflight=False)
+    trainer = jobs.trainer(strategy, 1, folder, max_steps=1, num_nodes=2)
+    trainer.fit(jobs.Model(), datamodule=PreparesPerNode(folder, per_node=per_node))
+    return sorted(path.name for path in Path(folder).glob("prepared-by-*"))
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_data_is_prepared_on_rank_0_or_once_on_each_node_before_any_rank_goes_on(
+    per_node: bool, tmp_path: Path
+) -> None:
+    run = spawn(fit_on_nodes, 2, args=(str(tmp_path), per_node), deadline="50s").check()
+    prepared = ["prepared-by-0", "prepared-by-1"] if per_node else ["prepared-by-0"]
+    assert run.results == {0: prepared, 1: prepared}

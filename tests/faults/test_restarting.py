@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_distplus.data.audit_merge import audit
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
@@ -126,25 +128,120 @@ def test_the_culprits_exit_code_is_returned_when_the_restarts_are_spent(tmp_path
     }
 
 
+class Hosts:
+    """Launchers of one job on several hosts, which this one plays, each with one rank."""
+
+    def __init__(self, folder: Path, num_nodes: str, *job: str, plan: FaultPlan | None = None) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        self.port = port
+        self.options = (
+            "--nnodes", num_nodes, "--rdzv", f"127.0.0.1:{port}", "--job-id", "some", "--nproc", "1", "--join", "1s"
+        )  # fmt: skip
+        self.folder, self.job, self.plan = folder, (str(folder), *job), plan
+        self.ended: dict[str, tuple[int, str]] = {}
+        self.launchers: dict[str, subprocess.Popen[str]] = {}
+        self.threads: dict[str, threading.Thread] = {}
+
+    def start(self, name: str) -> None:
+        def run() -> None:
+            keep = functools.partial(self.launchers.__setitem__, name)
+            self.ended[name] = launch(
+                self.folder, *self.job, options=self.options, plan=self.plan, name=name, then=keep
+            )
+
+        self.threads[name] = threading.Thread(target=run)
+        self.threads[name].start()
+
+    def start_serving(self, name: str) -> None:
+        """The first launcher on the host that --rdzv names serves the store; if it dies, the job ends."""
+        self.start(name)
+        until = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            assert time.monotonic() < until, self.logs()
+            time.sleep(0.1)
+
+    def kill(self, name: str) -> None:
+        """The host is gone, launcher and rank."""
+        pid = self.launchers[name].pid
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        ranks = [int(rank) for task in tasks for rank in task.read_text().split()]
+        for one in (pid, *ranks):
+            os.kill(one, signal.SIGKILL)
+
+    def wait_for_step(self, step: int) -> None:
+        until = time.monotonic() + 120
+        while not list((self.folder / "checkpoints").glob(f"*step={step}.ckpt")):
+            assert time.monotonic() < until, self.logs()
+            time.sleep(0.02)
+
+    def wait(self, name: str) -> int:
+        self.threads[name].join()
+        return self.ended[name][0]
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in self.folder.glob("*.log"))
+
+
 @pytest.mark.soak
 @pytest.mark.deadline(150)
 def test_launchers_of_two_hosts_restart_together(tmp_path: Path) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    plan = FaultPlan().kill(1, step=6)
-    options = ("--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--job-id", "two", "--nproc", "1")
-    ended: dict[int, tuple[int, str]] = {}
+    hosts = Hosts(tmp_path, "2", plan=FaultPlan().kill(1, step=6))
+    hosts.start("first")
+    hosts.start("second")
+    assert [hosts.wait("first"), hosts.wait("second")] == [0, 0], hosts.logs()
+    assert results(tmp_path) == undisturbed()
 
-    def run(host: int) -> None:
-        ended[host] = launch(tmp_path, str(tmp_path), options=options, plan=plan, name=f"host{host}")
 
-    hosts = [threading.Thread(target=run, args=(host,)) for host in (0, 1)]
-    for host in hosts:
-        host.start()
-    for host in hosts:
-        host.join()
-    assert [code for code, _ in ended.values()] == [0, 0], ended
+@pytest.mark.soak
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "2", plan=FaultPlan().kill(culprit, step=4))
+    hosts.options += ("--max-restarts", "0")
+    hosts.start_serving("first")
+    hosts.start("second")
+    assert [hosts.wait("first"), hosts.wait("second")] == [137, 137], hosts.logs()
+    for _, log in hosts.ended.values():
+        assert f"rank {culprit}, killed by SIGKILL; all 0 restarts are spent" in log
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(240)
+def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "1:2", "0.3")
+    hosts.start_serving("first")
+    hosts.wait_for_step(1)
+    hosts.start("second")
+    until = time.monotonic() + 120
+    while not (tmp_path / "logs" / "second" / "attempt-1" / "rank00001.err").exists():
+        assert time.monotonic() < until, hosts.logs()
+        time.sleep(0.02)
+    (joined_at,) = (event for event in read_events(tmp_path / "distplus") if event["kind"] == "regroup")
+    hosts.wait_for_step(joined_at["global_step"] + 2)
+    hosts.kill("second")
+    assert hosts.wait("second") == -signal.SIGKILL
+    assert hosts.wait("first") == 0, hosts.logs()
+    assert json.loads((tmp_path / "result-0.json").read_text())["step"] == STEPS  # dropout depends on the ranks
+    report = audit(tmp_path / "distplus" / "audit")
+    assert (report.ok, report.num_steps, report.num_samples) == (True, STEPS, 4 * STEPS), report
+    sizes = [event["world_size"] for event in read_events(tmp_path / "distplus") if event["kind"] == "start"]
+    assert sizes == [1, 2, 2, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(240)
+def test_a_host_is_replaced_and_the_job_goes_on(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "2", "0.3")
+    hosts.start_serving("first")
+    hosts.start("second")
+    hosts.wait_for_step(2)
+    hosts.kill("second")
+    hosts.start("another")
+    assert [hosts.wait("first"), hosts.wait("another")] == [0, 0], hosts.logs()
     assert results(tmp_path) == undisturbed()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.events import read_events
-from lightning_distplus.launch.slurm import SlurmJob
 from tests.distributed.slurm_cluster import Cluster, missing_programs, slurm
 from tests.faults.test_restarting import undisturbed
 
@@ -21,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 # `distplus fit` is the small job of the launcher's tests; everything else is the real command.
 DISTPLUS = f"""#!/bin/bash
 cd {ROOT}
+if [ "$1" = fit ] && [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+  set -- fit "$2/$SLURM_ARRAY_TASK_ID" "${{@:3}}"; mkdir -p "$2"
+fi
 if [ "$1" = fit ]; then exec {sys.executable} -m tests.distributed.launch_jobs "${{@:2}}"; fi
 exec {sys.executable} -m lightning_distplus.cli "$@"
 """
@@ -28,7 +32,7 @@ exec {sys.executable} -m lightning_distplus.cli "$@"
 pytestmark = [
     pytest.mark.soak,  # Slurm takes a minute to start a requeued job
     pytest.mark.skipif(bool(missing_programs()), reason=f"no Slurm here: {', '.join(missing_programs())} not found"),
-    pytest.mark.deadline(400),
+    pytest.mark.deadline(500),
 ]
 
 
@@ -40,22 +44,33 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield one
 
 
-def submit(cluster: Cluster, folder: Path, *job: str, options: tuple[str, ...] = ()) -> str:
+def submit(
+    cluster: Cluster, folder: Path, *job: str, time: str = "10", options: tuple[str, ...] = (), has_srun: bool = True
+) -> str:
     """The number of the job. The names of the nodes resolve nowhere: all of them are this host."""
-    script = folder / "job.sh"
-    command = ["fit", str(folder), *job]
-    script.write_text(SlurmJob(command=command, nodes=2, time="10", grace_s=60).script())
-    return cluster.call(
-        "sbatch", "--parsable", f"--chdir={folder}", *options, str(script),
-        PATH=f"{cluster.folder}:{cluster.environment['PATH']}", PYTHONPATH=str(ROOT), MASTER_ADDR="127.0.0.1",
-        OMP_NUM_THREADS="1", HOME=os.environ.get("HOME", "/"),
-    )  # fmt: skip
+    environment = {
+        **cluster.environment, "PATH": f"{cluster.folder}:{cluster.environment['PATH']}", "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "HOME": os.environ.get("HOME", "/"),
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "lightning_distplus.cli", "launch", "slurm", "--nodes=2", f"--time={time}", "--grace=60",
+        *(f"--sbatch={option}" for option in options), *(["--submit"] if has_srun else []),
+        "--", "fit", str(folder), *job,
+    ]  # fmt: skip
+    asked = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    if not has_srun:
+        script = re.sub("^srun --kill-on-bad-exit=0 ", "", asked.stdout, flags=re.MULTILINE)
+        asked = subprocess.run(
+            ["sbatch"], input=script, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+    return re.findall(r"job (\d+)", asked.stdout)[0]
 
 
-def wait_for_step(cluster: Cluster, folder: Path, step: int) -> None:
+def wait_for_step(cluster: Cluster, number: str, folder: Path, step: int) -> None:
     until = time.monotonic() + 120
     while not list((folder / "checkpoints").glob(f"*step={step}.ckpt")):
         assert time.monotonic() < until, cluster.logs()
+        assert cluster.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), cluster.logs()
         time.sleep(0.05)
 
 
@@ -74,7 +89,7 @@ def test_a_job_that_is_told_of_its_limit_saves_is_requeued_once_and_continues_ex
     cluster: Cluster, tmp_path: Path
 ) -> None:
     number = submit(cluster, tmp_path, "0.3")
-    wait_for_step(cluster, tmp_path, 2)
+    wait_for_step(cluster, number, tmp_path, 2)
     cluster.call("scancel", "--signal=USR1", number)  # what Slurm sends to the ranks before the limit
     ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
     log = (tmp_path / f"distplus-{number}.log").read_text()
@@ -84,9 +99,69 @@ def test_a_job_that_is_told_of_its_limit_saves_is_requeued_once_and_continues_ex
     assert kinds(tmp_path, 0) == kinds(tmp_path, 1) == ["preempted", "loaded"]
 
 
+@pytest.mark.deadline(800)
+def test_a_real_time_limit_is_met_by_a_save_and_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm sends the signal 60 to 120 s before the limit of 3 minutes; the whole job takes longer."""
+    number = submit(cluster, tmp_path, "14", time="3")
+    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=700)
+    log = (tmp_path / f"distplus-{number}.log").read_text()
+    assert ended["JobState"] == "COMPLETED", log
+    assert (restarts := int(ended["Restarts"])) >= 1, log
+    assert weights(tmp_path) == undisturbed()
+    assert kinds(tmp_path, 0) == kinds(tmp_path, 1) == ["preempted", "loaded"] * restarts
+
+
+def test_a_task_of_an_array_is_requeued_alone_and_the_other_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    number = submit(cluster, tmp_path, "0.3", options=("--array=3,5%1",))
+    wait_for_step(cluster, f"{number}_3", tmp_path / "3", 2)
+    cluster.call("scancel", "--signal=USR1", f"{number}_3")
+    for task, restarts in (("3", "1"), ("5", "0")):
+        ended = cluster.wait(f"{number}_{task}", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", restarts), cluster.logs()
+        assert weights(tmp_path / task) == undisturbed()
+
+
+def test_a_job_waits_for_a_drained_node_and_continues_when_it_is_back(cluster: Cluster, tmp_path: Path) -> None:
+    number = submit(cluster, tmp_path, "0.3")
+    wait_for_step(cluster, number, tmp_path, 2)
+    cluster.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    cluster.call("scancel", "--signal=USR1", number)
+    cluster.wait(number, "PENDING", deadline_s=120)
+    time.sleep(3)
+    assert cluster.job(number)["JobState"] == "PENDING"
+    cluster.call("scontrol", "update", "nodename=n2", "state=resume")
+    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.logs()
+    assert weights(tmp_path) == undisturbed()
+
+
+def test_a_node_that_dies_costs_one_requeue(cluster: Cluster, tmp_path: Path) -> None:
+    """The job that Slurm's own --requeue starts again continues from the newest checkpoint."""
+    number = submit(cluster, tmp_path, "0.3")
+    wait_for_step(cluster, number, tmp_path, 2)
+    cluster.call(
+        "scontrol", "update", "nodename=n2", "state=down", "reason=test"
+    )  # a daemon that still answers brings it back
+    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.logs()
+    assert weights(tmp_path) == undisturbed()
+
+
+@pytest.mark.parametrize("mistake", ["two tasks per node", "no srun"])
+def test_a_wrong_start_is_refused_at_once_and_not_requeued(mistake: str, cluster: Cluster, tmp_path: Path) -> None:
+    if mistake == "no srun":
+        number = submit(cluster, tmp_path, has_srun=False)
+    else:
+        number = submit(cluster, tmp_path, options=("--ntasks-per-node=2",))
+    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=120)
+    log = (tmp_path / f"distplus-{number}.log").read_text()
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "173:0"), log
+    assert ("srun" if mistake == "no srun" else "ntasks-per-node") in log
+
+
 def test_a_job_that_is_cancelled_saves_and_stays_away(cluster: Cluster, tmp_path: Path) -> None:
     number = submit(cluster, tmp_path, "0.3")
-    wait_for_step(cluster, tmp_path, 2)
+    wait_for_step(cluster, number, tmp_path, 2)
     cluster.call("scancel", number)
     until = time.monotonic() + 60
     while cluster.call("squeue", "--noheader"):

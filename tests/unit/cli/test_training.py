@@ -86,6 +86,15 @@ def test_interpolation_follows_an_option_of_the_command_line(config: Any, capsys
     assert found["model"]["init_args"]["scale"] == 7
 
 
+def test_the_number_of_hosts_is_the_launchers_where_it_may_change(
+    config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = config(trainer={"num_nodes": 2})
+    for variables, expected in (({"DISTPLUS_ELASTIC": 1}, 3), ({}, 2)):
+        with env.changed(GROUP_WORLD_SIZE=3, **variables):
+            assert printed(arguments, capsys)["trainer"]["num_nodes"] == expected
+
+
 def test_an_interpolation_that_leads_nowhere_is_named(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"class_path": f"{__name__}.Scaled", "init_args": {"scale": "${trainer.nothing}"}}
     assert "trainer.nothing" in refused(["fit", *config(model=model)], capsys)

@@ -112,6 +112,19 @@ def test_resume_says_the_global_batch_where_and_how_long(
     assert lines[1].startswith("resumed at sample 6, step 3, epoch 0, in ")
 
 
+def test_stock_trainer_with_default_flags_goes_on_from_the_checkpoint_that_it_writes(tmp_path: Path) -> None:
+    def fit(max_epochs: int, load: str | None = None) -> SampleDiary:
+        model = SampleDiary()
+        trainer = pl.Trainer(max_epochs=max_epochs, accelerator="cpu", default_root_dir=tmp_path)
+        trainer.fit(model, ResumableDataModule(train_dataset=Augmented(17), batch_size=2), ckpt_path=load)
+        return model
+
+    undisturbed, first = fit(2), fit(1)
+    resumed = fit(2, first.trainer.checkpoint_callback.best_model_path)
+    assert {**first.steps, **resumed.steps} == undisturbed.steps
+    assert sorted(resumed.steps) == [*range(8, 16)]
+
+
 # What is refused on resume.
 
 
@@ -149,10 +162,10 @@ def changed(corpus: list[Source], folder: Path, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("weights", r"source 0: weight / 2\*\*32: 3006477107 in the checkpoint, 2576980378 in this run"),
+        ("weights", r"source 0 \(.*prose\): weight / 2\*\*32: 3006477107 in the checkpoint, 2576980378 in this run"),
         ("fewer", "number of sources: 2 in the checkpoint, 1 in this run"),
-        ("order", "source 0: fingerprint: '"),
-        ("content", "source 1: fingerprint: '"),
+        ("order", r"source 0 \(code\): fingerprint: '"),
+        ("content", r"source 1 \(.*other\): fingerprint: '"),
         ("seq_len", "seq_len: 4 in the checkpoint, 8 in this run"),
         ("seed", "seed: 3 in the checkpoint, 4 in this run"),
     ],
@@ -170,6 +183,21 @@ def test_override_goes_on_and_says_what_differs(map_checkpoint: Path, caplog: py
     assert "seed: 3 in the checkpoint, 4 in this run" in caplog.text
 
 
+def test_override_is_recorded_in_the_checkpoints_that_follow(
+    token_checkpoint: Path, corpus: Any, tmp_path: Path
+) -> None:
+    other = [corpus[0], Source(path=write_tokens(tmp_path / ("long name " * 9), 401, start=20_000), weight=0.3)]
+    data = token_data(sources=other, ignore_fingerprint=True)
+    model = resume(data, token_checkpoint, max_steps=5)
+    expected = [[6, f"source 1 ({tmp_path})"[:40]]]
+    assert data.state_dict()["ignored"] == expected
+    model.trainer.save_checkpoint(tmp_path / "next.ckpt")
+    data = token_data(sources=other, seed=9, ignore_fingerprint=True)
+    resume(data, tmp_path / "next.ckpt", max_steps=7)
+    assert data.state_dict()["ignored"] == [*expected, [10, "seed"]]
+    assert len(repr(data.state_dict())) < 1000
+
+
 @pytest.mark.parametrize("name", ["version", "order_version"])
 def test_state_of_another_version_is_refused(name: str, map_checkpoint: Path, tmp_path: Path) -> None:
     path = moved_to(map_checkpoint, tmp_path, **{name: 3})
@@ -183,12 +211,47 @@ def test_position_past_the_data_is_refused(map_checkpoint: Path, tmp_path: Path)
         resume(map_data(), path)
 
 
+def without_position(path: Path, folder: Path) -> Path:
+    """As another data module would have written it."""
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["ResumableDataModule" if "ResumableDataModule" in checkpoint else "TokenDataModule"]
+    torch.save(checkpoint, folder / "old.ckpt")
+    return folder / "old.ckpt"
+
+
 def test_checkpoint_without_a_position_is_refused(map_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = torch.load(map_checkpoint, weights_only=True)
-    del checkpoint["ResumableDataModule"]
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    with pytest.raises(DatasetMismatch, match="holds no position of a data module ResumableDataModule"):
-        resume(map_data(), tmp_path / "old.ckpt")
+    with pytest.raises(DatasetMismatch, match="holds no position of a data module ResumableDataModule") as error:
+        resume(map_data(), without_position(map_checkpoint, tmp_path))
+    assert "pass start_sample=..." in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens"])
+def test_checkpoint_without_a_position_goes_on_where_start_sample_says(
+    kind: str, corpus: list[Source], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def data(**arguments: Any) -> Any:
+        return map_data(**arguments) if kind == "map" else token_data(sources=corpus, **arguments)
+
+    settings = {"max_steps": 16, "accumulate_grad_batches": 2}
+    undisturbed, model = SampleDiary(), SampleDiary()
+    quiet_trainer(max_epochs=-1, **settings).fit(undisturbed, data())
+    trainer = quiet_trainer(max_epochs=-1, **{**settings, "max_steps": 6})  # in the second epoch of the map-style data
+    trainer.fit(model, data())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    old = without_position(tmp_path / "saved.ckpt", tmp_path)
+    resumed = resume(data(start_sample=24), old, **settings)
+    assert resumed.steps == {step: undisturbed.steps[step] for step in range(6, 16)}
+    assert "the checkpoint holds no position in the data; going on where start_sample says" in caplog.text
+    assert resumed.trainer.global_step == 16
+    anew = resume(data(start_sample=0), old, **settings)
+    assert anew.steps == {6 + step: undisturbed.steps[step] for step in range(10)}
+    assert anew.trainer.datamodule.consumed_samples == 40
+    with_position = resume(data(start_sample=0), tmp_path / "saved.ckpt", **settings)
+    assert with_position.steps == resumed.steps
+    with pytest.raises(
+        ValueError, match=r"start_sample=26 is not where an optimizer step begins: .* begins at sample 24"
+    ):
+        resume(data(start_sample=26), old, **settings)
 
 
 def test_validation_of_a_checkpoint_does_not_look_at_the_training_data(map_checkpoint: Path) -> None:

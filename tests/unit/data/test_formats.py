@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from lightning_distplus.data import MegatronTokens, MegatronWriter, Source, TokenDataModule
-from lightning_distplus.data.loader import Request
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import detect, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher

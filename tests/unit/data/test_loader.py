@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_distplus.data.loader import Request, SampleFetcher, SampleLoader, WorkerOptions
+from lightning_distplus.data.loader import SampleFetcher, SampleLoader, WorkerOptions
+from lightning_distplus.data.request import Request
 from lightning_distplus.data.token_fetcher import TokenFetcher
 
 

@@ -134,3 +134,24 @@ def test_a_requeue_that_fails_is_reported(
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="nodes is 0"):
         SlurmJob(command=["fit"], nodes=0)
+
+
+def test_a_job_is_submitted_with_what_sbatch_is_to_be_told(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(slurm, "sbatch", f'/bin/cat > {slurm}/script; echo "sbatch $*" >> {slurm}/calls; echo 12')
+    options = ["--submit", "--name", "llama", "--sbatch=--partition=big"]
+    assert main(["launch", "slurm", *options, "--", "fit"]) == 0
+    assert calls(slurm) == ["sbatch --parsable"]
+    assert capsys.readouterr().out == "distplus launch slurm: submitted job 12; its log is llama-12.log\n"
+    assert "#SBATCH --partition=big" in (slurm / "script").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [(None, "sbatch is not found"), ("echo no such partition >&2; exit 1", "no such partition")]
+)
+def test_a_job_that_is_not_submitted_says_why(
+    body: str | None, said: str, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if body:
+        program(slurm, "sbatch", body)
+    assert main(["launch", "slurm", "--submit", "--", "fit"]) == 1
+    assert said in capsys.readouterr().err

@@ -30,7 +30,22 @@ def test_the_users_profiler_measures_what_it_measures_without_the_marks() -> Non
         with pytest.raises(KeyError), profiler.profile("an action that fails"):
             raise KeyError
     assert len(profiler.recorded_durations["an action that fails"]) == 2
-    assert marks.read().operation == "after an action that fails"
+
+
+def test_where_an_action_has_failed_is_kept_while_the_callbacks_hear_of_it() -> None:
+    marks = Marks(phase=lambda: "step")
+    profiler = MarkingProfiler(PassThroughProfiler(), marks)
+    with pytest.raises(StopIteration), profiler.profile("train_dataloader_next"):
+        raise StopIteration
+    assert marks.read().operation == "after train_dataloader_next"  # the end of the data is no failure
+    with pytest.raises(KeyError), profiler.profile("run_training_batch"), profiler.profile("a hook"):
+        raise KeyError
+    for callback in ("FirstWord", "ModelCheckpoint"):
+        with profiler.profile(f"[Callback]{callback}.on_exception"):
+            assert marks.read().operation == f"[Callback]{callback}.on_exception"
+    assert marks.at_failure.operation == "a hook"
+    marks.forget()
+    assert marks.at_failure.operation == "after [Callback]ModelCheckpoint.on_exception"
 
 
 def test_actions_with_a_number_in_their_name_are_not_kept_for_ever() -> None:

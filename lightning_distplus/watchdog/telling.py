@@ -1,0 +1,115 @@
+"""How a verdict gets out: its file, its text on stderr, and the word to the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.errors import HangDetected, PeerError, PeerLost
+from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.failure import leave_verdict
+from lightning_distplus.watchdog.leaving import say
+from lightning_distplus.watchdog.verdict import Verdict
+
+__all__ = ["JUDGED", "Telling"]
+
+log = logging.getLogger(__name__)
+
+JUDGED = "the watchdogs have judged:\n"
+_LOOK_S = 0.025
+_TOLD_S = 1.0
+_SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
+_STORE_S = 0.3
+
+
+class Telling:
+    """Tells verdicts for one rank: one rank of each host writes and prints.
+
+    Args:
+        plane: The control plane.
+        board: Who is there.
+        folder: Where verdicts are written.
+    """
+
+    def __init__(self, plane: ControlPlane, board: Board, folder: Path) -> None:
+        self._plane = plane
+        self._line = plane.second_line()
+        self._world = plane.world
+        self._board = board
+        self._folder = folder
+        self.has_judged = False
+        """Whether this rank gives a verdict of the watchdogs: what it raises from then on follows from that."""
+
+    def speaks_for_host(self, silent: Iterable[int]) -> bool:
+        """Whether this is the lowest rank of its host whose Python runs."""
+        here = {rank for rank, peer in self._board.peers.items() if peer.host == self._world.host}
+        return self._world.rank == min(here - set(silent) | {self._world.rank})
+
+    def tell(self, verdict: Verdict) -> None:
+        """Writes and prints it."""
+        with suppress(OSError):
+            self._print(verdict, verdict.write(self._folder, self._world.host))
+
+    def is_done(self, verdict: Verdict) -> bool:
+        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
+        end = time.monotonic() + _SPOKEN_S
+        while not (is_written := verdict.is_written(self._folder, self._world.host)) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return is_written
+
+    def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
+        """``leave_verdict``, and prints it; never raises."""
+        if self.has_judged:
+            return
+        try:
+            left = leave_verdict(
+                error,
+                is_told=is_told,
+                world=self._world,
+                peers=self._board.peers,
+                last_seen=self._board.last_seen,
+                folder=self._folder,
+            )
+        except Exception:  # on the way out: the error itself must be seen
+            log.exception("rank %d: the verdict cannot be written", self._world.rank)
+            return
+        if left is not None:
+            self._print(*left)
+
+    def _print(self, verdict: Verdict, path: Path) -> None:
+        say(f"{verdict.render()}\n  file:  {path}")
+
+    def tell_peers(self, verdict: Verdict) -> None:
+        """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
+        kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
+        error = kind(f"{JUDGED}{verdict.render()}", verdict.culprits)
+        error.has_verdict = True
+        told = verdict if self._board.is_few else verdict.shortened()
+
+        def tell() -> None:
+            with suppress(PeerError):
+                self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
+                self._plane.report_failure(error)
+
+        teller = threading.Thread(target=tell, daemon=True)  # it may have to wait for the store
+        teller.start()
+        teller.join(timeout=_STORE_S)
+
+    def told_by(self, rank: int) -> Verdict | None:
+        """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+        told: list[bytes | None] = []
+
+        def read() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.read(f"watchdog/verdict/{rank}"))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(timeout=_TOLD_S)
+        return Verdict.from_json(told[0]) if told and told[0] is not None else None

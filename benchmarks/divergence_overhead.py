@@ -3,7 +3,7 @@
 The monitor is toggled inside one fit with DDP on two processes, each pinned to a core, in blocks of steps as in
 ``strategy_cost``: everything on with default settings, Lightning's broadcast alone, and the broadcast again (A/A). The
 number of the step rides in DDP's bucket in all of them, because DDP cannot let go of a parameter; its cost is apart.
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is a rival for single calls: DDP on gloo dies of a segmentation fault under it (2.13).
+Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` single calls are timed: DDP on gloo dies of a segmentation fault (torch 2.13).
 """
 
 from __future__ import annotations

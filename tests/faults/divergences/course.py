@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +64,15 @@ def validation_batches_are_fewer(run: Run) -> None:
 @diverges("D4", "", number=26, blame="agreed", stock="dies")
 def should_stop_is_set(run: Run) -> None:
     run.strike(lambda trainer, module: setattr(trainer, "should_stop", True))
+
+
+@diverges("D4", "", blame="agreed", is_before=False)
+def clock_of_saves_runs_ahead(run: Run) -> None:
+    """Lightning asks rank 0 whether it is time."""
+    saver = pl.callbacks.ModelCheckpoint(train_time_interval=timedelta(seconds=60))
+    run.callbacks.append(saver)
+    run.trainer["enable_checkpointing"] = True
+    run.strike(lambda trainer, module: setattr(saver, "_last_time_checked", saver._last_time_checked - 100))
 
 
 @diverges("D4", "moment", says="a save", stock="waits")

@@ -23,7 +23,7 @@ from tests.faults.divergences import DIVERGENCES, Run, own_loader
 
 SEEDS = range(20)
 ROWS = sorted({one.row for one in DIVERGENCES.values()}, key=lambda row: int(row[1:]))
-SOON_S = 10.0
+SOON_S = 20.0  # before any deadline of the run
 STOCK_TIMEOUT_S = 3.0
 
 
@@ -61,7 +61,9 @@ class Case:
         return [self.guilty] if blame == "guilty" else []
 
 
-def make(rank: int, case: Case, folder: str, *, is_monitored: bool) -> tuple[Run, Any]:
+def make(
+    rank: int, case: Case, folder: str, *, is_monitored: bool, timeout_s: float = STOCK_TIMEOUT_S
+) -> tuple[Run, Any]:
     """The run of one rank, with the fault in it, and its Trainer."""
     run = Run(rank=rank, size=case.size, guilty=case.guilty, step=case.step)
     DIVERGENCES[case.name].plant(run)
@@ -74,7 +76,7 @@ def make(rank: int, case: Case, folder: str, *, is_monitored: bool) -> tuple[Run
     if name.startswith("Resilient"):
         options |= {"timeout": "30s", "preflight": {"trainer": "off"}}
     elif not is_monitored:
-        options["timeout"] = timedelta(seconds=STOCK_TIMEOUT_S)
+        options["timeout"] = timedelta(seconds=timeout_s)
     monitors = [RankDivergenceMonitor(**run.monitor)] if is_monitored else []
     arguments = {"max_steps": 9, **run.trainer, "callbacks": [*run.callbacks, *monitors]}
     return run, jobs.trainer(jobs.strategy(name, **options), case.size, folder, **arguments)
@@ -193,9 +195,9 @@ def test_each_of_the_43_faults_is_in_the_list_with_what_plants_it() -> None:
 # -- the same without this package ------------------------------------------------------------------------------------
 
 
-def train_in_stock(rank: int, case: Case, folder: str) -> dict[str, Any]:
-    """How Lightning's DDP ends on this rank, which has a time-out of three seconds."""
-    run, trainer = make(rank, case, folder, is_monitored=False)
+def train_in_stock(rank: int, case: Case, folder: str, timeout_s: float = STOCK_TIMEOUT_S) -> dict[str, Any]:
+    """How Lightning's DDP ends on this rank."""
+    run, trainer = make(rank, case, folder, is_monitored=False, timeout_s=timeout_s)
     began = time.time()
     try:
         trainer.fit(run.module, **run.data)
@@ -207,7 +209,7 @@ def train_in_stock(rank: int, case: Case, folder: str) -> dict[str, Any]:
 
 def train_in_stock_with_each(rank: int, names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     """One fit after the other in one process group."""
-    return {name: train_in_stock(rank, Case(name=name, strategy="DDPStrategy"), folder) for name in names}
+    return {name: train_in_stock(rank, Case(name=name, strategy="DDPStrategy"), folder, 60.0) for name in names}
 
 
 SILENT = [name for name, one in DIVERGENCES.items() if one.stock == "silent"]

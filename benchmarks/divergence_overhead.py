@@ -3,7 +3,7 @@
 The monitor is toggled inside one fit with DDP on two processes, each pinned to a core, in blocks of steps as in
 ``strategy_cost``: everything on with default settings, Lightning's broadcast alone, and the broadcast again (A/A). The
 number of the step rides in DDP's bucket in all of them, because DDP cannot let go of a parameter; its cost is apart.
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is no rival here: DDP on gloo ends with a segmentation fault under it (torch 2.13).
+Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` single calls are timed: DDP on gloo dies of a segmentation fault (torch 2.13).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from lightning_distplus.testing import spawn
 __all__ = ["run"]
 
 _STEPS_S = {"20 ms": 0.017, "100 ms": 0.097}
-_LAYERS, _WIDTH, _BATCH = 10, 1000, 256  # ten million parameters
+_LAYERS, _WIDTH = 10, 1000  # ten million parameters
+_FEW_TOKENS, _TOKENS = 256, 2048  # in a micro-batch: four sequences of 512, and an eighth of that
+_TARGET_SHARE = 1.0  # percent
 _STATE_PARAMETERS = 100_000_000
 _TARGET_WINDOW_MS = 1.5
 _TARGET_SLOWDOWN = 2.0  # against a plain sum over the same bytes
@@ -121,18 +123,32 @@ def _fastest_ms(repeats: int, **calls: Callable[[], object]) -> dict[str, float]
 
 
 def _gradient_figures(repeats: int) -> list[Figure]:
-    """The look at the gradients of ten million parameters, where DDP has just put them into its buckets."""
-    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
-        (took,) = spawn(_backward, 1, args=(folder, repeats), deadline="120s").check().results.values()
-    fastest = {name: min(values) for name, values in took.items()}
-    look_ms = fastest["look"] - fastest["scale"]
-    note = f"fastest of {repeats}: {look_ms:.2f} of {fastest['backward']:.0f} ms; 10 M parameters, {_BATCH} samples"
-    return [
-        Figure(name="non-finite, share of backward", value=100 * look_ms / fastest["backward"], unit="%",
-               target=1.0, note=note),
-        Figure(name="non-finite, time / plain sum", value=look_ms / fastest["sum"], unit="",
-               target=_TARGET_SLOWDOWN),
+    """The look at the gradients of ten million parameters, where DDP has just put them into its buckets.
+
+    It costs the same whatever the micro-batch is, so that its share depends on how many tokens a backward has.
+    """
+    few, many = (_fastest_of_backward(tokens, repeats) for tokens in (_FEW_TOKENS, _TOKENS))
+    look_ms = min(few["look"] - few["scale"], many["look"] - many["scale"])
+    shares = [
+        Figure(
+            name=f"non-finite, share of backward, {tokens} tokens", value=100 * look_ms / took["backward"], unit="%",
+            target=_TARGET_SHARE if tokens == _TOKENS else None,
+            note=f"fastest of {repeats}: {look_ms:.2f} of {took['backward']:.0f} ms; 10 M parameters",
+        )
+        for tokens, took in ((_FEW_TOKENS, few), (_TOKENS, many))
     ]  # fmt: skip
+    plain_ms = min(few["sum"], many["sum"])
+    return [
+        *shares,
+        Figure(name="non-finite, time / plain sum", value=look_ms / plain_ms, unit="", target=_TARGET_SLOWDOWN,
+               note=f"a plain sum there: {plain_ms:.2f} ms"),
+    ]  # fmt: skip
+
+
+def _fastest_of_backward(tokens: int, repeats: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
+        (took,) = spawn(_backward, 1, args=(folder, tokens, repeats), deadline="5m").check().results.values()
+    return {name: min(values) for name, values in took.items()}
 
 
 class _TimedHook(BucketHook):
@@ -153,13 +169,13 @@ class _TimedHook(BucketHook):
         return True
 
 
-def _backward(rank: int, folder: str, repeats: int) -> dict[str, list[float]]:
+def _backward(rank: int, folder: str, tokens: int, repeats: int) -> dict[str, list[float]]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=1)
     net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     model = torch.nn.parallel.DistributedDataParallel(net)
     hook = _TimedHook(LocalGradients(), {id(one): name for name, one in net.named_parameters()}, model.process_group)
     model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # type: ignore[arg-type]
-    batch = torch.randn(_BATCH, _WIDTH)
+    batch = torch.randn(tokens, _WIDTH)
     took: dict[str, list[float]] = {"look": [], "scale": [], "sum": [], "backward": []}
     for number in range(3 * repeats):
         hook.arm, hook.taken_ms = ("look", "scale", "sum")[number % 3], 0.0
@@ -218,24 +234,34 @@ def _rival_figures(quick: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         found = spawn(_rivals, 2, args=(folder, 50 if quick else 500), deadline="120s").check().results
     return [
-        Figure(name=f"rival: {name}, once a step", value=median(taken), unit="us", ci95=bootstrap_ci95(taken))
+        Figure(name=f"rival: {name}", value=median(taken), unit="us", ci95=bootstrap_ci95(taken))
         for name, taken in found[0].items()
     ]
 
 
 def _rivals(rank: int, folder: str, repeats: int) -> dict[str, list[float]]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     record = {"step": 1, "epoch": 0, "structure": "float32[8, 64]"}
+    numbers = torch.ones(16)
     rivals: dict[str, Callable[[], object]] = {
-        "monitored_barrier": lambda: dist.monitored_barrier(timeout=timedelta(seconds=60)),
-        "all_gather_object": lambda: dist.all_gather_object([None, None], record),
+        "monitored_barrier, once a step": lambda: dist.monitored_barrier(timeout=timedelta(seconds=60)),
+        "all_gather_object, once a step": lambda: dist.all_gather_object([None, None], record),
+        "all_reduce of 64 bytes": lambda: dist.all_reduce(numbers.fill_(1.0)),
     }
-    found: dict[str, list[float]] = {}
-    for name, call in rivals.items():
-        found[name] = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            call()
-            found[name].append((time.perf_counter() - begin) * 1e6)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = {name: _repeat(call, repeats) for name, call in rivals.items()}
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG says it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet again", rank=rank, world_size=2)
+    found["the same under DETAIL, at each call"] = _repeat(rivals["all_reduce of 64 bytes"], repeats)
     dist.destroy_process_group()
     return found
+
+
+def _repeat(call: Callable[[], object], repeats: int) -> list[float]:
+    """Microseconds of each call."""
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        taken.append((time.perf_counter() - begin) * 1e6)
+    return taken

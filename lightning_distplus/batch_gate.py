@@ -6,6 +6,7 @@ import itertools
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,8 @@ class BatchGate:
         """Told the records of a step before the Trainer goes on."""
         self.tell: Callable[[DivergenceError], None] = _raise
         """Called where the ranks stand at different places; it raises."""
+        self.attend: Callable[[str], AbstractContextManager[None]] = lambda moment: nullcontext()
+        """Stands around every wait of this rank at the gate."""
         self.wishes = Flag.NONE
         """What some rank has asked for at a gate, and not all have done yet."""
         self.wants_preemption: Callable[[], bool] = lambda: False
@@ -147,7 +150,8 @@ class BatchGate:
         """
         while True:
             self._mark(f"the gate at {moment}")
-            records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
+            with self.attend(str(moment)):
+                records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
             for record in records:
                 self.wishes |= flags_of(record) & (Flag.WANTS_STOP | Flag.WANTS_VALIDATION)
             if moment is Moment.DECISION or all(moment_of(record) is not Moment.DECISION for record in records):

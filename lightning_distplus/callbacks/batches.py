@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -13,7 +13,9 @@ from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.agreement import disagreement
 from lightning_distplus.divergence.batch import content, digest, structure
 
-__all__ = ["BatchCheck"]
+__all__ = ["BatchCheck", "BatchShapes"]
+
+BatchShapes = Literal["any", "equal"]
 
 _SAME_IN_A_ROW = 2
 _SHOWN_IDS = 8
@@ -27,10 +29,12 @@ class BatchCheck(Check):
 
     Args:
         every_n_steps: How often it looks.
+        shapes: Whether sizes are a part of the structure.
     """
 
-    def __init__(self, every_n_steps: int) -> None:
+    def __init__(self, every_n_steps: int, shapes: BatchShapes = "any") -> None:
         self._every = every_n_steps
+        self._has_sizes = shapes == "equal"
         self._num_said = 0
         self._batch: Any = None
         self._replicas: list[int] = []
@@ -58,7 +62,7 @@ class BatchCheck(Check):
         fields: dict[str, Any] = {"data_fingerprint": digest(self._place())}
         if rest == 0:
             if self._compares_structure:
-                fields["batch_structure"] = digest(structure(batch))
+                fields["batch_structure"] = digest(structure(batch, sizes=self._has_sizes))
             fields["batch_content"] = self._content(batch, may_read=turn % self._reads_every == 0)
         return fields
 
@@ -66,7 +70,7 @@ class BatchCheck(Check):
         """What stands behind the fingerprints."""
         if field == "data_fingerprint":
             return self._place()
-        return dict(structure(self._batch)) if field == "batch_structure" else {}
+        return structure(self._batch, sizes=self._has_sizes) if field == "batch_structure" else {}
 
     def hear(self, records: Sequence[GateRecord]) -> None:
         """Compares contents: equal where data is shared, different elsewhere."""

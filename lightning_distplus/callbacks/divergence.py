@@ -11,23 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.batch_gate import BatchGate
-from lightning_distplus.callbacks.at_rest import AtRestCheck
-from lightning_distplus.callbacks.batches import BatchCheck
+from lightning_distplus.callbacks.batches import BatchShapes
 from lightning_distplus.callbacks.check import Check, MonitoredRun
+from lightning_distplus.callbacks.checks import make_checks
 from lightning_distplus.callbacks.comparison import Comparison
-from lightning_distplus.callbacks.decisions import DecisionCheck
 from lightning_distplus.callbacks.hosting import Host, host_of
 from lightning_distplus.callbacks.incidents import Incidents
-from lightning_distplus.callbacks.local_failures import LocalFailureCheck
-from lightning_distplus.callbacks.metrics import MetricCheck
-from lightning_distplus.callbacks.nonfinite import NonFiniteCheck
-from lightning_distplus.callbacks.pairing import PairingCheck
-from lightning_distplus.callbacks.plan import PlanCheck, RngPolicy
-from lightning_distplus.callbacks.replay import ReplayCheck
-from lightning_distplus.callbacks.replicas import ReplicaCheck
-from lightning_distplus.callbacks.settings import SettingsCheck
-from lightning_distplus.callbacks.spikes import OnSpike, SpikeCheck
-from lightning_distplus.callbacks.tracing import TraceCheck
+from lightning_distplus.callbacks.plan import RngPolicy
+from lightning_distplus.callbacks.spikes import OnSpike
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.skips import SkipBudget
 from lightning_distplus.ending import install_exit_codes
@@ -75,6 +66,8 @@ class RankDivergenceMonitor(Callback):
             micro-batch per step; costs a copy of buffers and generators per step, and of the model in a replay.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
+        batch_shapes: ``"any"`` where batches of different sizes are right, as for sequences; ``"equal"`` where each
+            rank must have the same shapes.
     """
 
     def __init__(
@@ -90,6 +83,7 @@ class RankDivergenceMonitor(Callback):
         state_at_rest: bool = False,
         on_spike: OnSpike = "warn",
         replay_suspects: bool = False,
+        batch_shapes: BatchShapes = "any",
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
@@ -97,6 +91,7 @@ class RankDivergenceMonitor(Callback):
         _require_one_of("on_divergence", on_divergence, get_args(OnDivergence))
         _require_one_of("on_local_failure", on_local_failure, get_args(OnLocalFailure))
         _require_one_of("on_spike", on_spike, get_args(OnSpike))
+        _require_one_of("batch_shapes", batch_shapes, get_args(BatchShapes))
         self.every_n_steps = every_n_steps
         self.parameters_every_n_steps = parameters_every_n_steps
         self.on_divergence = on_divergence
@@ -107,33 +102,12 @@ class RankDivergenceMonitor(Callback):
         self.state_at_rest = state_at_rest
         self.on_spike = on_spike
         self.replay_suspects = replay_suspects
+        self.batch_shapes = batch_shapes
         self.skips = SkipBudget(max_skips_in_a_row)
-        self.checks: list[Check] = self._make_checks()
+        self.checks: list[Check] = make_checks(self, self._before_save)
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
-
-    def _make_checks(self) -> list[Check]:
-        """All checks, in the order in which they speak. Each keeps its own state."""
-        replay = ReplayCheck(lambda: finite.norm())
-        finite = NonFiniteCheck(lambda: replay.outcome)
-        spikes = SpikeCheck(lambda: finite.local_norm, self.on_spike, lambda: replay.last_outcome)
-        pairing = PairingCheck(lambda: finite.is_incomplete)
-        return [
-            *([AtRestCheck()] if self.state_at_rest else []),
-            PlanCheck(self.rng_policy),
-            SettingsCheck(),
-            BatchCheck(self.every_n_steps),
-            DecisionCheck(self._before_save),
-            MetricCheck(),
-            *([LocalFailureCheck(pairing.tie)] if self.on_local_failure == "skip_all" else []),
-            *([replay] if self.replay_suspects else []),
-            finite,
-            *([spikes] if self.on_spike != "ignore" else []),
-            pairing,
-            ReplicaCheck(repairs=self.repair_replicas),
-            *([TraceCheck()] if self.trace_collectives else []),
-        ]
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from lightning_distplus.callbacks.check import Check
 from lightning_distplus.divergence.agreement import disagreement, first_difference
-from lightning_distplus.divergence.signature import first_odd_entry, signature
+from lightning_distplus.divergence.signature import first_odd_entry, signature, weights
+from lightning_distplus.errors import DivergenceError
 from lightning_distplus.rng import rng_state
 
 __all__ = ["GENERATORS", "PlanCheck", "RngPolicy"]
 
 RngPolicy = Literal["same", "distinct", "any"]
+log = logging.getLogger(__name__)
+
 GENERATORS = ("python", "numpy", "torch", "cuda")
 
 
@@ -41,25 +46,65 @@ class PlanCheck(Check):
         """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process.
 
         Raises:
-            DivergenceError: The first parameter or buffer that differs, with both sides.
+            DivergenceError: The first argument of the Trainer, parameter or buffer that differs, with both sides.
         """
+        self._compare("arguments", self._arguments())
         odd = first_odd_entry(signature(self.run.module), self.run.gather)
-        if odd is None:
-            return
-        index, values = odd
-        self.run.tell(
-            disagreement(
-                "model",
-                values,
-                where=f"at entry {index} of its parameters and buffers, before the engine wraps it",
-                remedy="build the model alike on all ranks: no rank-dependent branch, set, or order of registration",
+        if odd is not None:
+            index, values = odd
+            self.run.tell(
+                disagreement(
+                    "model",
+                    values,
+                    where=f"at entry {index} of its parameters and buffers, before the engine wraps it",
+                    remedy="build the model alike on all ranks: no branch by rank, no set, one order of registration",
+                )
             )
+        self._odd_weights = self._compare_weights()
+
+    def _compare_weights(self) -> DivergenceError | None:
+        """The first parameter whose values differ; engines overwrite those of the other ranks, or mix them."""
+        held = {
+            name: one.detach()
+            for name, one in self.run.module.named_parameters()
+            if one.numel() and not one.is_meta and not isinstance(one, DTensor)
+        }
+        devices = {one.device for one in held.values()}
+        held = held if len(devices) == 1 else {}
+        odd = first_odd_entry(weights(held), lambda name, value: self.run.gather(f"weights, {name}", value))
+        if odd is None:
+            return None
+        return disagreement(
+            "initial weights",
+            odd[1],
+            where="before the first step",
+            remedy="DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes "
+            "them the same",
         )
 
     def start(self) -> None:
         """Compares the plan, and the generators."""
-        plans = self.run.gather("plan", self._plan())
-        odd = first_difference(plans)
+        self._compare("plan", self._plan())
+        if self._odd_weights is not None:  # in a run without a seed they always do
+            self._mention(self._odd_weights, logging.INFO)
+        self._compare_hyperparameters()
+        self.epoch_start()
+
+    def _compare_hyperparameters(self) -> None:
+        """Numbers that the modules have saved: some may rightly differ, a seed for one."""
+        odd = first_difference(self.run.gather("hyperparameters", _hyperparameters(self.run.trainer)))
+        if odd is not None:
+            name, values = odd
+            remedy = "start every rank with the same configuration, unless it is meant"
+            self._mention(disagreement(name, values, where="before the first step", remedy=remedy), logging.WARNING)
+
+    def _mention(self, error: DivergenceError, level: int) -> None:
+        """What is not wrong by itself is told, and the run goes on."""
+        self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
+        log.log(level, "rank %d: %s", self.run.rank, error)
+
+    def _compare(self, what: str, mine: dict[str, Any]) -> None:
+        odd = first_difference(self.run.gather(what, mine))
         if odd is not None:
             name, values = odd
             self.run.tell(
@@ -71,7 +116,6 @@ class PlanCheck(Check):
                     "the same arguments, data and checkpoint; ResumableDataModule(uneven=...) makes batches even",
                 )
             )
-        self.epoch_start()
 
     def epoch_start(self) -> None:
         """Compares the random generators by the policy."""
@@ -103,19 +147,18 @@ class PlanCheck(Check):
                 )
             )
 
-    def _plan(self) -> dict[str, Any]:
-        trainer = self.run.trainer
-        optimizers = [type(one).__name__ for one in trainer.optimizers]
+    def _arguments(self) -> dict[str, Any]:
+        """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
+        trainer: Any = self.run.trainer
         return {
-            "global_step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "number of training batches": _finite(trainer.num_training_batches),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
             "min_steps": trainer.min_steps,
             "min_epochs": trainer.min_epochs,
-            "number of validation batches": [_finite(number) for number in trainer.num_val_batches],
+            "limit_train_batches": trainer.limit_train_batches,
+            "limit_val_batches": trainer.limit_val_batches,
+            "num_sanity_val_steps": str(trainer.num_sanity_val_steps),
             # By the clock, the Trainer has the one and not the other.
             "val_check_interval": str(getattr(trainer, "val_check_interval", None)),
             "val_check_interval in seconds": getattr(trainer, "_val_check_time_interval", None),
@@ -123,9 +166,30 @@ class PlanCheck(Check):
             "gradient_clip_val": trainer.gradient_clip_val,
             "precision": str(trainer.precision),
             "automatic_optimization": self.run.module.automatic_optimization,
+        }
+
+    def _plan(self) -> dict[str, Any]:
+        trainer = self.run.trainer
+        optimizers = [type(one).__name__ for one in trainer.optimizers]
+        return {
+            "global_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "number of training batches": _finite(trainer.num_training_batches),
+            "number of validation batches": [_finite(number) for number in trainer.num_val_batches],
+            **self._arguments(),
             "optimizers": ", ".join(optimizers),
             "checkpoint": Path(str(trainer.ckpt_path or "none")).name,
         }
+
+
+def _hyperparameters(trainer: Any) -> dict[str, float]:
+    owners = {"module": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
+    return {
+        f"hyperparameter {name} of the {owner}": value
+        for owner, module in owners.items()
+        for name, value in sorted((getattr(module, "hparams", None) or {}).items())
+        if isinstance(value, (bool, int, float))
+    }
 
 
 def _finite(number: float) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 from lightning_distplus.callbacks.check import Check
 from lightning_distplus.divergence.tracing import CollectiveTrace
@@ -23,6 +24,7 @@ class TraceCheck(Check):
         run = self.run
         self._trace = CollectiveTrace(run.plane, patience=run.patience, locate=_location, tell=run.tell)
         self._trace.start()
+        run.gate.attend = self._trace.at_gate
 
     def train_end(self) -> None:
         """What follows is not of the training."""
@@ -37,6 +39,7 @@ class TraceCheck(Check):
         self._num_calls = self._count()
         if self._trace is not None:
             self._trace.stop()
+            self.run.gate.attend = lambda moment: nullcontext()
         self._trace = None
 
     def _count(self) -> int:

@@ -20,16 +20,21 @@ def digest(value: Any) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 
-def structure(batch: Any) -> dict[str, str]:
-    """The path of each leaf, and what it is: type, number of dimensions and dtype of tensors, no sizes.
+def structure(batch: Any, *, sizes: bool = False) -> dict[str, str]:
+    """The path of each leaf, and what it is: type, number of dimensions and dtype of tensors.
 
     Sizes may differ between ranks: sequences have different lengths, the last batch of an epoch is smaller. A list is
     told by its first element, because it holds one for each sample.
+
+    Args:
+        batch: Any tree of tensors and other things.
+        sizes: Whether the shapes of tensors are told too.
     """
     found: dict[str, str] = {}
     for path, leaf in _leaves(batch, "batch"):
         if isinstance(leaf, torch.Tensor):
-            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} tensor of {leaf.dim()} dimensions"
+            what = f"shape {list(leaf.shape)}" if sizes else f"{leaf.dim()} dimensions"
+            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} tensor of {what}"
         else:
             found[path] = type(leaf).__name__
         if len(found) >= _MAX_LEAVES:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_distplus.divergence.agreement import is_equal
 from lightning_distplus.divergence.batch import digest
+from lightning_distplus.divergence.fingerprint import fingerprint_of_each
 
-__all__ = ["first_odd_entry", "signature"]
+__all__ = ["first_odd_entry", "signature", "weights"]
 
 _MAX_ENTRIES = 50_000  # the digests of so many fit into one message
 
@@ -22,6 +23,12 @@ def signature(module: torch.nn.Module) -> list[str]:
         for name, tensor in module.named_parameters()
     ]
     return lines + [f"buffer {name}: {_kind(tensor)}" for name, tensor in module.named_buffers()]
+
+
+def weights(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """One line for each tensor: its name and the fingerprint of its values."""
+    found = fingerprint_of_each(list(tensors.values())).tolist() if tensors else []
+    return [f"{name}: {value & (1 << 64) - 1:016x}" for name, value in zip(tensors, found, strict=True)]
 
 
 def _kind(tensor: torch.Tensor) -> str:

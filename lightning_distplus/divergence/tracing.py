@@ -8,7 +8,8 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,6 +47,8 @@ _EQUAL_TENSORS: dict[str, tuple[str, ...]] = {
 }
 _ROOTS = ("src", "dst", "group_src", "group_dst")
 _ALONE_S = 0.1  # a wait that lasts longer is published, and the others' calls are looked at
+_SETTLED_S = 2.0  # after so long a wait, whoever has not said where it waits is not counted
+_GATES = "gates"
 _REMEDY = "call it on every rank of the group, in the same order and with the same arguments"
 
 # Keeps the runs of one process apart; all ranks count alike.
@@ -59,19 +62,21 @@ class TracedCall:
     operation: str
     group: str
     ranks: tuple[int, ...]
+    sequence: str
+    """What it is counted in: the calls on groups of the same ranks, or the gates."""
     number: int
-    """How many calls this rank has made on a group of these ranks."""
-    structure: str
-    arguments: str
+    """How many of that sequence this rank has made."""
+    structure: str = ""
+    arguments: str = ""
 
     def __str__(self) -> str:
         structure = f" of {self.structure}" if self.structure else ""
         arguments = f" [{self.arguments}]" if self.arguments else ""
         return f"{self.operation}{structure}{arguments} on {self.group}"
 
-    def waits_for(self, rank: int, made: Counter[tuple[int, ...]]) -> bool:
+    def waits_for(self, rank: int, made: Counter[str]) -> bool:
         """Whether it cannot go on before a rank, which has made so many calls, makes another one."""
-        return rank in self.ranks and self.number > made[self.ranks]
+        return rank in self.ranks and self.number > made[self.sequence]
 
 
 class CollectiveTrace:
@@ -79,8 +84,9 @@ class CollectiveTrace:
 
     Before each call the ranks of its group show each other operation, reduce operation, root, group, shapes and dtypes.
     A rank that waits also looks where the others wait: two that wait for each other in calls on different groups are
-    found as well. Calls from other threads than the one that starts it, calls of code that has imported a function by
-    name before, of C++ (DDP without a communication hook), and point-to-point messages are not seen.
+    found as well, or one in a call and others at a gate. Calls from other threads than the one that starts it, calls of
+    code that has imported a function by name before, of C++ (DDP without a communication hook), and point-to-point
+    messages are not seen.
 
     Args:
         plane: The control plane. All ranks make their trace at the same moment of the run.
@@ -103,7 +109,7 @@ class CollectiveTrace:
         self._tell = tell
         self._name = f"trace/{next(_runs)}"
         self._thread = threading.get_ident()
-        self._made: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[str] = Counter()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_inside = False
         self.num_calls = 0
@@ -151,7 +157,8 @@ class CollectiveTrace:
     def _call(self, name: str, arguments: dict[str, Any]) -> TracedCall:
         group: Any = arguments["group"] or dist.group.WORLD
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._made[ranks] += 1
+        sequence = "-".join(map(str, ranks))
+        self._made[sequence] += 1
         self.num_calls += 1
         operator = arguments.get("op")
         parts = [] if operator is None else [getattr(operator, "name", type(operator).__name__)]
@@ -160,7 +167,8 @@ class CollectiveTrace:
             operation=name,
             group=f"group {group.group_name} of ranks {ranges(ranks)}",
             ranks=ranks,
-            number=self._made[ranks],
+            sequence=sequence,
+            number=self._made[sequence],
             structure=", ".join(describe(arguments[tensor]) for tensor in _EQUAL_TENSORS[name]),
             arguments=", ".join(parts),
         )
@@ -174,7 +182,7 @@ class CollectiveTrace:
             DivergenceError: They are not; or two ranks wait for each other in calls on different groups.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause.
         """
-        key = f"{self._name}/{'-'.join(map(str, call.ranks))}"
+        key = f"{self._name}/{call.sequence}"
         told = self._exchange(f"{key}/{call.number}", str(call), call)
         if len(set(told.values())) > 1:
             lines = self._exchange(f"{key}/{call.number}/lines", str(self._locate()), call)
@@ -194,20 +202,43 @@ class CollectiveTrace:
 
         watch = _Watch(self._plane, self._name, call, self._made, self._locate)
         others = set(self._plane.world.ranks) - set(call.ranks)
-        waits_beside = self._plane.on_wait
 
         def look(elapsed_s: float) -> None:
-            if waits_beside is not None:
-                waits_beside(elapsed_s)
             if (error := watch.look(elapsed_s, told)) is not None:
                 self._end(error)
 
-        self._plane.on_wait = look
-        try:
+        with self._while_waiting(look):
             self._plane.poll(is_complete, self._patience(), what=str(call), arrived=lambda: set(told) | others)
-        finally:
-            self._plane.on_wait = waits_beside
         return told
+
+    @contextmanager
+    def at_gate(self, moment: str) -> Iterator[None]:
+        """Stands around a gate: a rank that waits there says so to those that wait for it in a call."""
+        self._made[_GATES] += 1
+        ranks = tuple(self._plane.world.ranks)
+        call = TracedCall(
+            operation=f"the gate at {moment}", group="all ranks", ranks=ranks, sequence=_GATES,
+            number=self._made[_GATES],
+        )  # fmt: skip
+        watch = _Watch(self._plane, self._name, call, self._made, self._locate)
+        with self._while_waiting(watch.publish):
+            yield
+
+    @contextmanager
+    def _while_waiting(self, look: Callable[[float], None]) -> Iterator[None]:
+        """Has a function called beside what every wait of this plane does already."""
+        beside = self._plane.on_wait
+
+        def both(elapsed_s: float) -> None:
+            if beside is not None:
+                beside(elapsed_s)
+            look(elapsed_s)
+
+        self._plane.on_wait = both
+        try:
+            yield
+        finally:
+            self._plane.on_wait = beside
 
     def _end(self, error: DivergenceError) -> None:
         """One rank's decision holds for all of them: whoever hears of it raises the same."""
@@ -219,14 +250,14 @@ class CollectiveTrace:
 
 
 class _Watch:
-    """Looks, during one wait, where the ranks wait that have not come."""
+    """Says, during one wait, where this rank waits, and looks where those wait that have not come."""
 
     def __init__(
         self,
         plane: ControlPlane,
         name: str,
         call: TracedCall,
-        made: Counter[tuple[int, ...]],
+        made: Counter[str],
         locate: Callable[[], str | None],
     ) -> None:
         self._plane = plane
@@ -235,30 +266,40 @@ class _Watch:
         self._made = made
         self._locate = locate
         self._look_at_s = _ALONE_S
-        self._own: dict[str, Any] | None = None
+        self._line: str | None = None
+        self._is_published = False
+
+    def publish(self, elapsed_s: float) -> None:
+        """Says where this rank waits, once it has waited for a while."""
+        if self._is_published or elapsed_s < _ALONE_S:
+            return
+        self._is_published = True
+        self._line = self._locate()
+        own = {**asdict(self._call), "line": self._line}
+        self._plane.send(f"{self._name}/at/{self._plane.world.rank}", json.dumps(own).encode())
 
     def look(self, elapsed_s: float, come: dict[int, str]) -> DivergenceError | None:
         """Publishes this rank's call, and compares it with those of the missing ranks."""
         if elapsed_s < self._look_at_s:
             return None
         self._look_at_s = 2 * elapsed_s
+        self.publish(elapsed_s)
         rank = self._plane.world.rank
-        if self._own is None:
-            self._own = {**asdict(self._call), "line": self._locate()}
-            self._plane.send(f"{self._name}/at/{rank}", json.dumps(self._own).encode())
-        for missing in sorted(set(self._call.ranks) - set(come)):
-            data = self._plane.read(f"{self._name}/at/{missing}")
-            if data is None:
-                continue
-            theirs = json.loads(data)
-            line, ranks = theirs.pop("line"), tuple(theirs.pop("ranks"))
-            call = TracedCall(**theirs, ranks=ranks)
-            if call.waits_for(rank, self._made):
-                return _disagreement({
-                    rank: f"{self._call}, at {self._own['line']}",
-                    missing: f"{call}, at {line}",
-                })  # fmt: skip
-        return None
+        missing = sorted(set(self._call.ranks) - set(come))
+        elsewhere = {other: text for other in missing if (text := self._where(other)) is not None}
+        if not elsewhere or (len(elsewhere) < len(missing) and elapsed_s < _SETTLED_S):
+            return None
+        return _disagreement({rank: f"{self._call}, at {self._line}", **elsewhere})
+
+    def _where(self, other: int) -> str | None:
+        """The call in which another rank waits for this one, and its line; None where it has told of none."""
+        data = self._plane.read(f"{self._name}/at/{other}")
+        if data is None:
+            return None
+        theirs = json.loads(data)
+        line, ranks = theirs.pop("line"), tuple(theirs.pop("ranks"))
+        call = TracedCall(**theirs, ranks=ranks)
+        return f"{call}, at {line}" if call.waits_for(self._plane.world.rank, self._made) else None
 
 
 def _disagreement(values: dict[int, str]) -> DivergenceError:

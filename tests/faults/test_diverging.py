@@ -1,4 +1,4 @@
-"""Rows D3 to D15: ranks that differ are named before a collective pairs them, on all ranks."""
+"""Rows D4, D9 and D11: decisions, failed batches and sums of gradients; and what a difference leaves behind."""
 
 from __future__ import annotations
 
@@ -12,41 +12,30 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
 
-from lightning_distplus import RankDivergenceMonitor, _compat
+from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import connected
 from lightning_distplus.divergence.mailbox import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
+from tests.faults.divergences import own_loader
 
 STEP = 3  # the fault strikes when so many steps are done
 SOON_S = 2.0
 
 
 class Plant(Callback):
-    """Does a deed to rank 1 at the end of a step, and notes on all ranks where their collectives stand then."""
+    """Does a deed to rank 1 at the end of a step."""
 
     def __init__(self, deed: Callable[[pl.Trainer, Any], None], rank: int = 1) -> None:
         self.deed = deed
         self.rank = rank
-        self.collectives = 0
-        self.planted_at = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step == STEP and not self.planted_at:
-            self.planted_at = time.time()
-            self.collectives = _compat.num_collectives()
-            if trainer.global_rank == self.rank:
-                self.deed(trainer, module)
-
-
-def own_loader(rank: int, num_samples: int = 200, **options: Any) -> DataLoader:
-    """Samples of this rank's own."""
-    samples = torch.randn(num_samples, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(rank))
-    return DataLoader(samples, **{"batch_size": 4, **options})
+        if trainer.global_step == STEP and trainer.global_rank == self.rank:
+            self.deed(trainer, module)
 
 
 def fit(rank: int, name: str, folder: str, *callbacks: Callback, **arguments: Any) -> Any:
@@ -64,19 +53,12 @@ def fit(rank: int, name: str, folder: str, *callbacks: Callback, **arguments: An
     return trainer
 
 
-def caught(run: Callable[[], Any], plant: Plant | None = None) -> dict[str, Any]:
-    """What a rank raised, how long after the fault, and how many collectives it started in between."""
+def caught(run: Callable[[], Any]) -> dict[str, Any]:
+    """What a rank raised."""
     try:
         run()
     except DivergenceError as error:
-        return {
-            "field": error.field,
-            "ranks": error.ranks,
-            "values": error.values,
-            "message": str(error),
-            "seconds": time.time() - plant.planted_at if plant else 0.0,
-            "collectives": _compat.num_collectives() - plant.collectives if plant else 0,
-        }
+        return {"field": error.field, "ranks": error.ranks, "values": error.values, "message": str(error)}
     return {"field": "nothing was raised"}
 
 
@@ -89,62 +71,11 @@ def agreed(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-# -- D8 and the rest of what is compared before a step ----------------------------------------------------------------
+# -- what a difference leaves behind ----------------------------------------------------------------------------------
 
 
 def halve_rate(trainer: pl.Trainer, module: Any) -> None:
     trainer.optimizers[0].param_groups[0]["lr"] /= 2
-
-
-def decay_more(trainer: pl.Trainer, module: Any) -> None:
-    trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
-
-
-def freeze(trainer: pl.Trainer, module: Any) -> None:
-    next(module.parameters()).requires_grad = False
-
-
-def count_a_step(trainer: pl.Trainer, module: Any) -> None:
-    next(iter(trainer.optimizers[0].state.values()))["step"] += 1
-
-
-def skip_a_batch(trainer: pl.Trainer, module: Any) -> None:
-    next(trainer.fit_loop._data_fetcher)
-    trainer.fit_loop.epoch_loop.batch_progress.increment_by(1)
-
-
-FAULTS = {
-    "rate": (halve_rate, "learning_rate", {0: 0.01, 1: 0.005}, [0, 1]),
-    "decay": (decay_more, "weight_decay of optimizer 0, group 0", {0: 0.01, 1: 0.5}, [0, 1]),
-    "frozen": (freeze, "requires_grad of", {0: True, 1: False}, [0, 1]),
-    "step count": (count_a_step, "step count of optimizer 0", {0: 3.0, 1: 4.0}, [0, 1]),
-    "batch skipped": (skip_a_batch, "micro_batch", {0: 3, 1: 4}, [1]),
-}
-
-
-def train_with(rank: int, name: str, fault: str, folder: str) -> dict[str, Any]:
-    plant = Plant(FAULTS[fault][0])
-    return caught(lambda: fit(rank, name, folder, plant), plant)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        *(("ResilientDDP", fault) for fault in FAULTS),
-        ("ResilientFSDP", "rate"),
-        ("ResilientModelParallel", "decay"),
-        ("DDPStrategy", "rate"),
-        ("DDPStrategy", "batch skipped"),
-    ],
-)
-def test_what_differs_is_named_before_the_next_collective(name: str, fault: str, tmp_path: Path) -> None:
-    run = spawn(train_with, 2, args=(name, fault, str(tmp_path)), deadline="40s").check()
-    found = agreed(run.results)
-    _, field, values, ranks = FAULTS[fault]
-    assert found["field"].startswith(field)
-    assert (found["values"], found["ranks"]) == (values, ranks)
-    assert found["collectives"] == 0
-    assert found["seconds"] < SOON_S
 
 
 def train_to_the_end_of_the_process(rank: int, folder: str) -> None:
@@ -169,118 +100,14 @@ def test_a_difference_leaves_a_verdict_a_line_in_each_ledger_and_its_exit_code(t
 # -- D7 and D14: whose samples ----------------------------------------------------------------------------------------
 
 
-class CastingModel(jobs.Model):
-    def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
-        if self.trainer.training and self.trainer.global_rank == 1 and self.trainer.global_step == STEP:
-            return batch.double()
-        return batch
-
-
-def train_on_another_type(rank: int, folder: str) -> dict[str, Any]:
-    plant = Plant(lambda trainer, module: None)
-    return caught(lambda: fit(rank, "ResilientDDP", folder, plant, module=CastingModel()), plant)
-
-
-def test_a_batch_of_another_type_is_named_before_the_forward(tmp_path: Path) -> None:
-    found = agreed(spawn(train_on_another_type, 2, args=(str(tmp_path),), deadline="40s").check().results)
-    assert found["field"] == "batch"
-    assert found["values"] == {0: "float32 tensor of 2 dimensions", 1: "float64 tensor of 2 dimensions"}
-    assert found["collectives"] == 0
-
-
-def train_on_the_same_batches(rank: int, name: str, folder: str) -> dict[str, Any]:
-    return caught(lambda: fit(rank, name, folder, data=own_loader(7)))
-
-
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "DDPStrategy"])
-def test_two_ranks_with_the_same_batches_are_named_at_the_second_one(name: str, tmp_path: Path) -> None:
-    found = agreed(spawn(train_on_the_same_batches, 2, args=(name, str(tmp_path)), deadline="40s").check().results)
-    assert (found["field"], found["ranks"]) == ("duplicate_batches", [0, 1])
-    assert "before step 1" in found["message"]
-
-
-def train_on_tensor_parallel_peers(rank: int, has_own: bool, folder: str) -> dict[str, Any]:
+def train_on_tensor_parallel_peers(rank: int, folder: str) -> dict[str, Any]:
     options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
-    data = own_loader(rank if has_own else 7)
-    return caught(lambda: fit(rank, "ResilientModelParallel", folder, strategy=options, data=data))
+    return caught(lambda: fit(rank, "ResilientModelParallel", folder, strategy=options, data=own_loader(7)))
 
 
-def test_different_batches_of_tensor_parallel_peers_are_named_and_equal_ones_are_not(tmp_path: Path) -> None:
-    equal = spawn(train_on_tensor_parallel_peers, 2, args=(False, str(tmp_path)), deadline="40s").check().results
+def test_equal_batches_of_tensor_parallel_peers_are_none(tmp_path: Path) -> None:
+    equal = spawn(train_on_tensor_parallel_peers, 2, args=(str(tmp_path),), deadline="40s").check().results
     assert {found["field"] for found in equal.values()} == {"nothing was raised"}
-    unequal = spawn(train_on_tensor_parallel_peers, 2, args=(True, str(tmp_path)), deadline="40s").check().results
-    found = agreed(unequal)
-    assert (found["field"], found["ranks"]) == ("tensor_parallel_batch", [0, 1])
-    assert "before step 0" in found["message"]
-
-
-def train_on_one_shard(rank: int, folder: str) -> dict[str, Any]:
-    data = torch.randn(64, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(0))
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
-    return caught(lambda: fit(rank, "ResilientDDP", folder, data=DataLoader(data, batch_size=4, sampler=sampler)))
-
-
-def test_two_ranks_with_one_shard_are_named_before_the_first_step(tmp_path: Path) -> None:
-    found = agreed(spawn(train_on_one_shard, 2, args=(str(tmp_path),), deadline="40s").check().results)
-    assert (found["field"], found["ranks"]) == ("shard", [0, 1])
-    assert "before the first step" in found["message"]
-
-
-class Turned(Callback):
-    """Rank 1's sampler does not hear of the second epoch."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            trainer.train_dataloader.sampler.set_epoch(0)
-
-
-def train_in_another_epoch(rank: int, folder: str) -> dict[str, Any]:
-    data = torch.randn(16, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(0))
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=rank)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    return caught(lambda: fit(rank, "ResilientDDP", folder, Turned(), data=loader))
-
-
-def test_a_sampler_in_another_epoch_is_named_before_its_first_backward(tmp_path: Path) -> None:
-    found = agreed(spawn(train_in_another_epoch, 2, args=(str(tmp_path),), deadline="40s").check().results)
-    assert (found["field"], found["values"]) == ("epoch of sampler 0", {0: 1, 1: 0})
-    assert "before step 2" in found["message"]
-
-
-# -- D3: uneven batches -----------------------------------------------------------------------------------------------
-
-
-def train_on_fewer_batches(rank: int, name: str, folder: str) -> dict[str, Any]:
-    return caught(lambda: fit(rank, name, folder, data=own_loader(rank, 16 - 4 * rank)))
-
-
-@pytest.mark.parametrize("name", [*jobs.STRATEGIES[:3], "DDPStrategy"])
-def test_a_rank_that_runs_out_of_batches_is_named_before_the_others_wait(name: str, tmp_path: Path) -> None:
-    found = agreed(spawn(train_on_fewer_batches, 2, args=(name, str(tmp_path)), deadline="40s").check().results)
-    assert (found["field"], found["values"]) == ("number of training batches", {0: 4, 1: 3})
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Batches that nobody can count beforehand."""
-
-    def __init__(self, rank: int, num_batches: int) -> None:
-        self.rank = rank
-        self.num_batches = num_batches
-
-    def __iter__(self) -> Any:
-        generator = torch.Generator().manual_seed(self.rank)
-        return (torch.randn(4, jobs.NUM_FEATURES, generator=generator) for _ in range(self.num_batches))
-
-
-def train_on_fewer_streamed(rank: int, folder: str) -> dict[str, Any]:
-    data = DataLoader(Stream(rank, 5 - 2 * rank), batch_size=None)
-    return caught(lambda: fit(rank, "ResilientDDP", folder, data=data, max_steps=20))
-
-
-def test_a_stream_that_ends_early_on_one_rank_is_named_at_its_last_batch(tmp_path: Path) -> None:
-    found = agreed(spawn(train_on_fewer_streamed, 2, args=(str(tmp_path),), deadline="40s").check().results)
-    assert (found["field"], found["values"]) == ("last_batch", {0: False, 1: True})
-    assert "before step 2" in found["message"]
 
 
 # -- D4: decisions ----------------------------------------------------------------------------------------------------
@@ -347,130 +174,6 @@ def test_validation_by_the_clock_comes_at_the_same_steps_on_all_ranks(tmp_path: 
     assert results[0] == results[1]
     assert results[0][0] == 2
     assert len(results[0]) >= 2
-
-
-def save_alone(trainer: pl.Trainer, module: Any) -> None:
-    trainer.save_checkpoint(Path(trainer.default_root_dir) / "alone.ckpt")
-
-
-def train_with_a_save_on_one_rank(rank: int, name: str, folder: str) -> dict[str, Any]:
-    plant = Plant(save_alone)
-    return caught(lambda: fit(rank, name, folder, plant), plant)
-
-
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "DDPStrategy"])
-def test_a_save_on_one_rank_is_named_before_it_waits(name: str, tmp_path: Path) -> None:
-    found = agreed(spawn(train_with_a_save_on_one_rank, 2, args=(name, str(tmp_path)), deadline="40s").check().results)
-    assert found["field"] == "moment"
-    assert found["values"][1].startswith("a save")
-    assert found["values"][0].startswith("the start of a step")
-    assert found["collectives"] == 0
-    assert found["seconds"] < SOON_S
-
-
-# -- D5 and D6: metrics -----------------------------------------------------------------------------------------------
-
-
-class Logging(jobs.Model):
-    """Logs as a careless user does."""
-
-    def __init__(self, syncs: bool, on_rank_1_only: bool) -> None:
-        super().__init__()
-        self.syncs = syncs
-        self.on_rank_1_only = on_rank_1_only
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("first", torch.tensor(1.0 + self.trainer.global_rank), sync_dist=self.syncs)
-        if self.on_rank_1_only and self.trainer.global_rank == 1:
-            self.log("odd", torch.tensor(3.0), sync_dist=True)
-        self.log("last", torch.tensor(2.0), sync_dist=True)
-
-
-def validate(rank: int, name: str, monitored: bool, odd: bool, folder: str) -> dict[str, Any]:
-    module = Logging(syncs=not monitored, on_rank_1_only=odd)
-    stopper = [pl.callbacks.EarlyStopping("first")] if monitored else []
-    data = {"train_dataloaders": own_loader(rank, 16), "val_dataloaders": own_loader(rank, 8)}
-    return caught(lambda: fit(rank, name, folder, *stopper, module=module, data=data))
-
-
-@pytest.mark.parametrize("name", ["ResilientDDP", "DDPStrategy"])
-def test_a_monitored_metric_that_differs_is_named_with_the_argument_to_change(name: str, tmp_path: Path) -> None:
-    found = agreed(spawn(validate, 2, args=(name, True, False, str(tmp_path)), deadline="40s").check().results)
-    assert (found["field"], found["values"]) == ("monitored metric 'first'", {0: 1.0, 1: 2.0})
-    assert "self.log('first', ..., sync_dist=True)" in found["message"]
-
-
-@pytest.mark.parametrize("name", ["ResilientDDP", "DDPStrategy"])
-def test_a_metric_that_one_rank_alone_logs_is_named_before_it_is_mixed_with_another(name: str, tmp_path: Path) -> None:
-    found = agreed(spawn(validate, 2, args=(name, False, True, str(tmp_path)), deadline="40s").check().results)
-    assert found["field"] == "logged metric 'odd'"
-    assert found["values"][0] == "absent"
-
-
-# -- D12 and D13: the start -------------------------------------------------------------------------------------------
-
-
-class Unlike(jobs.Model):
-    """Rank 1 builds its layers in another order, type or number."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def configure_model(self) -> None:
-        is_odd = self.trainer.global_rank == 1
-        parts = {"first": torch.nn.Linear(jobs.NUM_FEATURES, 8), "other": torch.nn.Linear(8, 8)}
-        names = ["other", "first"] if is_odd and self.how == "order" else ["first", "other"]
-        for name in names:
-            setattr(self, name, parts[name])
-        if is_odd and self.how == "dtype":
-            self.other.double()
-        if is_odd and self.how == "buffer":
-            self.register_buffer("scale", torch.ones(3))
-        if is_odd and self.how == "frozen":
-            self.other.bias.requires_grad = False
-        self.net = self.first
-
-
-MODELS = {
-    "order": ("parameter first.weight: float32 [8, 8], trainable", "parameter other.weight: float32 [8, 8], trainable"),
-    "dtype": ("other.weight: float32", "other.weight: float64"),
-    "buffer": ("nothing", "buffer scale: float32 [3]"),
-    "frozen": ("other.bias: float32 [8], trainable", "other.bias: float32 [8], frozen"),
-}
-
-
-def build(rank: int, name: str, how: str, folder: str) -> dict[str, Any]:
-    return caught(lambda: fit(rank, name, folder, module=Unlike(how)))
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [*(("ResilientDDP", how) for how in MODELS), ("ResilientFSDP", "dtype"), ("DDPStrategy", "order")]
-)
-def test_a_model_that_is_built_unlike_is_named_before_the_engine_wraps_it(name: str, how: str, tmp_path: Path) -> None:
-    found = agreed(spawn(build, 2, args=(name, how, str(tmp_path)), deadline="40s").check().results)
-    assert found["field"] == "model"
-    assert all(part in found["values"][rank] for rank, part in enumerate(MODELS[how]))
-
-
-class Seed(Callback):
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def on_fit_start(self, *_: Any) -> None:
-        torch.manual_seed(self.seed)
-
-
-def start_with_generators(rank: int, policy: dict[str, Any], seeds: tuple[int, int], folder: str) -> dict[str, Any]:
-    monitor = RankDivergenceMonitor(rng_policy=policy)
-    return caught(lambda: fit(rank, "ResilientDDP", folder, Seed(seeds[rank]), monitor=monitor))
-
-
-@pytest.mark.parametrize(("policy", "seeds"), [("distinct", (1, 1)), ("same", (1, 2))])
-def test_a_generator_against_its_policy_is_named(policy: str, seeds: tuple[int, int], tmp_path: Path) -> None:
-    arguments = ({"torch": policy}, seeds, str(tmp_path))
-    found = agreed(spawn(start_with_generators, 2, args=arguments, deadline="40s").check().results)
-    assert (found["field"], found["ranks"]) == ("the state of the torch generator", [0, 1])
 
 
 # -- D11: gradients of different steps --------------------------------------------------------------------------------

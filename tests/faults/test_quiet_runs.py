@@ -15,7 +15,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_distplus import RankDivergenceMonitor, ResumableDataModule
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
-from tests.faults.test_diverging import fit, own_loader
+from tests.faults.divergences import own_loader
+from tests.faults.test_diverging import fit
 
 STEPS = 100
 SOAK_STEPS = 2000

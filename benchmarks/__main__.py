@@ -32,7 +32,7 @@ NAMES = (
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 
-BY_NAME_ONLY = ("hangs", "watchdog_scale")
+BY_NAME_ONLY = ("hangs", "restarts", "watchdog_scale")
 """Minutes long, or more threads than a small machine bears."""
 
 _WIDTH_IN_A_FILE = 170

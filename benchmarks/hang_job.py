@@ -1,6 +1,6 @@
-"""One rank of the job of ``benchmarks.hangs``, below torchrun or ft_launcher: ``hang_job.py ARM FAULT FOLDER SECONDS``.
+"""One rank of the job of ``benchmarks.hangs``, below one of its launchers: ``hang_job.py ARM FAULT FOLDER SECONDS``.
 
-It runs in the environment of the arm: only that of ``ours`` holds this package.
+It runs in the environment of the arm: only that of ``ours`` and ``launch`` holds this package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Journal(Callback):
     def __init__(self, folder: Path, fault: str) -> None:
         self.folder = folder
         self.fault = fault
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.attempt = int(os.environ.get("DISTPLUS_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """A step is done; the guilty rank may stop here."""
@@ -74,7 +74,7 @@ def main(arm: str, fault: str, folder: Path, deadline_s: float) -> None:
         ModelCheckpoint(dirpath=folder / "saved", filename="{step:04d}", every_n_train_steps=5, save_top_k=-1),
     ]
     strategy: Any = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=deadline_s))
-    if arm == "ours":
+    if arm in ("ours", "launch"):
         from lightning_distplus import ResilientDDP
 
         strategy = ResilientDDP(timeout={"step": deadline_s, "setup": "60s"})

@@ -23,12 +23,19 @@ from socket import socket
 
 from benchmarks.figures import Figure, median
 
-__all__ = ["run"]
+__all__ = ["Outcome", "has_rivals", "measure", "run"]
 
 _DEADLINE_S = 8.0
 _FAULTS = ("stop", "hang", "kill")
 _JOB = Path(__file__).parent / "hang_job.py"
 _TORCHFT_JOB = _JOB.with_name("hang_torchft.py")
+# Below `distplus launch` in place of `distplus fit`: the job finds its checkpoint by itself.
+_LAUNCH = """
+import sys
+from lightning_distplus.cli import launch
+launch.resuming = lambda command: lambda has_saved: command
+sys.exit(launch.main(sys.argv[1:]))
+"""
 _RIVALS = ("nvrx", "torchft")
 _AT_ONCE = max(1, len(os.sched_getaffinity(0)) // 2)
 _LONGEST_S = 90.0
@@ -38,7 +45,7 @@ _FLAGGED = re.compile(r"RankMonServer\d+@[^:]*:(\d+)\] Did not get \w+ heartbeat
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What one run has shown; seconds after the fault, None where it did not come."""
 
     detected_s: float | None
@@ -48,10 +55,10 @@ class _Outcome:
 
 def run(quick: bool) -> list[Figure]:
     """Three runs of each fault and arm (quick: one)."""
-    arms = ("ours", "stock", *(("nvrx", "torchft") if _rivals_python() else ()))
+    arms = ("ours", "stock", *(("nvrx", "torchft") if has_rivals() else ()))
     cases = [(arm, fault) for _ in range(1 if quick else 3) for fault in _FAULTS for arm in arms]
     with ThreadPoolExecutor(_AT_ONCE) as at_once:
-        seen = list(zip(cases, at_once.map(lambda case: _measure(*case), cases), strict=True))
+        seen = list(zip(cases, at_once.map(lambda case: measure(*case), cases), strict=True))
     return [
         figure
         for arm in arms
@@ -60,7 +67,7 @@ def run(quick: bool) -> list[Figure]:
     ]
 
 
-def _figures(arm: str, fault: str, outcomes: list[_Outcome]) -> list[Figure]:
+def _figures(arm: str, fault: str, outcomes: list[Outcome]) -> list[Figure]:
     named = "; ".join(sorted({str(outcome.named or "nobody") for outcome in outcomes}))
     bound_s = 1.0 if fault != "kill" else 2.0 - _DEADLINE_S
 
@@ -82,13 +89,17 @@ def _figures(arm: str, fault: str, outcomes: list[_Outcome]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _measure(arm: str, fault: str) -> _Outcome:
+def measure(arm: str, fault: str) -> Outcome:
+    """One run of one arm with one fault; the arm "launch" is ours below ``distplus launch``."""
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         home = Path(folder)
         output = home / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
-                [*_launcher(arm), *([] if arm == "torchft" else [str(_JOB), arm]), fault, folder, str(_DEADLINE_S)],
+                [
+                    *_launcher(arm, home), *([] if arm == "torchft" else [str(_JOB), arm]), fault, folder,
+                    str(_DEADLINE_S),
+                ],
                 stdout=file, stderr=subprocess.STDOUT, cwd=_JOB.parents[1], env=_environment(arm),
             )  # fmt: skip
             longest_s = _LONGEST_TORCHFT_S if arm == "torchft" else _LONGEST_S
@@ -114,7 +125,7 @@ def _watch(process: subprocess.Popen[bytes], home: Path, output: Path | None, lo
     return flagged_at
 
 
-def _outcome(home: Path, output: str, flagged_at: float | None) -> _Outcome:
+def _outcome(home: Path, output: str, flagged_at: float | None) -> Outcome:
     journal = _journal(home)
     fault_at = next(at for at, what, _, _ in journal if what == "fault")
     verdicts = list(home.glob("distplus/verdict-*.json"))
@@ -125,7 +136,7 @@ def _outcome(home: Path, output: str, flagged_at: float | None) -> _Outcome:
     named |= {int(rank) for rank in re.findall(r"[Pp]rocess of rank (\d+) \(host", output)}
     if flagged_at is not None:
         named |= {int(rank) for rank in _FLAGGED.findall(output)}
-    return _Outcome(
+    return Outcome(
         detected_s=min(detected) - fault_at if detected else None,
         training_s=min(trained) - fault_at if trained else None,
         named=sorted(named),
@@ -137,7 +148,10 @@ def _journal(home: Path) -> list[tuple[float, str, int, int]]:
     return sorted((float(at), what, int(rank), int(attempt)) for at, what, rank, attempt, _ in lines)
 
 
-def _launcher(arm: str) -> list[str]:
+def _launcher(arm: str, home: Path) -> list[str]:
+    if arm == "launch":
+        options = ["--nproc", "2", "--max-restarts", "1", "--log-dir", str(home / "logs")]
+        return [sys.executable, "-c", _LAUNCH, *options, "--"]
     python = _rivals_python() if arm in _RIVALS else sys.executable
     if arm == "torchft":
         return [python, str(_TORCHFT_JOB)]
@@ -153,6 +167,11 @@ def _launcher(arm: str) -> list[str]:
         python, str(Path(python).parent / "ft_launcher"), *arguments, *silent, "--ft-workload-check-interval=0.5",
         "--ignore-missing-fault-tol-cfg",
     ]  # fmt: skip
+
+
+def has_rivals() -> bool:
+    """Whether there is an environment for them."""
+    return bool(_rivals_python())
 
 
 def _rivals_python() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from lightning_distplus._compat import Store
 from lightning_distplus.errors import RendezvousError
 
@@ -25,13 +27,16 @@ class Refusals:
     def __init__(self, store: Store, key: str, *, serves_store: bool) -> None:
         self._store = store
         self._key = key
+        self._serves_store = serves_store
         self._grace_s = _GRACE_S + (4 * _LOOK_EVERY_S if serves_store else 0.0)
         self._look_at_s = 0.0
         self._seen_at_s: float | None = None
 
     def leave(self, text: str) -> None:
-        """Leaves a note; the first one stays."""
+        """Leaves a note; the first one stays. Who serves the store stays too, until those who wait have read it."""
         self._store.compare_set(self._key, "", text)
+        if self._serves_store:
+            time.sleep(self._grace_s)
 
     def raise_if_any(self, elapsed_s: float) -> None:
         """Called while this rank waits: raises the text of the note, once it has been there for a while.

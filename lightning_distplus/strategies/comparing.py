@@ -136,6 +136,7 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
             "checkpoint-tensors",
             saves.loaded,
             [f"{name}: expected fingerprint {want}, found {found} in memory" for name, (want, found) in odd],
+            'Resume from another checkpoint. A model that changes its weights while it loads them needs verify="size".',
         )
 
     def _added_up(self, expected: Mapping[str, str], mine: Sums) -> Sums:

@@ -46,6 +46,7 @@ _SIGNS_OF_ANOTHER_MODEL = (
     "Size mismatch",
 )
 _DIFFERENCES_CHARACTERS = 1000
+_OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
 _SHOWN_FINDINGS = 3
 _REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
 
@@ -257,7 +258,7 @@ class VerifiedLoads:
         found = findings_in_share(path, read_manifest(path), rank=self._rank, num_ranks=self._plane.world.size)
         return [str(finding) for finding in found]
 
-    def hear(self, name: str, path: str | Path, findings: list[str]) -> None:
+    def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
         """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
 
         Raises:
@@ -266,7 +267,7 @@ class VerifiedLoads:
         if found := self._all_findings(name, findings):
             raise CheckpointCorrupt(
                 f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
-                "Resume from another checkpoint, or restore the file from a copy."
+                f"{remedy}"
             )
 
     def _all_findings(self, name: str, mine: list[str]) -> list[str]:

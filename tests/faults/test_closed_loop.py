@@ -96,6 +96,43 @@ def test_a_bit_that_flips_between_memory_and_disk_is_refused_by_the_tensors_name
     assert finding.file.endswith(WEIGHT)
 
 
+class Rounding(jobs.Model):
+    """A model that changes its weights while it loads them."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+
+        def round_weights(net: Any, keys: Any) -> None:
+            net[0].weight.data.round_(decimals=2)
+
+        self.net.register_load_state_dict_post_hook(round_weights)
+
+
+def load_rounding(rank: int, folder: str) -> str:
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=2)
+    trainer.fit(jobs.Model(), jobs.loader())
+    trainer.save_checkpoint(f"{folder}/two.ckpt")
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=3)
+    try:
+        trainer.fit(Rounding(), jobs.loader(), ckpt_path=f"{folder}/two.ckpt")
+    except CheckpointCorrupt as error:
+        return str(error)
+    return ""
+
+
+def load_rounding_by_size(rank: int, folder: str) -> int:
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP", verify="size"), 2, folder, max_steps=3)
+    trainer.fit(Rounding(), jobs.loader(), ckpt_path=f"{folder}/two.ckpt")
+    return trainer.global_step
+
+
+def test_a_model_that_changes_its_weights_while_it_loads_them_is_told_what_to_say(tmp_path: Path) -> None:
+    for told in spawn(load_rounding, 2, args=(str(tmp_path),)).check().results.values():
+        assert WEIGHT in told
+        assert 'needs verify="size"' in told
+    assert set(spawn(load_rounding_by_size, 2, args=(str(tmp_path),)).check().results.values()) == {3}
+
+
 class RotsBehind(Callback):
     """Damages what step 2 has saved, and waits until somebody has noticed."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus import env
+from lightning_distplus.control import rendezvous
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
@@ -30,6 +31,8 @@ class Fault:
     address: str = ""
     """MASTER_ADDR; that of node 0 by default."""
     busy: bool = False
+    late: bool = False
+    """Rank 0, which serves the store, introduces itself after rank 1."""
     says: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     codes: tuple[int, int] = (ExitCode.PREFLIGHT, ExitCode.PREFLIGHT)
     bounded: tuple[int, ...] = field(default=(0, 1))
@@ -48,6 +51,9 @@ FAULTS = {
         ),
     ),
     "number of nodes": Fault(num_nodes=(2, 3), says=(("world_size is ", "on {1}", "host {0}"),) * 2),
+    "number of nodes, and rank 0 is refused": Fault(
+        num_nodes=(2, 3), late=True, says=(("world_size is 2 here and 3 there", "on {0}", "host {1}"),) * 2
+    ),
     "no such name": Fault(
         address="no-such-host.invalid",
         says=(("cannot listen on no-such-host.invalid",), ("cannot resolve MASTER_ADDR=no-such-host.invalid",)),
@@ -73,6 +79,14 @@ def start(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
 
 
 def fit(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
+    if fault.late and rank == 0:
+        agree = rendezvous._agree_on_job
+
+        def agree_late(*arguments: Any) -> None:
+            time.sleep(1)
+            agree(*arguments)
+
+        rendezvous._agree_on_job = agree_late  # in this process only
     listener = socket.create_server((hosts.addresses[0], PORT)) if fault.busy and rank == 0 else None
     variables: dict[str, Any] = {
         "RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "NODE_RANK": fault.node_ranks[rank],

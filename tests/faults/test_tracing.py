@@ -112,8 +112,10 @@ def test_a_call_that_differs_is_named_on_all_ranks_before_it_is_made(name: str, 
 
 def test_two_ranks_that_wait_in_different_groups_are_named(tmp_path: Path) -> None:
     results = spawn(train, 3, args=("ResilientDDP", "group", 3, str(tmp_path)), deadline="50s").check().results
+    assert {found["field"] for found in results.values()} == {"collective"}
+    (ranks,) = {tuple(found["ranks"]) for found in results.values()}
+    assert ranks in ((0, 1), (0, 1, 2)), "rank 2 waits at the gate; whether the first to look asks it too is chance"
     for found in results.values():
-        assert (found["field"], found["ranks"]) == ("collective", [0, 1])
         assert all(part in found["message"] for part in FAULTS["group"][1])
 
 

@@ -87,7 +87,8 @@ class Evidence:
         if self.is_unheard:
             return "no word from it, because the store does not answer"
         if self.holds_lock:
-            return "its process runs, and its Python does not answer (a C call holds the GIL)"
+            cause = "" if self.is_last_seen else " (a C call holds the GIL)"  # known where its stack was read
+            return f"its process runs, and its Python does not answer{cause}"
         if not self.answers:
             return "waits for its peers, as seen from outside; its Python has not answered in time"
         call = f", call {self.call} of the run" if self.call else ""

@@ -119,7 +119,7 @@ class Witness:
             mark, place = seen.mark, seen.place
             pace = _pace_of(seen)
         else:
-            return self._seen_from_here(rank).describe().partition(": ")[2]
+            return self._seen_from_here(rank, asks=False).describe().partition(": ")[2]
         call = f", call {mark.call} of the run" if mark.call else ""
         return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + pace
 
@@ -142,13 +142,18 @@ class Witness:
     def _is_heard(self, rank: int) -> bool:
         return rank in self._board.evidence or self._board.beats(rank)
 
-    def _seen_from_here(self, rank: int) -> Evidence:
-        """A rank that has sent nothing: what its last beat, this host's system and the network say."""
+    def _seen_from_here(self, rank: int, *, asks: bool = True) -> Evidence:
+        """A rank that has sent nothing: what its last beat, this host's system and the network say.
+
+        Args:
+            rank: The rank.
+            asks: Whether its stack is asked for; a mere report leaves a rank alone.
+        """
         peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
         mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
         stack: Sequence[traceback.FrameSummary] = []
-        if peer is not None and seen is not None and seen.printer is not None and state is ProcessState.RUNNING:
+        if asks and peer and seen and seen.printer and state is ProcessState.RUNNING:
             stack = ask_for_stack(peer.pid, seen.printer)
         is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
         return Evidence(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +43,69 @@ def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> N
         os.waitpid(pid, 0)
         printer.disarm(file)
     assert not catches_signal(os.getpid(), printer.number)
+
+
+def call_and_return(depth: int) -> int:
+    return 0 if depth == 0 else 1 + call_and_return(depth - 1)
+
+
+def run_busy() -> None:
+    while True:
+        call_and_return(200)
+        eval(compile("[x for x in range(3)]", "made anew", "eval"))
+
+
+def asked_while_busy(questions: int) -> int:
+    """A process whose three threads call and return all the time; how often it has answered."""
+    armed = StackPrinter.arm()
+    assert armed is not None
+    pid = os.fork()
+    if pid == 0:
+        for _ in range(2):
+            threading.Thread(target=run_busy, daemon=True).start()
+        run_busy()
+    try:
+        time.sleep(0.1)
+        answers = sum(bool(ask_for_stack(pid, armed[0])) for _ in range(questions))
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the question has ended the process"
+        return answers
+    finally:
+        with suppress(ChildProcessError, ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_a_process_that_runs_survives_the_question() -> None:
+    questions = 40
+    assert spawn(asked_while_busy, 1, args=(questions,), deadline="120s").check().results == {0: questions}
+
+
+def hold_lock_beside_the_main_thread(begun: str) -> None:
+    armed = StackPrinter.arm()
+    assert armed is not None
+    Path(begun).write_text(json.dumps(armed[0].to_plain()))
+    deeds._hold_gil(3.0)
+
+
+def asked_in_a_thread(folder: str) -> list[str]:
+    begun = Path(folder) / "begun"
+    pid = os.fork()
+    if pid == 0:
+        threading.Thread(target=hold_lock_beside_the_main_thread, args=(str(begun),)).start()
+        time.sleep(1000)
+    try:
+        while not begun.exists() or not begun.read_text():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        return [frame.name for frame in ask_for_stack(pid, StackPrinter(**json.loads(begun.read_text())))]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_thread_that_trains_beside_the_main_one_tells_its_own_stack(tmp_path: Path) -> None:
+    frames = spawn(asked_in_a_thread, 1, args=(str(tmp_path),)).check().results[0]
+    assert frames[-2:] == ["hold_lock_beside_the_main_thread", "_hold_gil"]
 
 
 class Hangs(Dataset[int]):

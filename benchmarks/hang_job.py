@@ -95,7 +95,8 @@ def main(arm: str, fault: str, folder: Path, deadline_s: float) -> None:
         enable_model_summary=False,
     )
     saved = sorted((folder / "saved").glob("*.ckpt"))
-    loader = torch.utils.data.DataLoader(torch.randn(2000, 8), batch_size=4)
+    samples = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))  # the same on all ranks
+    loader = torch.utils.data.DataLoader(samples, batch_size=4)
     trainer.fit(Model(), loader, ckpt_path=str(saved[-1]) if saved else None)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from lightning_distplus.errors import DistplusError, ExitCode
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = _parse_name(arguments[:1])
     command = COMMANDS[name]
-    module = import_module(f"lightning_distplus.cli.{command.module}")
+    module = _import(f"lightning_distplus.cli.{command.module}")
     try:
         return int(module.main(arguments if command.keeps_name else arguments[1:]))
     except (DistplusError, OSError) as error:
@@ -58,6 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _import(name: str) -> Any:
+    """Imports without the garbage collector, which finds nothing then, and takes a fifth of the time.
+
+    What there is afterwards stays for good, and no later collection looks at it again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _parse_name(arguments: list[str]) -> str:

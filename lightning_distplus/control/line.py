@@ -36,7 +36,10 @@ _PAUSE_CEILING_PER_RANK_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.5
 
 _NOTHING = b"\0nothing"
-_LOOK_EVERY_S = 1.0  # how often one who waits looks whether the others' processes are still there
+# One who waits looks whether the others' processes are still there: a look takes some 30 microseconds a process.
+_FIRST_LOOK_S = 0.2
+_LOOK_SHARE = 0.1  # a longer wait looks less often
+_LOOK_AT_LEAST_EVERY_S = 1.0
 _READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
 
@@ -177,7 +180,7 @@ class Line:
         floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
         ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
         start = time.monotonic()
-        look_at_s = _LOOK_EVERY_S
+        look_at_s = _FIRST_LOOK_S
         while not is_complete():
             if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
                 self.raise_if_peer_failed()
@@ -185,7 +188,7 @@ class Line:
             if self.on_wait is not None:
                 self.on_wait(elapsed)
             if elapsed >= look_at_s:
-                look_at_s = elapsed + _LOOK_EVERY_S
+                look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
                 self.raise_if_gone(what, arrived)
             left = deadline.total_seconds() - elapsed
             if left <= 0:

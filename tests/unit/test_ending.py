@@ -40,6 +40,21 @@ def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code
     assert ended.stderr.count(f"lightning_distplus.errors.{name}: ") == (name != "Preempted")
 
 
+def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
+    ended = run(f"""
+        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import PeerLost
+        class Journal: pass
+        journal = Journal()
+        journal.itself, journal.file = journal, open({str(tmp_path / "journal")!r}, "w")
+        journal.file.write("the last line")
+        install_exit_codes()
+        raise PeerLost("gone")
+    """)
+    assert ended.returncode == 171
+    assert (tmp_path / "journal").read_text() == "the last line"
+
+
 def test_another_error_ends_a_process_as_ever() -> None:
     ended = run("""
         from lightning_distplus.ending import install_exit_codes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import signal
 import sys
 from contextlib import suppress
 from types import TracebackType
@@ -31,10 +32,22 @@ class _ExitCodes:
         # Not where a later hook calls this one: torch's collects what is printed, and writes it after this returns.
         # An error of a collective is only what the first cause did to this rank: the code is that of the cause.
         known = error if isinstance(error, DistplusError) else error.__cause__
-        if sys.excepthook is self and isinstance(known, DistplusError):
+        if sys.excepthook is not self:
+            return
+        _keep_the_exit_code()
+        _spare_the_last_collections()
+        if isinstance(known, DistplusError):
             # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
-            _spare_the_last_collections()
             raise SystemExit(int(known.exit_code))
+
+
+def _keep_the_exit_code() -> None:
+    """From here on no SIGTERM ends this process.
+
+    An agent sends one to the ranks that still end when the first has ended, and it would take the place of the code.
+    """
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _spare_the_last_collections() -> None:

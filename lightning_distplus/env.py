@@ -15,6 +15,8 @@ __all__ = [
     "DISTPLUS_ELASTIC",
     "DISTPLUS_FAULTS",
     "DISTPLUS_HOME_FILE",
+    "DISTPLUS_IN_HAND",
+    "DISTPLUS_QUARANTINE",
     "DS_ACCELERATOR",
     "GLOO_SOCKET_IFNAME",
     "GROUP_RANK",
@@ -163,6 +165,12 @@ TORCH_FR_BUFFER_SIZE = Variable(
 )
 TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE")
 
+DISTPLUS_IN_HAND = Variable(
+    "DISTPLUS_IN_HAND", "memory of distplus launch in which ranks note the samples that they have in hand"
+)
+DISTPLUS_QUARANTINE = Variable(
+    "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"
+)
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 
 

@@ -54,6 +54,8 @@ def _lines(report: AuditReport, limit: int) -> Iterator[str]:
         "samples of steps that were done again or not finished do not count"
     )
     yield f"repeated {len(report.repeated)}, missed {len(report.missed)}"
+    if report.num_apart:
+        yield f"in quarantine {report.num_apart}: others stood in at their places"
     for sightings in report.repeated[:limit]:
         first = sightings[0]
         places = "; ".join(map(_place, sightings))

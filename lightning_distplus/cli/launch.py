@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
             ),
             log_dir=arguments.log_dir.absolute(),
             run_id=arguments.job_id,
+            quarantine=arguments.quarantine,
         )
     )
 
@@ -80,6 +81,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     add("--max-restarts", type=int, default=3, help="restarts within the window (default: 3)")
     add("--window", type=_duration, help="time in which restarts count, such as 1d (default: the whole job)")
     add("--same-step", type=int, default=3, help="give up after so many attempts at one step (default: 3)")
+    add("--quarantine", action="store_true", help="set the samples of a batch apart that ends --same-step attempts")
     add("--log-dir", type=Path, default=Path("distplus-logs"), help="one file per rank and attempt")
     split = list(argv).index("--") if "--" in argv else len(argv)
     arguments = parser.parse_args(list(argv[:split]))
@@ -88,6 +90,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
         parser.error("there is no command; write it behind `--`: distplus launch --nproc 2 -- fit --config x.yaml")
     if arguments.nnodes[1] > 1 and not (arguments.rdzv and arguments.job_id):
         parser.error("several hosts meet somewhere: give --rdzv HOST:PORT and --job-id, the same on all of them")
+    if arguments.quarantine and arguments.nnodes[1] > 1:
+        parser.error("--quarantine works on one host: the samples in hand are known to the launcher of their rank")
     if min(arguments.nproc, arguments.max_restarts + 1, arguments.same_step) < 1:
         parser.error("--nproc and --same-step are at least 1, --max-restarts is at least 0")
     return arguments, command

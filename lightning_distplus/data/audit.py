@@ -81,6 +81,7 @@ class SampleAudit(Callback):
             "first": [0, position.consumed_samples] if self._is_stream else [position.epoch, position.offset],
             "epoch_samples": int(trainer.num_training_batches) * geometry.micro_step,
             "identity": data.identity,
+            "quarantine": data.quarantine.ids,
             "loaded": loaded,
         }
         folder = self._folder or Path(trainer.default_root_dir) / "distplus" / "audit"

@@ -15,6 +15,7 @@ from lightning_distplus.data.audit_records import AuditBatch, AuditFile, read_au
 from lightning_distplus.data.combined import CombinedOrder
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.phases import order_of
+from lightning_distplus.data.quarantine import Quarantine
 
 __all__ = ["AuditReport", "Sighting", "audit"]
 
@@ -48,6 +49,8 @@ class AuditReport:
     """All sightings of each sample that was seen more than once in its epoch."""
     missed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     """(epoch, position, id) of each sample that no step has seen; the id is () where the records do not tell it."""
+    num_apart: int = 0
+    """Samples in quarantine whose place another one has taken; they are neither missed nor repeated."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -200,11 +203,24 @@ def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, Aud
         expected = _expected_ids(runs[run].facts["identity"], epoch, batch.positions)
         if expected is None:
             continue
-        for row in np.flatnonzero((expected != batch.ids).any(axis=1)).tolist():
+        is_apart = _in_quarantine(runs[run].facts, expected)
+        report.num_apart += int(is_apart.sum())
+        for row in np.flatnonzero(_in_quarantine(runs[run].facts, batch.ids)).tolist():
+            report.problems.append(
+                f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
+                f"sample {tuple(batch.ids[row].tolist())}, which is in quarantine"
+            )
+        for row in np.flatnonzero((expected != batch.ids).any(axis=1) & ~is_apart).tolist():
             report.problems.append(
                 f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
                 f"sample {tuple(batch.ids[row].tolist())}, and the order says {tuple(expected[row].tolist())}"
             )
+
+
+def _in_quarantine(facts: dict[str, Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    quarantine = Quarantine()
+    quarantine.add(facts.get("quarantine", []))
+    return quarantine.holds(ids)
 
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:

@@ -11,11 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
+from lightning_distplus.data.handing_out import HandsOut
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
-from lightning_distplus.data.kind import KindOfData
 from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.lr_scaling import LrScaling
-from lightning_distplus.data.plan import EpochPlan, Geometry
+from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import (
     Position,
     change_of_cut,
@@ -26,6 +26,7 @@ from lightning_distplus.data.position import (
     state_of,
 )
 from lightning_distplus.data.progress import Cursor
+from lightning_distplus.data.quarantine import Quarantine
 from lightning_distplus.data.request import Request
 from lightning_distplus.data.trainer_view import (
     data_parallel,
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 _MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
 
 
-class ExactDataModule(KindOfData, pl.LightningDataModule):
+class ExactDataModule(HandsOut, pl.LightningDataModule):
     """The position in the data, its state, and its place in the Trainer's loops.
 
     The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
@@ -77,7 +78,6 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
-        self._plan: EpochPlan | None = None
         self._changes: list[list[int]] = []
         self._ignored: list[list[Any]] = []
         self._schedule: BatchSchedule | None = None
@@ -96,28 +96,10 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
             return read_state(self._loaded)
         return self._cursor.position() if self._cursor is not None else Position()
 
-    def sample_ids(self, batch_idx: int) -> list[Any]:
-        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index).
-
-        Raises:
-            RuntimeError: No epoch has begun, or the data is iterable and its samples have no ids.
-        """
-        if self.is_iterable:
-            raise RuntimeError("The training data is iterable: its samples have no ids that this package knows.")
-        if self._plan is None:
-            raise RuntimeError("No epoch has begun, so that no samples are assigned yet.")
-        ids: list[Any] = self._plan.ids(batch_idx).tolist()
-        return [tuple(one) if isinstance(one, list) else one for one in ids]
-
     @property
     def identity(self) -> dict[str, Any]:
         """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
         return dict(self._known_identity)
-
-    @property
-    def is_iterable(self) -> bool:
-        """Whether the training data can only be read from front to back."""
-        return False
 
     @property
     def cursor(self) -> Cursor:
@@ -133,12 +115,6 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
     def geometry(self) -> Geometry:
         """The batch sizes of this fit."""
         return self._joined().geometry
-
-    @property
-    def delivered(self) -> Request | None:
-        """What the training batch that was delivered last was asked for as."""
-        loader = self._loaders.get("train")
-        return getattr(loader, "delivered", None)
 
     # Lightning's hooks.
 
@@ -186,6 +162,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         records = {
             "global_batch_changes": self._changes,
             "ignored": self._ignored,
+            "quarantine": self.quarantine.ids,
             "lr_factor": None if self._scaled_by == 1.0 else self._scaled_by,
         }
         return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
@@ -202,6 +179,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         self.timer = Timer()
         read_state(state_dict)
         self._loaded = dict(state_dict)
+        self._set_apart(state_dict)
         if self.trainer is not None:
             refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
@@ -255,6 +233,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
             self._changes, self._ignored = [], []
+            self.quarantine = Quarantine.of_launcher()
             self._begin_anew()
             self._known_identity = self._identity()
             return Cursor(trainer, geometry, is_end=self._end_of_data())
@@ -281,8 +260,15 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
     ) -> SampleLoader:
-        options = self._worker_options()
-        return SampleLoader(self._fetcher(stage), plan=plan, num_batches=num_batches, options=options, seed=self._seed)
+        arguments: dict[str, Any] = {"on_asked": self._note_samples} if stage == "train" else {}
+        return SampleLoader(
+            self._fetcher(stage),
+            plan=plan,
+            num_batches=num_batches,
+            options=self._worker_options(),
+            seed=self._seed,
+            **arguments,
+        )
 
     def _worker_options(self) -> WorkerOptions:
         pin = self._pin_memory
@@ -296,17 +282,10 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
             self.timer.go_on()
         cursor = self._joined()
         position = cursor.begin_epoch()
-        order, first = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
+        order = self._order(of_first_epoch(position) if is_overfitting(self.trainer) else position)
         # A run that resumes at the end of a limited epoch asks for one batch more, and takes an end for its answer.
         num_batches = min(self._num_batches(cursor.geometry), cursor.trainer.num_training_batches)
-        self._plan = EpochPlan(
-            order=order,
-            geometry=cursor.geometry,
-            first_batch=position.batches,
-            first_position=first,
-            num_batches=int(num_batches),
-        )
-        return self._requests(self._plan, position.epoch)
+        return iter(self._hand_out(position, cursor.geometry, order, int(num_batches)))
 
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
@@ -347,3 +326,4 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders = {}
+        self._forget_note()

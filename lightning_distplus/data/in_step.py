@@ -69,7 +69,7 @@ class InStep(Callback):
             self.data.place()
             here = self.data.position()
             cut = str(self.data.geometry.at(here.consumed_samples))
-            place = {**self.data.identity, "global_batch": cut, **asdict(here)}
+            place = {**self.data.identity, "global_batch": cut, **asdict(here), "quarantine": self.data.quarantine.ids}
             require_agreement(trainer.strategy, place)
             if (num_samples := planned_samples(trainer, self.data.geometry, here)) is not None:
                 self.data.require_few_repeats(num_samples)

@@ -22,6 +22,7 @@ __all__ = ["AUGMENT", "SampleFetcher", "SampleLoader", "WorkerOptions", "generat
 
 AUGMENT = -2  # separates the keys of augmentation from those of the order
 _PRIVATE = -3  # and those of the DataLoader's own generator
+_END = object()
 
 
 class SampleFetcher:
@@ -111,6 +112,7 @@ class SampleLoader:
         num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
         options: Workers and pinning.
         seed: Of the DataLoader's own generator; the global one is never drawn from.
+        on_asked: Told each request before this process fetches it, or waits for it.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class SampleLoader:
         num_batches: Callable[[], int],
         options: WorkerOptions,
         seed: int = 0,
+        on_asked: Callable[[Request], object] = lambda request: None,
     ) -> None:
         self._fetcher = fetcher
         self._plan = plan
@@ -136,6 +139,8 @@ class SampleLoader:
         self._asked = _Asked()
         self._generator = torch.Generator()
         self._inner: DataLoader[Any] | None = None  # where workers persist
+        self._on_asked = on_asked
+        self._told: Request | None = None
         self.delivered: Request | None = None
         """What the latest batch was asked for as."""
 
@@ -150,6 +155,7 @@ class SampleLoader:
             if one is None:
                 return
             self.delivered, batch = one
+            self._ask(self.delivered)
             if self._finish is not None:
                 batch = self._finish(batch, pin_memory=self._options.pin_memory)
             yield batch
@@ -162,7 +168,9 @@ class SampleLoader:
         """Each request of the plan with what was fetched for it."""
         plan = iter(self._plan())
         if self._is_direct:
-            yield from ((request, self._fetcher.__getitems__(request)) for request in plan)
+            for request in plan:
+                self._ask(request)
+                yield request, self._fetcher.__getitems__(request)
             return
         if (first := next(plan, None)) is None:
             return
@@ -174,9 +182,20 @@ class SampleLoader:
         groups = inner.dataset if isinstance(inner.dataset, GroupFetcher) else None
         asked.drawn.clear()
         asked.ahead = requests if groups is None else groups_of(requests, groups)
-        for taken in inner:
+        batches = iter(inner)
+        while True:
+            if groups is None and asked.drawn:
+                self._ask(asked.drawn[0])
+            taken = next(batches, _END)
+            if taken is _END:
+                return
             one = asked.drawn.popleft()
             yield from [(one, taken)] if groups is None else groups.split(one, taken)
+
+    def _ask(self, request: Request) -> None:
+        if request is not self._told:
+            self._told = request
+            self._on_asked(request)
 
     def _dataloader(self, num_samples: int) -> DataLoader[Any]:
         """A DataLoader of its own for each pass, so that workers of a pass that was left write nowhere else."""

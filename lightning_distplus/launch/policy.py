@@ -36,7 +36,9 @@ class Culprit:
             return f"rank {self.rank}, exit code {self.code}"
 
 
-def find_culprit(failures: Mapping[int, int], named: Iterable[int] = ()) -> Culprit:
+def find_culprit(
+    failures: Mapping[int, int], named: Iterable[int] = (), codes: Mapping[int, int] | None = None
+) -> Culprit:
     """Whose exit code is that of the attempt.
 
     A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is.
@@ -44,10 +46,13 @@ def find_culprit(failures: Mapping[int, int], named: Iterable[int] = ()) -> Culp
     Args:
         failures: Exit code per global rank, for the ranks that failed; at least one.
         named: The culprits of the watchdog's verdict, which come before everything else.
+        codes: The exit code that goes with the error of a rank, by the ledger; it counts where a rank that is named
+            ended by the agent's SIGTERM, because its peers were quicker to end.
     """
-    suspects = [rank for rank in sorted(named) if rank in failures] or sorted(failures)
-    rank = min(suspects, key=lambda one: (is_innocent(failures[one]), one))
-    return Culprit(rank=rank, code=failures[rank])
+    suspects = [rank for rank in sorted(named) if rank in failures]
+    rank = min(suspects or sorted(failures), key=lambda one: (is_innocent(failures[one]), one))
+    told = (codes or {}).get(rank) if suspects and is_innocent(failures[rank]) else None
+    return Culprit(rank=rank, code=failures[rank] if told is None else told)
 
 
 def is_innocent(code: int) -> bool:
@@ -109,6 +114,10 @@ class RestartPolicy:
             return code, f"all {self.max_restarts} restarts{within} are spent"
         self._restarts.append(attempt.ended_at)
         return None
+
+    def begin_anew(self) -> None:
+        """Counts the attempts at one step from the beginning: what has ended them is out of the way."""
+        self._in_vain = 0
 
     def _is_stuck(self, attempt: Attempt) -> bool:
         step = -1 if attempt.step is None else attempt.step

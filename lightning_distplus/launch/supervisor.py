@@ -19,6 +19,7 @@ from lightning_distplus.events import EventLog
 from lightning_distplus.launch.agent import PASSED_ON, Hosts, Stop, run_attempt, tell_ranks
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.meeting import HostsApart, Meeting
+from lightning_distplus.launch.poison import Poison, shown
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit, is_innocent
 from lightning_distplus.launch.told import LAUNCHER, told_home
 from lightning_distplus.watchdog import Verdict
@@ -27,7 +28,6 @@ __all__ = ["Job", "supervise"]
 
 log = logging.getLogger(__name__)
 
-_SHOWN_SAMPLES = 16
 _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in PASSED_ON)}
 
 
@@ -41,6 +41,8 @@ class Job:
     policy: RestartPolicy
     log_dir: Path
     run_id: str = ""
+    quarantine: bool = False
+    """Whether the samples of a batch that ends every attempt are set apart."""
 
 
 def supervise(job: Job) -> int:
@@ -56,6 +58,7 @@ class _Supervisor:
         self._meeting: Meeting | None = None
         self._asked: str | None = None
         self._has_saved = False
+        self._poison = Poison(job.hosts.nproc, same_step=job.policy.same_step, sets_apart=job.quarantine)
 
     def run(self) -> int:
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
@@ -76,6 +79,8 @@ class _Supervisor:
             return self._end(number, ExitCode.PREEMPTED, f"{self._asked} came before the ranks had started")
         except HostsApart as error:
             return self._end(number, ExitCode.PEER_LOST, f"the hosts are apart: {error}")
+        finally:
+            self._poison.close()
 
     def _end_after(self, number: int, failures: dict[int, int], began_at: float) -> int | None:
         """The exit code of the job where an attempt was its last; None: another one follows."""
@@ -98,7 +103,13 @@ class _Supervisor:
             has_started=history.has_started,
             step=history.step,
         )
+        self._poison.note(attempt, history)
         refusal = self._job.policy.refusal(attempt)
+        if refusal is not None and refusal[0] == ExitCode.NO_PROGRESS and (samples := self._poison.set_apart()):
+            self._say(f"step {attempt.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
+            self._note("quarantine", number + 1, culprit=culprit.rank, samples=samples, global_step=attempt.step)
+            self._job.policy.begin_anew()
+            refusal = self._job.policy.refusal(attempt)
         if refusal is not None:
             code, why = refusal
             if code == ExitCode.NO_PROGRESS:
@@ -129,6 +140,7 @@ class _Supervisor:
 
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
+        self._poison.begin_attempt()
         with contextlib.ExitStack() as stack:
 
             def on_start(num_nodes: int) -> None:
@@ -151,8 +163,8 @@ class _Supervisor:
         self._asked = name
 
     def _culprit(self, failures: dict[int, int], history: History) -> Culprit:
-        """A hang ends with 170, however the rank that hung was ended."""
-        culprit = find_culprit(failures, history.culprits)
+        """A hang ends with 170, however the rank that hung was ended; an error with its code, also after a SIGTERM."""
+        culprit = find_culprit(failures, history.culprits, history.codes)
         if history.is_hang and history.culprits:
             return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
         return culprit
@@ -188,9 +200,8 @@ class _Supervisor:
         """Names step, error and samples, and leaves a verdict."""
         causes = {rank: error for rank, error in history.errors.items() if not error.startswith("Peer")}
         lines = [f"rank {rank}: {error}" for rank, error in sorted((causes or history.errors).items())]
-        for rank, samples in sorted(history.samples.items()):
-            shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES])) + (", ..." if len(samples) > _SHOWN_SAMPLES else "")
-            lines.append(f"rank {rank}: the samples in hand were {shown}")
+        for rank, samples in sorted(self._poison.samples(attempt, history).items()):
+            lines.append(f"rank {rank}: the samples in hand were {shown(samples)}")
         culprit = attempt.culprit.rank
         verdict = Verdict(
             incident=f"no-progress-{int(time.time())}",

@@ -145,7 +145,10 @@ def tell_launcher(home: Path) -> None:
 def samples_in_hand(trainer: Any) -> list[Any]:
     """The ids of the batch at which this rank stands, where its data module knows them; never raises."""
     try:
-        return list(trainer.datamodule.sample_ids(trainer.fit_loop.epoch_loop.batch_idx))
+        data = trainer.datamodule
+        if hasattr(data, "samples_in_hand"):
+            return list(data.samples_in_hand())
+        return list(data.sample_ids(trainer.fit_loop.epoch_loop.batch_idx))
     except Exception:  # on the way out, with whatever data module the user has
         return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,21 +20,27 @@ from lightning_distplus.testing import FaultCallback, weights_digest
 from tests.distributed.preemption_jobs import make
 
 
-class PoisonedBatch(Callback):
-    """One rank cannot stand the batch of one step, however often it meets it."""
+class Poison(Callback):
+    """No rank can stand a sample that rank 1 meets in one step, however often, and wherever, it is met again."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank = rank
+    def __init__(self, folder: str, step: int, effect: str) -> None:
+        self.sample = Path(folder, "poison")
         self.step = step
+        self.effect = effect
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+        ids = [str(int(one)) for one in batch[:, 0]]
+        if (trainer.global_rank, trainer.global_step) == (1, self.step) and not self.sample.exists():
+            self.sample.write_text(ids[0])
+        if self.sample.exists() and self.sample.read_text() in ids:
+            if self.effect == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("this batch is poison")
 
 
-def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1") -> None:
+def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1", effect: str = "raise") -> None:
     install_exit_codes()
-    callbacks = [PreemptionHandler(), FaultCallback(), SampleAudit(), PoisonedBatch(1, int(poisoned_step))]
+    callbacks = [PreemptionHandler(), FaultCallback(), SampleAudit(), Poison(folder, int(poisoned_step), effect)]
     num_nodes = int(os.environ.get("SLURM_NNODES") or os.environ.get("GROUP_WORLD_SIZE") or 1)
     world_size = int(os.environ.get("SLURM_NTASKS") or os.environ["WORLD_SIZE"])
     nodes: dict[str, Any] = {"num_nodes": num_nodes, "world_size": 1} if num_nodes > 1 else {"world_size": world_size}

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_distplus import newest_valid
 from lightning_distplus.data.audit_merge import audit
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultPlan, spawn
@@ -104,15 +106,34 @@ def test_a_rank_killed_at_random_comes_back(number: int, tmp_path: Path) -> None
 
 
 @pytest.mark.deadline(150)
-def test_a_batch_that_fails_every_time_ends_the_job_with_its_samples(tmp_path: Path) -> None:
-    code, log = launch(tmp_path, str(tmp_path), "0", "2", options=("--max-restarts", "9", "--same-step", "2"))
+def test_a_batch_that_kills_every_time_ends_the_job_with_its_samples(tmp_path: Path) -> None:
+    code, log = launch(tmp_path, str(tmp_path), "0", "2", "kill", options=("--max-restarts", "9", "--same-step", "2"))
     assert code == 174, log
     assert "2 attempts in a row ended at step 2" in log
-    assert "rank 1: the samples in hand were " in log
-    assert len(re.findall(r"^\[\d\] ArithmeticError: this batch is poison$", log, flags=re.MULTILINE)) == 2
+    (named,) = re.findall(r"^  rank 1: the samples in hand were (.+)$", log, flags=re.MULTILINE)
+    assert (tmp_path / "poison").read_text() in named.split(", ")
+    assert "rank 0: the samples in hand" not in log
     (verdict,) = (tmp_path / "distplus").glob("verdict-no-progress-*.json")
     written = json.loads(verdict.read_text())
     assert (written["kind"], written["culprits"], written["global_step"]) == ("no_progress", [1], 2)
+
+
+@pytest.mark.deadline(240)  # three starts of two interpreters
+def test_samples_that_fail_every_time_are_set_apart_and_the_order_of_all_others_stays(tmp_path: Path) -> None:
+    options = ("--max-restarts", "9", "--same-step", "2", "--quarantine")
+    code, log = launch(tmp_path, str(tmp_path), "0", "2", options=options)
+    assert code == 0, log
+    assert len(re.findall(r"^\[\d\] ArithmeticError: this batch is poison$", log, flags=re.MULTILINE)) == 2
+    events = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "quarantine"]
+    ((samples, where),) = [(event["samples"], (event["culprit"], event["global_step"])) for event in events]
+    assert where == (1, 2)
+    assert int((tmp_path / "poison").read_text()) in samples
+    newest = newest_valid(tmp_path / "checkpoints")
+    assert newest is not None
+    assert torch.load(newest, weights_only=True)["ResumableDataModule"]["quarantine"] == sorted(samples)
+    report = audit(tmp_path / "distplus" / "audit")
+    assert report.ok, report  # each other sample once, and where the order has it
+    assert report.num_apart >= len(samples)
 
 
 @pytest.mark.soak

@@ -55,6 +55,19 @@ def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "journal").read_text() == "the last line"
 
 
+@pytest.mark.parametrize(("error", "code"), [("PeerLost('gone')", 171), ("LookupError('lost')", 1)])
+def test_a_sigterm_while_the_interpreter_ends_does_not_take_the_place_of_the_code(error: str, code: int) -> None:
+    ended = run(f"""
+        import atexit, os, signal
+        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import PeerLost
+        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+        install_exit_codes()
+        raise {error}
+    """)
+    assert ended.returncode == code, ended.stderr
+
+
 def test_another_error_ends_a_process_as_ever() -> None:
     ended = run("""
         from lightning_distplus.ending import install_exit_codes

@@ -28,6 +28,12 @@ def test_who_ended_because_of_a_peer_is_not_to_blame(
     assert (culprit.rank, culprit.exit_code) == expected
 
 
+def test_a_culprit_that_its_agent_terminated_on_the_way_out_has_the_code_of_its_error() -> None:
+    assert find_culprit({0: 171, 1: -15}, [1], {0: 171, 1: 1}).exit_code == 1
+    assert find_culprit({0: 171, 1: -9}, [1], {0: 171}).exit_code == 137
+    assert find_culprit({0: 171, 1: -15}, [], {1: 1}) == Culprit(rank=0, code=171)
+
+
 def attempt(code: int = -9, *, step: int | None = 5, at: float = 0.0, has_started: bool = True) -> Attempt:
     culprit = Culprit(rank=0, code=code)
     return Attempt(number=0, culprit=culprit, ended_at=at, has_started=has_started, step=step)
@@ -83,7 +89,13 @@ def test_auto_is_added_where_no_checkpoint_is_named(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     "argv",
-    [["--nproc", "2"], ["--nproc", "0", "--", "fit"], ["--nnodes", "2", "--", "fit"], ["--nnodes", "3:2", "--", "fit"]],
+    [
+        ["--nproc", "2"],
+        ["--nproc", "0", "--", "fit"],
+        ["--nnodes", "2", "--", "fit"],
+        ["--nnodes", "3:2", "--", "fit"],
+        ["--nnodes", "2", "--rdzv", "a:1", "--job-id", "x", "--quarantine", "--", "fit"],
+    ],
 )
 def test_wrong_options_end_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

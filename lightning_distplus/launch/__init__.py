@@ -2,5 +2,6 @@
 
 Read in this order: ``policy`` (who is to blame, whether to go on), ``history`` (what an attempt has left behind),
 ``agent`` (one attempt), ``supervisor`` (the attempts one after the other). ``slurm`` writes a batch script,
-``requeue`` ends each of its starts; ``told`` is what the ranks tell both. ``poison`` knows the samples that end attempts.
+``requeue`` ends each of its starts; ``told`` is what the ranks tell both.
+``poison`` knows the samples that end attempts.
 """

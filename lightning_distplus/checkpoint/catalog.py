@@ -310,9 +310,11 @@ def check_file(
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
-            if digest != entry.xxh3_128:
-                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
+            digest = digest_file(file, on_bytes=on_bytes, with_sha256=bool(entry.sha256))
+            if digest.xxh3_128 != entry.xxh3_128:
+                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest.xxh3_128)
+            if digest.sha256 != entry.sha256:
+                return FileFinding(str(file), f"SHA-256 digest {entry.sha256}", digest.sha256)
     except FileNotFoundError:
         return FileFinding(str(file), f"{entry.size_bytes} bytes", "no file")
     except OSError as error:

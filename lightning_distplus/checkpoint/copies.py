@@ -1,7 +1,7 @@
-"""Durable copies: committed checkpoints are copied to a URL behind the run, and fetched when the folder has none.
+"""Durable copies: committed checkpoints are copied to a URL behind the run, and fetched where a folder has none.
 
-The folder of the run is then the fast tier (``/dev/shm``, a local disk), and the URL the durable one: anything that
-fsspec knows. A copy has the layout of the folder, and its marker comes last there too.
+The folder of the run is then the fast tier (``/dev/shm``, a local disk), one for all ranks or one on each node, and the
+URL the durable one: anything that fsspec knows. A copy has the layout of the folder, and its marker comes last there.
 """
 
 from __future__ import annotations
@@ -69,12 +69,45 @@ class Copies:
         self._fs.makedirs(target, exist_ok=True)
         for document, content in documents.items():  # the marker last
             self._fs.pipe_file(f"{target}/{document}", content)
-        for old, is_directory, _ in self._committed()[self._kept :]:
+        for old, is_directory, *_ in self._committed()[self._kept :]:
             self._remove(old, is_directory=is_directory)
+
+    def ensure(self, path: Path, manifest_xxh3_128: str) -> bool:
+        """Copies a checkpoint now where the URL has no copy of it.
+
+        Raises:
+            CheckpointCorrupt: It cannot be copied.
+        """
+        if self._find(path.name, manifest_xxh3_128) is None:
+            try:
+                self.put(path)
+            except Exception as error:  # whatever a file system raises
+                raise CheckpointCorrupt(
+                    f"{path} is not on all nodes, and cannot be copied to {self.url} for the others: "
+                    f"{type(error).__name__}: {error}. Resume from a checkpoint that has a copy there."
+                ) from error
+        return True
+
+    def fetch(self, path: Path, manifest_xxh3_128: str) -> list[str]:
+        """Makes the copy of one checkpoint the committed one at ``path``; returns what went wrong, if anything."""
+        try:
+            found = self._find(path.name, manifest_xxh3_128)
+            if found is None:
+                return [f"{self.url} has no copy of {path.name} with the manifest {manifest_xxh3_128}"]
+            self._fetch(path.name, found[1], path.parent, is_directory=found[0])
+        except Exception as error:  # whatever a file system raises: all ranks hear of it
+            return [f"{path} cannot be fetched from {self.url}: {type(error).__name__}: {error}"]
+        return []
+
+    def _find(self, name: str, manifest_xxh3_128: str) -> tuple[bool, Manifest] | None:
+        for found, is_directory, manifest, digest in self._committed():
+            if (found, digest) == (name, manifest_xxh3_128):
+                return is_directory, manifest
+        return None
 
     def fetch_newest(self, folder: Path) -> Path | None:
         """Makes the newest copy whose bytes are right a committed checkpoint in ``folder``; None: there is none."""
-        for name, is_directory, manifest in self._committed():
+        for name, is_directory, manifest, _ in self._committed():
             try:
                 return self._fetch(name, manifest, folder, is_directory=is_directory)
             except (CheckpointCorrupt, FileNotFoundError) as error:
@@ -91,25 +124,28 @@ class Copies:
                 here.parent.mkdir(parents=True, exist_ok=True)
                 there = self._file_of(name, entry.path, is_directory=is_directory)
                 self._fs.get_file(there, str(here))
-                found = digest_file(here, sync=os.fsync).xxh3_128
-                if found != entry.xxh3_128:
-                    raise CheckpointCorrupt(f"{there}: expected XXH3 digest {entry.xxh3_128}, found {found}")
+                found = digest_file(here, sync=os.fsync, with_sha256=bool(entry.sha256))
+                if (found.xxh3_128, found.sha256) != (entry.xxh3_128, entry.sha256):
+                    expected = f"digest {entry.xxh3_128} {entry.sha256}".rstrip()
+                    raise CheckpointCorrupt(
+                        f"{there}: expected {expected}, found {found.xxh3_128} {found.sha256}".rstrip()
+                    )
             publish(stage, manifest, sync=os.fsync)
         except BaseException:
             remove_tree(stage.folder)
             raise
         return stage.target
 
-    def _committed(self) -> list[tuple[str, bool, Manifest]]:
-        """Name, whether it is a directory, and manifest of each copy with a marker, the newest first."""
+    def _committed(self) -> list[tuple[str, bool, Manifest, str]]:
+        """Name, whether it is a directory, manifest and its digest of each copy with a marker, the newest first."""
         found = []
         for name, is_directory in self._names():
             meta = self._meta_of(name, is_directory=is_directory)
             try:
                 content = self._fs.cat_file(f"{meta}/{MANIFEST}")
                 marker = self._fs.cat_file(f"{meta}/{MARKER}")
-                if bytes_digest(content).encode() in marker:
-                    found.append((name, is_directory, Manifest.from_json(content, f"{meta}/{MANIFEST}")))
+                if (digest := bytes_digest(content)).encode() in marker:
+                    found.append((name, is_directory, Manifest.from_json(content, f"{meta}/{MANIFEST}"), digest))
             except (OSError, DistplusError):
                 continue  # not committed
         return sorted(found, key=lambda copy: (copy[2].global_step, copy[2].committed_at), reverse=True)

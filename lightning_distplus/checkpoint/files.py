@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import shutil
@@ -71,10 +72,17 @@ class FileDigest:
     size_bytes: int
     xxh3_128: str
     blocks: tuple[str, ...] = ()
+    sha256: str = ""
+    """The SHA-256 digest, where it was asked for."""
 
 
 def digest_file(
-    path: Path, *, sync: Sync | None = None, on_bytes: Callable[[int], object] | None = None, with_blocks: bool = False
+    path: Path,
+    *,
+    sync: Sync | None = None,
+    on_bytes: Callable[[int], object] | None = None,
+    with_blocks: bool = False,
+    with_sha256: bool = False,
 ) -> FileDigest:
     """The digest of what can be read at ``path``.
 
@@ -83,10 +91,12 @@ def digest_file(
         sync: Forces its content to the disk as well; None: nobody does.
         on_bytes: Told how many bytes were read, after each part.
         with_blocks: Whether the blocks of a large file get digests of their own.
+        with_sha256: Whether the content gets a SHA-256 digest as well.
     """
     import xxhash
 
     whole, block = xxhash.xxh3_128(), xxhash.xxh3_128()
+    cryptographic = hashlib.sha256() if with_sha256 else None
     blocks: list[str] = []
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
@@ -95,6 +105,8 @@ def digest_file(
         with_blocks = with_blocks and os.fstat(file.fileno()).st_size > BLOCK_BYTES
         while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, BLOCK_BYTES - block_bytes)]):
             whole.update(view[:num_bytes])
+            if cryptographic is not None:
+                cryptographic.update(view[:num_bytes])
             size_bytes += num_bytes
             if with_blocks:
                 block.update(view[:num_bytes])
@@ -108,7 +120,8 @@ def digest_file(
             sync(file.fileno())
     if block_bytes:
         blocks.append(block.hexdigest())
-    return FileDigest(size_bytes, whole.hexdigest(), tuple(blocks))
+    sha256 = "" if cryptographic is None else cryptographic.hexdigest()
+    return FileDigest(size_bytes, whole.hexdigest(), tuple(blocks), sha256)
 
 
 def digest_block(path: Path, number: int) -> str:

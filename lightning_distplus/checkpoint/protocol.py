@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -54,6 +55,7 @@ def commit(
     gather: Gather,
     info: SaveInfo,
     sync: Sync | None = os.fsync,
+    with_sha256: bool = False,
 ) -> Manifest | None:
     """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
 
@@ -66,6 +68,7 @@ def commit(
         gather: How the ranks exchange their outcomes.
         info: What goes into the manifest; rank 0's is used.
         sync: Forces files, folders and moves to the disk; None is for tests.
+        with_sha256: Whether the files get SHA-256 digests beside those of XXH3.
 
     Returns:
         The manifest on rank 0, None on the others.
@@ -75,7 +78,7 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    return stage(target, write, rank=rank, gather=gather, sync=sync).commit(info)
+    return stage(target, write, rank=rank, gather=gather, sync=sync, with_sha256=with_sha256).commit(info)
 
 
 def stage(
@@ -85,9 +88,10 @@ def stage(
     rank: int,
     gather: Gather,
     sync: Sync | None = os.fsync,
+    with_sha256: bool = False,
 ) -> StagedSave:
     """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet."""
-    save = StagedSave(target, rank, gather, sync)
+    save = StagedSave(target, rank, gather, sync, with_sha256)
     with save.cleaning_up():
         save.begin()
         save.agree("probe", save.probe)
@@ -98,12 +102,13 @@ def stage(
 class StagedSave:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
-    def __init__(self, target: Path, rank: int, gather: Gather, sync: Sync | None) -> None:
+    def __init__(self, target: Path, rank: int, gather: Gather, sync: Sync | None, with_sha256: bool = False) -> None:
         self.stage = Stage(target.absolute(), new_nonce())
         self.manifest: Manifest | None = None
         self._rank = rank
         self._gather = gather
         self._sync = sync
+        self._with_sha256 = with_sha256
         self._world_size = 1
 
     def commit(
@@ -234,7 +239,7 @@ class StagedSave:
         Raises:
             CheckpointCorrupt: What was read back is not what was counted.
         """
-        digests: dict[str, list[str]] = {}
+        digests: dict[str, dict[str, Any]] = {}
         for share in shares:
             digests.update(share["digests"])
         digests.update(self._digest([path for path in sizes if path not in digests], sizes))
@@ -247,8 +252,11 @@ class StagedSave:
             world_size=len(shares),
             strategy=info.strategy,
             files=tuple(
-                FileEntry(path, size_bytes, digests[path][0], tuple(digests[path][1:]))
+                FileEntry(
+                    path, size_bytes, found["xxh3_128"], blocks_64_mib=tuple(found["blocks"]), sha256=found["sha256"]
+                )
                 for path, size_bytes in sizes.items()
+                for found in [digests[path]]
             ),
             committed_at=time.time(),
             packages=info.packages,
@@ -271,13 +279,13 @@ class StagedSave:
         # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
         return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
 
-    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, list[str]]:
+    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
         """By path the digest of the file, and those of its blocks."""
         root = self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
-        digests: dict[str, list[str]] = {}
+        digests: dict[str, dict[str, Any]] = {}
         for path in paths:
-            found = digest_file(root / path, sync=self._sync, with_blocks=True)
-            digests[path] = [found.xxh3_128, *found.blocks]
+            found = digest_file(root / path, sync=self._sync, with_blocks=True, with_sha256=self._with_sha256)
+            digests[path] = asdict(found)
             if found.size_bytes != sizes[path]:
                 raise OSError(
                     f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has "

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from lightning_distplus.checkpoint.catalog import FileFinding, check_file
+from lightning_distplus.checkpoint.catalog import FileFinding, check_file, reference, verify
 from lightning_distplus.checkpoint.files import BLOCK_BYTES, digest_block
+from lightning_distplus.checkpoint.layout import MANIFEST, meta_folder
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 
-__all__ = ["findings_in_share"]
+__all__ = ["findings_in_share", "place_of"]
 
 _Part = tuple[FileEntry, int | None]  # a file, or one block of a large one
+
+
+def place_of(path: Path) -> list[Any] | None:
+    """Which checkpoint lies at a path, and in which folder: the digest of its manifest, and that file's inode and time.
+
+    Ranks that share the folder say the same; those of nodes with folders of their own differ. None: there is no
+    committed checkpoint whose files have the right sizes.
+    """
+    try:
+        known = reference(path)
+        if known is None or not verify(path, "size").ok:
+            return None
+        file = (meta_folder(path.resolve()) / MANIFEST).stat()
+    except OSError:
+        return None
+    return [known["manifest_xxh3_128"], file.st_ino, file.st_mtime_ns]
 
 
 def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: int) -> list[FileFinding]:

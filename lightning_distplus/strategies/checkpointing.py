@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.linking import link
@@ -40,6 +40,7 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
     _failing_saves: FailingSaves
     async_save: bool
     read_back_saves: bool
+    digest: Literal["xxh3", "sha256"]
     scrub_every: timedelta | None
     copy_to: str | None
     verify: Verification
@@ -149,6 +150,7 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
             copies=copies,
             copier=None if copies is None else Copier(copies, self._note_copy),
             reads_back=self.read_back_saves,
+            with_sha256=self.digest == "sha256",
             scrubber=scrubber,
             moves=moves,
         )

@@ -71,6 +71,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             save is in flight at most; the next one, the end of the fit and a preemption wait for it.
         read_back_saves: Whether rank 0 reads each save from the disk before it is committed, and compares every tensor
             with what was in memory.
+        digest: Of the files of a save: ``"xxh3"``, or ``"sha256"`` beside it, against those who would change them.
         scrub_every: How long rank 0 waits between two readings of the newest three checkpoints, in a thread, of which
             damaged ones go into quarantine; None: nobody reads them.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
@@ -92,6 +93,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         verify: Verification = "full",
         async_save: bool = False,
         read_back_saves: bool = False,
+        digest: Literal["xxh3", "sha256"] = "xxh3",
         scrub_every: Duration | None = None,
         copy_to: str | None = None,
         **kwargs: Any,
@@ -109,6 +111,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
         self.read_back_saves = read_back_saves
+        if digest not in ("xxh3", "sha256"):
+            raise ValueError(f'digest is {digest!r}; it is "xxh3" or "sha256".')
+        self.digest: Literal["xxh3", "sha256"] = digest
         self.copy_to = copy_to
         self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
         self.phases = Phases(self.timeouts, on_hang)

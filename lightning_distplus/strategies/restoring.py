@@ -21,11 +21,11 @@ from lightning_distplus.checkpoint.catalog import (
 )
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.foreign import check_unmanifested
-from lightning_distplus.checkpoint.sharing import findings_in_share
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import set_rng_state
+from lightning_distplus.strategies.verdicts import SharedVerdicts
 from lightning_distplus.timeouts import Phase
 
 __all__ = ["KEY", "VERSION", "Search", "Verification", "VerifiedLoads", "local_path"]
@@ -46,9 +46,6 @@ _SIGNS_OF_ANOTHER_MODEL = (
     "Size mismatch",
 )
 _DIFFERENCES_CHARACTERS = 1000
-_OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
-_SHOWN_FINDINGS = 3
-_REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Search:
     allow_fresh: bool = False
 
 
-class VerifiedLoads:
+class VerifiedLoads(SharedVerdicts):
     """Loads the checkpoints of one strategy.
 
     Args:
@@ -86,8 +83,7 @@ class VerifiedLoads:
         search: Search | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self._plane = plane
-        self._phases = phases
+        super().__init__(plane, phases)
         self._strategy = strategy
         self._verification = verification
         self._search = search
@@ -128,9 +124,13 @@ class VerifiedLoads:
         else:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
             found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            if found["has_manifest"]:
+                findings = self._findings(chosen) if found["has_files"] and chosen != self._has_read else []
+                if self._copies is not None:
+                    findings = self._fetch_where_it_lacks(chosen, findings, self._copies)
+                self.hear("checkpoint-bytes", chosen, findings)
             if found["has_files"]:
                 self.expected = dict(read_manifest(chosen).tensors or {})
-                self.hear("checkpoint-bytes", chosen, [] if chosen == self._has_read else self._findings(chosen))
             found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
             self.follow(chosen)
             with self.refusing_another_model(chosen):
@@ -211,27 +211,6 @@ class VerifiedLoads:
             set_rng_state(self._rng)
             self._rng = None
 
-    @property
-    def _rank(self) -> int:
-        return self._plane.world.rank
-
-    def _agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0 decides; its answer, or its error, is that of all ranks."""
-        mine: dict[str, Any] = {}
-        error: DistplusError | None = None
-        if self._rank == 0:
-            try:
-                mine = decide()
-            except (CheckpointCorrupt, CheckpointMismatch) as caught:
-                error = caught
-                mine = {"error": str(caught), "type": type(caught).__name__}
-        answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]
-        if error is not None:
-            raise error
-        if "error" in answer:
-            raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
-        return answer
-
     def _verify(self, path: Path) -> dict[str, Any]:
         """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
         if not path.exists():
@@ -241,7 +220,7 @@ class VerifiedLoads:
         found = state(path)
         if found is CheckpointState.UNMANIFESTED:
             self._check_unmanifested(path)
-            return {"has_files": False}
+            return {"has_files": False, "has_manifest": False}
         if found is not CheckpointState.COMMITTED or self._verification != "off":
             verify_or_raise(path, "size")
         saved_by = read_manifest(path).strategy
@@ -251,31 +230,7 @@ class VerifiedLoads:
                 f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
                 f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
             )
-        return {"has_files": self._verification == "full"}
-
-    def _findings(self, path: Path) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's bytes."""
-        found = findings_in_share(path, read_manifest(path), rank=self._rank, num_ranks=self._plane.world.size)
-        return [str(finding) for finding in found]
-
-    def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
-        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
-
-        Raises:
-            CheckpointCorrupt: On all ranks: one of them has found something.
-        """
-        if found := self._all_findings(name, findings):
-            raise CheckpointCorrupt(
-                f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
-                f"{remedy}"
-            )
-
-    def _all_findings(self, name: str, mine: list[str]) -> list[str]:
-        """What all ranks have found, the first few of each in words."""
-        message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
-        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
-        shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
-        return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
+        return {"has_files": self._verification == "full", "has_manifest": True}
 
     def _check_unmanifested(self, path: Path) -> None:
         findings = () if self._verification == "off" else check_unmanifested(path)

@@ -39,6 +39,7 @@ class CommittedSaves(VerifiedLoads):
         moves: Held while a save or a removal moves something.
         reads_back: Whether rank 0 reads what was written before it is committed, and compares it with what was in
             memory.
+        with_sha256: Whether files get SHA-256 digests as well.
         **named: What `VerifiedLoads` takes.
     """
 
@@ -51,6 +52,7 @@ class CommittedSaves(VerifiedLoads):
         copier: Copier | None = None,
         moves: Lock | None = None,
         reads_back: bool = False,
+        with_sha256: bool = False,
         **named: Any,
     ) -> None:
         super().__init__(plane, phases, **named)
@@ -58,6 +60,7 @@ class CommittedSaves(VerifiedLoads):
         self._copier = copier
         self._moves = moves or Lock()
         self._reads_back = reads_back
+        self._with_sha256 = with_sha256
         self._postponed: list[Path] = []
         self._second_line: ControlPlane | None = None
         self.sync: Sync = os.fsync
@@ -117,7 +120,7 @@ class CommittedSaves(VerifiedLoads):
             configuration=configuration,
             parent=self._parent,
         )
-        staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync)
+        staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync, with_sha256=self._with_sha256)
         begun = None
         how: dict[str, Any] = {"count": writes.count, "reads_back": self._reads_back}
         if not writes.are_kept:

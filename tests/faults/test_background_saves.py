@@ -66,15 +66,25 @@ class HeldDisk(Callback):
         self.digests[trainer.global_step] = weights_digest(module)
 
 
-def arguments_of(name: str) -> dict[str, Any]:
-    return {"stage": 2} if "DeepSpeed" in name else {}
+STAGES = [
+    pytest.param("ResilientDeepSpeed 1", marks=pytest.mark.soak),
+    "ResilientDeepSpeed 3",
+]
+"""ZeRO by its stage; where none is named it is 2."""
+
+
+def strategy_of(name: str, **arguments: Any) -> Any:
+    class_name, _, stage = name.partition(" ")
+    if "DeepSpeed" in class_name:
+        arguments["stage"] = int(stage or 2)
+    return jobs.strategy(class_name, **arguments)
 
 
 def run(name: str, folder: str, release_at: int, fails_on: int | None, policy: str, max_steps: int) -> dict[str, Any]:
     """Saves at step 2 and at every fourth step after it, with ``save_top_k=1`` and a link to the last one."""
     disk = HeldDisk(release_at, fails_on)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last="link")
-    strategy = jobs.strategy(name, async_save=True, on_save_failure=policy, **arguments_of(name))
+    strategy = strategy_of(name, async_save=True, on_save_failure=policy)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=max_steps, callbacks=[disk, saver], enable_checkpointing=True)
     found: dict[str, Any] = {}
     try:
@@ -103,13 +113,13 @@ class Loaded(Callback):
 
 def load(name: str, path: str, folder: str, step: int) -> str:
     loaded = Loaded()
-    strategy = jobs.strategy(name, **arguments_of(name))
+    strategy = strategy_of(name)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=step + 1, callbacks=[loaded])
     trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=path)
     return loaded.digest
 
 
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize("name", [*jobs.STRATEGIES, *STAGES])
 def test_what_is_saved_is_the_state_of_its_step_though_training_goes_on_meanwhile(name: str, tmp_path: Path) -> None:
     # The save of step 2 is held until step 3 has begun; so the weights have changed before anything is committed.
     result = spawn(run, 2, args=(name, str(tmp_path), 3, None, "continue", 5), deadline="50s").check()
@@ -160,7 +170,7 @@ def die_while_saving(name: str, folder: str) -> None:
                 self.released.clear()
 
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
-    strategy = jobs.strategy(name, async_save=True, **arguments_of(name))
+    strategy = strategy_of(name, async_save=True)
     callbacks = [Dies(release_at=2), saver]
     trainer = jobs.trainer(strategy, 2, folder, max_steps=9, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(jobs.Model(), jobs.loader())

@@ -90,9 +90,18 @@ WRITERS = {"file": write_file, "directory": write_directory}
 def save() -> Callable[..., Any]:
     """Commits a small checkpoint of one process."""
 
-    def run(target: Path, step: int, content: bytes = b"weights", kind: str = "file", **fields: Any) -> Any:
+    def run(
+        target: Path,
+        step: int,
+        content: bytes = b"weights",
+        kind: str = "file",
+        *,
+        with_sha256: bool = False,
+        **fields: Any,
+    ) -> Any:
         info = SaveInfo(global_step=step, epoch=0, strategy="resilient_ddp", packages={}, **fields)
-        return commit(target, WRITERS[kind](content), rank=0, gather=gather_alone, info=info, sync=None)
+        write = WRITERS[kind](content)
+        return commit(target, write, rank=0, gather=gather_alone, info=info, sync=None, with_sha256=with_sha256)
 
     return run
 

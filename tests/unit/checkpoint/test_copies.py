@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,35 @@ from lightning_distplus.checkpoint.copies import Copier, Copies
 KINDS = ["file", "directory"]
 
 
-@pytest.fixture(params=["memory", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(scope="module", autouse=True)
+def bucket() -> Iterator[str | None]:
+    """A bucket of an S3 server of our own, which lives from before the first test until after the last one."""
+    try:
+        import s3fs
+        from moto.server import ThreadedMotoServer
+    except ImportError:
+        yield None
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        s3fs.S3FileSystem().mkdir("runs")
+        yield "s3://runs"
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.stop()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, bucket: str | None) -> str:
+    if request.param == "s3":
+        if bucket is None:
+            pytest.skip("copies to S3 need the package s3fs, and a server to test with moto[server]")
+        return f"{bucket}/{uuid.uuid4()}"
     return f"memory://{uuid.uuid4()}" if request.param == "memory" else f"file://{tmp_path}/durable"
 
 

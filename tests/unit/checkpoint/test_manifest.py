@@ -18,7 +18,10 @@ MANIFEST = Manifest(
     epoch=1,
     world_size=2,
     strategy="resilient_fsdp",
-    files=(FileEntry("optimizer/state.bin", 7, "0" * 32), FileEntry("model.bin", LARGE, "a" * 32, ("d" * 32,) * 2)),
+    files=(
+        FileEntry("optimizer/state.bin", 7, "0" * 32),
+        FileEntry("model.bin", LARGE, "a" * 32, ("d" * 32,) * 2, "e" * 64),
+    ),
     committed_at=1767225600.25,
     packages={"torch": "2.13.0"},
     data={"consumed_samples": 96},
@@ -121,6 +124,8 @@ def test_malformed_field_is_named(field: str, value: Any) -> None:
         ("xxh3_128", ...),
         ("blocks_64_mib", ["d" * 32]),
         ("blocks_64_mib", ["d" * 32, "d"]),
+        ("sha256", "E" * 64),
+        ("sha256", "e" * 32),
     ],
 )
 def test_malformed_file_is_named_by_its_index(field: str, value: Any) -> None:

@@ -166,7 +166,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
-        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
+        folder = None if self.lightning_module is None else self.home
+        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS), folder)
         self._plane.listen()
         self._marks.forget()
         self._plane.place_of = lambda error: place_of_failure(self._marks, error)

@@ -119,7 +119,10 @@ def test_two_hosts_by_hand_train_without_a_finding(tmp_path: Path) -> None:
     assert jobs.findings_of_preflight(run) == []
 
 
-@pytest.mark.parametrize("name", FAULTS)
+LONG = ("number of nodes, and rank 0 is refused", "a name that only node 1 knows")  # each beside one that is like it
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in FAULTS])
 def test_hosts_that_cannot_meet_say_why_and_name_each_other(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     with two_hosts() as hosts:

@@ -162,7 +162,7 @@ def _meet(
         return plane.read(f"hello/{rank}") is not None
 
     def end_with(text: str) -> RendezvousError:
-        if refusals is not None:
+        if refusals is not None and any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
             refusals.leave(text, is_certain=True)
         return RendezvousError(came_apart(text))
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     facts = replace(facts_of(strategy), folder=arguments.folder)
     deadline = parse_duration(arguments.deadline, field="deadline")
     begin = time.monotonic()
-    plane = connect(world_of(strategy), address_of(strategy), deadline)
+    plane = connect(world_of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
         of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)

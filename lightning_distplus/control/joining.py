@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from lightning_distplus._compat import TCPStore
 from lightning_distplus.control.reach import SILENCE_S, explain_silence
+from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import PeerMissing, RendezvousError
 from lightning_distplus.world import World
 
-__all__ = ["CONNECT_EVERY_S", "await_port", "join", "listen_on", "port_remedy"]
+__all__ = ["CONNECT_EVERY_S", "await_port", "came_apart", "join", "listen_on", "port_remedy"]
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,15 @@ def port_remedy(error: OSError) -> str:
     return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
 
 
-def await_port(world: World, host: str, port: int, deadline: timedelta) -> timedelta:
+def await_port(world: World, host: str, port: int, deadline: timedelta, unheard: Unheard) -> timedelta:
     """Tries until somebody listens; torch's own client overruns its time-out by seconds.
+
+    Args:
+        world: This process.
+        host: Where the store is.
+        port: Its port there.
+        deadline: How long to try.
+        unheard: Where rank 0 says that it cannot serve.
 
     Returns:
         The time left of the deadline, at least a second.
@@ -75,6 +83,8 @@ def await_port(world: World, host: str, port: int, deadline: timedelta) -> timed
             reason = explain_silence(world, host, port, error) if _is_silent(begin) else None
             if reason is not None:
                 raise RendezvousError(reason) from error
+            if told := unheard.look(time.monotonic() - begin):
+                raise RendezvousError(explain_silence(world, host, port, error) or came_apart(told)) from error
             if time.monotonic() >= end:
                 raise PeerMissing(
                     f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
@@ -83,6 +93,11 @@ def await_port(world: World, host: str, port: int, deadline: timedelta) -> timed
                     [0],
                 ) from error
             time.sleep(CONNECT_EVERY_S)
+
+
+def came_apart(text: str) -> str:
+    """What this rank says where another one cannot come, and has said why beside the store."""
+    return f"The ranks cannot meet, because one process cannot reach the store. {text}"
 
 
 def _is_silent(since: float) -> bool:

@@ -11,7 +11,7 @@ from lightning_distplus.world import World
 
 __all__ = ["SILENCE_S", "explain_silence", "is_local"]
 
-SILENCE_S = 3.5
+SILENCE_S = 3.0
 """How long an address may lead nowhere before that is an error; rank 0 itself may come much later than the others."""
 
 

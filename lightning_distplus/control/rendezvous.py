@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
 from lightning_distplus.attended import is_attended
-from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, join, listen_on, port_remedy
+from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, came_apart, join, listen_on, port_remedy
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.reach import SILENCE_S, is_local
 from lightning_distplus.control.refusals import Refusals
-from lightning_distplus.errors import PeerLost, RendezvousError
+from lightning_distplus.control.unheard import Unheard
+from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.world import World
 
 __all__ = ["Address", "connect", "connect_over", "connected", "disconnect"]
@@ -67,13 +69,14 @@ def connected() -> ControlPlane | None:
     return _plane
 
 
-def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane:
+def connect(world: World, address: Address, deadline: timedelta, folder: Path | None = None) -> ControlPlane:
     """Meets all ranks at the store; a second call returns the plane of the first.
 
     Args:
         world: This process.
         address: Where the store is.
         deadline: How long to wait for the last rank.
+        folder: Where the run writes. Who cannot reach the store says so there, for those hosts that share it.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
@@ -87,9 +90,15 @@ def connect(world: World, address: Address, deadline: timedelta) -> ControlPlane
         if _plane is not None:
             _plane.stop_listening()
         end = time.monotonic() + deadline.total_seconds()
-        store = _open_store(world, address, deadline)
+        unheard = Unheard(folder, f"{address.prefix} {address.host}:{address.port}", world.rank)
+        try:
+            store = _open_store(world, address, deadline, unheard)
+        except RendezvousError as error:
+            unheard.leave(str(error))
+            raise
         plane = _introduce(store, world, address)
-        _meet(plane, timedelta(seconds=max(0.0, end - time.monotonic())), _refusals(store, world, address))
+        left = timedelta(seconds=max(0.0, end - time.monotonic()))
+        _meet(plane, left, _refusals(store, world, address), unheard)
         _plane, _met_over = plane, None
         return plane
 
@@ -144,14 +153,37 @@ def _refusals(store: Store, world: World, address: Address) -> Refusals:
     return Refusals(store, f"distplus/{address.attempt}/refused/{address.job}", serves_store=world.rank == 0)
 
 
-def _meet(plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = None) -> None:
+def _meet(
+    plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = None, unheard: Unheard | None = None
+) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
+
+    def has_come(rank: int) -> bool:
+        return plane.read(f"hello/{rank}") is not None
+
+    def end_with(text: str) -> RendezvousError:
+        if refusals is not None and any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
+            refusals.leave(text, is_certain=True)
+        return RendezvousError(came_apart(text))
+
+    def look(elapsed_s: float) -> None:
+        if refusals is not None:
+            refusals.raise_if_any(elapsed_s)
+        if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
+            raise end_with(text)
+
     plane.listen()
-    plane.on_wait = None if refusals is None else refusals.raise_if_any
+    plane.on_wait = look
     try:
         if is_attended():
             plane.append(_ATTENDED, b"1")
-        plane.barrier("rendezvous", deadline)
+        try:
+            plane.barrier("rendezvous", deadline)
+        except PeerMissing as error:
+            text = None if unheard is None else unheard.last_word(has_come)
+            if text is None:
+                raise
+            raise end_with(text) from error
         plane.is_attended = plane.read(_ATTENDED) is not None
     except RendezvousError:  # each rank reads it itself
         plane.stop_listening()
@@ -173,14 +205,14 @@ def disconnect() -> None:
         _plane = _met_over = None
 
 
-def _open_store(world: World, address: Address, deadline: timedelta) -> Store:
+def _open_store(world: World, address: Address, deadline: timedelta, unheard: Unheard) -> Store:
     if world.size == 1:
         return HashStore()
     if world.rank == 0 and not address.is_served_by_launcher:
         store = _serve(world, address)
     else:
         host = _LOOPBACK if world.num_nodes == 1 and not address.is_served_by_launcher else address.host
-        store = join(world, host, address.port, await_port(world, host, address.port, deadline))
+        store = join(world, host, address.port, await_port(world, host, address.port, deadline, unheard))
     store.set_timeout(_CALL_TIMEOUT)
     return store
 

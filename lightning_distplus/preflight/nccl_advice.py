@@ -19,18 +19,25 @@ __all__ = ["ADVICE_CHECKS"]
 
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 _TORCH = "https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html"
-_INFINIBAND = Path("/sys/class/infiniband")
+INFINIBAND = Path("/sys/class/infiniband")
+PROCESSORS = Path("/proc/cpuinfo")
 _LARGE_BUFFER = 16 << 20
 _RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG")
 _NOT_READ = ("NCCL_TIMEOUT",)
 
 
-def advise(facts: Facts) -> Iterator[Finding]:
-    """What speaks against the variables that are set, on this host."""
+def advise(facts: Facts, *, infiniband: Path = INFINIBAND, processors: Path = PROCESSORS) -> Iterator[Finding]:
+    """What speaks against the variables that are set, on this host.
+
+    Args:
+        facts: The variables.
+        infiniband: Where Linux lists RDMA devices.
+        processors: Where Linux describes the processors; a guest of a hypervisor has a flag of that name.
+    """
     yield from _variables_without_effect(facts)
     yield from _buffers(facts)
-    yield from _peer_to_peer(facts)
-    yield from _interconnect(facts)
+    yield from _peer_to_peer(facts, processors)
+    yield from _interconnect(facts, infiniband)
     yield from _logging(facts)
 
 
@@ -69,7 +76,7 @@ def _buffers(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _peer_to_peer(facts: Facts) -> Iterator[Finding]:
+def _peer_to_peer(facts: Facts, processors: Path) -> Iterator[Finding]:
     is_off = facts.variables.get("NCCL_P2P_DISABLE") == "1" or facts.variables.get("NCCL_P2P_LEVEL") in ("LOC", "0")
     if is_off and any(any(states) for states in links().values()):
         yield _advice(
@@ -78,22 +85,21 @@ def _peer_to_peer(facts: Facts) -> Iterator[Finding]:
             "Unset it; it is a workaround for hosts whose PCIe does not pass peers through",
             _NCCL,
         )
-    elif not is_off and len(query()) > 1 and not links() and _acs_is_likely(facts):
+    elif not is_off and len(query()) > 1 and not links() and _is_guest(processors):
         yield _advice(
             "This host has several GPUs without NVLink, and runs in a virtual machine: peers may not reach each other.",
-            f"{len(query())} GPUs ({query()[0]['name']}), no NVLink, a hypervisor in /proc/cpuinfo",
+            f"{len(query())} GPUs ({query()[0]['name']}), no NVLink, a hypervisor in {processors}",
             "If the first collective hangs, try NCCL_P2P_DISABLE=1 once, and have PCI ACS switched off for good",
             "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
         )
 
 
-def _acs_is_likely(facts: Facts) -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.is_file() and " hypervisor " in info.read_text()
+def _is_guest(processors: Path) -> bool:
+    return processors.is_file() and "hypervisor" in processors.read_text().split()
 
 
-def _interconnect(facts: Facts) -> Iterator[Finding]:
-    devices = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+def _interconnect(facts: Facts, infiniband: Path) -> Iterator[Finding]:
+    devices = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
     if devices and facts.variables.get("NCCL_IB_DISABLE") == "1":
         yield _advice(
             "NCCL may not use the RDMA devices that this host has.",

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, Points, Wish, connect, part
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, connect, part
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
 from lightning_distplus.events import EventLog, folder_of_run
@@ -51,6 +51,7 @@ __all__ = ["ResilientStrategy"]
 log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUTS = Timeouts()
+_START_OF_TRAINING = Point(operation="the start of training")
 
 
 class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
@@ -171,7 +172,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
-        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS))
+        folder = None if self.lightning_module is None else self.home
+        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS), folder)
         self._plane.listen()
         self._marks.forget()
         self._plane.place_of = lambda error: place_of_failure(self._marks, error)
@@ -265,7 +267,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_train_start()
         assert self._gate is not None
         assert self.lightning_module is not None
-        check_data(self, self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        self._together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
         self._first_step = self.lightning_module.trainer.global_step
         self._gate.open()
         self._gate.has_saved = lambda: self._in_flight is not None and self._in_flight.has_ended

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +7,12 @@ import pytest
 import torch
 import yaml
 
-from lightning_distplus import env
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.cli.training import DistplusCLI
+from tests.recipes import CONFIGS, ROOT, in_root  # noqa: F401
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "conf").glob("*.yaml"))
 BIG = [path for path in CONFIGS if "1.1b" in path.name]
 ON_ONE_CPU = [
     "--trainer.accelerator=cpu",
@@ -24,16 +20,6 @@ ON_ONE_CPU = [
     "--trainer.num_nodes=1",
     "--trainer.precision=32-true",
 ]
-
-
-@pytest.fixture(autouse=True)
-def in_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr(sys, "argv", ["distplus"])
-    before = env.snapshot()
-    yield
-    env.restore(before)
 
 
 def test_every_recipe_of_the_issue_is_there() -> None:

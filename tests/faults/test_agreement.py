@@ -104,6 +104,27 @@ def test_ranks_that_agree_have_no_finding(fault: str, tmp_path: Path) -> None:
     assert jobs.findings_of_preflight(run) == []
 
 
+def fit_without_validation_on_one_rank(rank: int, folder: str, strategy: str) -> None:
+    """The settings are not compared, and rank 1 has validation switched off."""
+    arguments = {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 0 if rank == ODD else 1}
+    arguments["num_sanity_val_steps"] = 0  # rank 0 would be named for it before
+    trainer = jobs.trainer(jobs.strategy(strategy, preflight={"trainer": "off"}), 2, folder, **arguments)
+    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader())
+
+
+@pytest.mark.parametrize("strategy", ["ResilientDDP", pytest.param("ResilientFSDP", marks=pytest.mark.soak)])
+def test_validation_on_one_rank_only_is_named_where_the_settings_are_not_compared(
+    strategy: str, tmp_path: Path
+) -> None:
+    run = spawn(fit_without_validation_on_one_rank, 2, args=(str(tmp_path), strategy), deadline="60s")
+    assert run.exit_codes == dict.fromkeys(range(2), ExitCode.DIVERGENCE), run.logs
+    for log in run.logs.values():
+        assert "rank 0" in log
+        assert "val_dataloader" in log
+        assert "rank 1" in log
+        assert "the start of training" in log
+
+
 def preflight(rank: int, odd: bool) -> int:
     from lightning_distplus.cli.preflight import main
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pytest
 import torch
 
 from lightning_distplus.errors import ExitCode, PreflightError
@@ -18,6 +16,7 @@ from lightning_distplus.preflight import Facts, Finding, Status
 from lightning_distplus.preflight.together import as_message, merged, run_in_time
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.faults.folders import read_only
 
 BOUND_S = 5.0
 
@@ -35,14 +34,8 @@ def fit(rank: int, folder: str, notes: str) -> None:
 
 def test_a_folder_that_takes_no_file_ends_the_job_before_its_first_collective(tmp_path: Path) -> None:
     full = tmp_path / "full"
-    full.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,ro", "none", str(full)], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("the right to mount a file system is missing")
-    try:
+    with read_only(full):
         run = spawn(fit, 2, args=(str(full), str(tmp_path)), deadline="40s")
-    finally:
-        subprocess.run(["umount", str(full)], check=True)
     assert run.exit_codes == dict.fromkeys(range(2), int(ExitCode.PREFLIGHT)), run.logs
     for rank in range(2):
         first, text = (tmp_path / f"rank{rank}").read_text().split("\n", 1)

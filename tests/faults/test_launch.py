@@ -180,7 +180,6 @@ def fit_and_say_who_started(folder: str) -> str:
     [
         ("forkserver", "a launcher that sets LOCAL_RANK"),
         ("torchrun", "torchrun"),
-        ("lightning", "a launcher that sets LOCAL_RANK"),
     ],
 )
 def test_a_healthy_launch_has_no_finding_at_all(mode: Any, launcher: str, tmp_path: Path) -> None:

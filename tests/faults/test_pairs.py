@@ -43,7 +43,7 @@ def preflight_of(rank: int, hosts: Hosts, folder: str) -> None:
     [
         pytest.param("none", "", "", False, marks=pytest.mark.soak),
         ("link", "network", "Hosts {2} and {3} do not reach each other.", True),
-        ("host", "network", "Host {2} is slow with the others.", False),
+        pytest.param("host", "network", "Host {2} is slow with the others.", False, marks=pytest.mark.soak),
     ],
 )
 def test_a_bad_host_is_told_from_a_bad_link(fault: str, check: str, words: str, is_error: bool, tmp_path: Path) -> None:

@@ -213,7 +213,17 @@ class TokenDataModule(ExactDataModule):
             self._contents[place] = self._open("train")[place].contents()
         return self._contents[place]
 
-    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample, without the one that is only a target."""
+        return self._seq_len
+
+    def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        """Micro-batches of an optimizer step, from ``global_batch_size`` where it is given.
+
+        Raises:
+            ValueError: It does not divide by micro-batch and ranks, or contradicts the Trainer's accumulation.
+        """
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
         if wanted is None:
             return present

@@ -30,7 +30,7 @@ INVENTORY_VERSION = 1
 _WHOLE_BELOW = 16 * 2**20  # bytes; files up to this size enter the fingerprint as a whole, larger ones by samples
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
-_MAX_ROWS = 1024  # of a source: 64 KB
+_MAX_ROWS = 1024  # of a source
 _MAX_NAME = 64  # characters, from the end
 _SEVERAL = " .. "
 

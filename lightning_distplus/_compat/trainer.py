@@ -14,6 +14,7 @@ __all__ = [
     "agree_on_resume",
     "logged_metric",
     "may_stop_early",
+    "mode_of_combined_loader",
     "replace_batch_broadcast",
     "replace_checkpoint_link",
     "replace_preparation_barrier",
@@ -80,6 +81,14 @@ def accumulates(trainer: Any) -> bool:
         warn_once("_TrainingEpochLoop._should_accumulate", "a wish to stop is agreed upon after every micro-batch")
         return False
     return bool(asked())
+
+
+def mode_of_combined_loader(loader: Any) -> str | None:
+    """How Lightning's ``CombinedLoader`` combines, "min_size" or another; None where that cannot be read."""
+    mode = getattr(loader, "_mode", None)
+    if mode is None:
+        warn_once("CombinedLoader._mode", "a CombinedLoader is refused; a dict of its data sets is not")
+    return mode
 
 
 def may_stop_early(trainer: Any) -> bool:

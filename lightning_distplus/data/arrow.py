@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_distplus.data.stream import INTEGERS, WHOLE, Part, Split, TokenStream, digest_files, size_of
+from lightning_distplus.data.inventory import digest_files
+from lightning_distplus.data.stream import INTEGERS, WHOLE, Part, Split, TokenStream, size_of
 
 __all__ = ["ArrowTokens", "ParquetTokens"]
 
@@ -69,6 +70,9 @@ class ArrowTokens(TokenStream):
         digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name} {self._column}".encode())
         digest_files(digest, self._files)
         return self._sealed(digest)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"column": self._column, **super()._facts()}
 
     def _paths(self) -> list[Path]:
         return self._files

@@ -1,7 +1,6 @@
 """What the resumable data modules share: hooks, state, and the callback that keeps the Trainer in step."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -39,7 +38,6 @@ from lightning_distplus.data.trainer_view import (
 
 __all__ = ["ExactDataModule"]
 
-_log = logging.getLogger(__name__)
 _MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
 
 
@@ -173,11 +171,10 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a saved position over.
+        """Takes a saved position over; ``require_fit`` compares it, once all of the checkpoint is known.
 
         Raises:
-            DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
-                the run.
+            DatasetMismatch: It is of a version that this package does not know.
         """
         if self.trainer is not None and not is_fitting(self.trainer):
             return  # validate and test read weights only
@@ -185,9 +182,17 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         read_state(state_dict)
         self._loaded = dict(state_dict)
         self._set_apart(state_dict)
-        if self.trainer is not None:
-            refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
         self.timer.pause()
+
+    def require_fit(self) -> None:
+        """Compares a loaded position with this run.
+
+        Raises:
+            DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
+                the run.
+        """
+        if self._loaded is not None:
+            refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
 
     def begin_without_state(self, num_steps: int) -> bool:
         """Goes on at ``start_sample`` after the steps of a checkpoint without a position; False where that is not set.
@@ -202,12 +207,6 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         position = position_at(sample, geometry, num_batches=num_batches, num_steps=num_steps)
         self.load_state_dict(state_of(position, geometry, self._known_identity, {}))
         return True
-
-    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what each rank has for itself; called on all ranks of a save."""
-
-    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes what ``extend_checkpoint`` has added."""
 
     # Inside.
 
@@ -295,8 +294,13 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
         state = self._adopt(state)
-        names, ignore = self.source_names(), self._ignore_fingerprint
-        self._ignored = require_same_data(state, self._known_identity, names, ignore_fingerprint=ignore)
+        self._ignored = require_same_data(
+            state,
+            self._known_identity,
+            self.source_names(),
+            explain=self._explain,
+            ignore_fingerprint=self._ignore_fingerprint,
+        )
         require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)

@@ -47,7 +47,7 @@ class Epochs:
             "num_samples": len(self.dataset),
             "shuffle": self.shuffle,
             "sampling": None if self.sampling is None else self.sampling.fingerprint(),
-            "parts": [*self.dataset.sizes.values()] if isinstance(self.dataset, Combined) else None,
+            "parts": self.dataset.rows() if isinstance(self.dataset, Combined) else None,
         }
 
     def order(self, epoch: int, global_batch: int) -> Order:
@@ -56,7 +56,7 @@ class Epochs:
             return self.sampling.order(seed=self.seed, epoch=epoch, global_batch=global_batch)
         keyed: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self.shuffle}
         if isinstance(self.dataset, Combined):
-            return CombinedOrder([*self.dataset.sizes.values()], length=len(self.dataset), **keyed)
+            return CombinedOrder(self.dataset.rows(), length=len(self.dataset), **keyed)
         return EpochOrder(num_samples=len(self.dataset), **keyed)
 
     def num_global_batches(self, geometry: Geometry) -> int:

@@ -31,10 +31,10 @@ class InStep(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuses a checkpoint without a position.
+        """Refuses a checkpoint without a position, or with one that does not fit.
 
         Raises:
-            DatasetMismatch: It holds none of this data module.
+            DatasetMismatch: It holds none of this data module; or it is of other data, or past the end of the run.
         """
         if not self._is_fitted_by(trainer):
             return
@@ -50,11 +50,12 @@ class InStep(Callback):
                 "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
                 "order of this one (0: at its beginning); or load the weights into a new run."
             )
+        self.data.require_fit()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds what each rank has for itself."""
+        """Adds what the data saves beside its state."""
         if self._is_fitted_by(trainer):
             self.data.extend_checkpoint(checkpoint)
 

@@ -75,5 +75,15 @@ class KindOfData:
         """What messages call the sources, where there are some."""
         return []
 
+    def _explain(self, place: int) -> str:
+        """What differs first between source ``place`` and that of the checkpoint; empty where that is not known."""
+        return ""
+
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what is saved beside the state; called on all ranks of a save."""
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes what ``extend_checkpoint`` has added."""
+
     def require_few_repeats(self, num_samples: int) -> None:
         """Warns, or raises ValueError, where a run of so many samples reads something over and over."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_distplus.data.combined import Combine, Combined, collate_parts
+from lightning_distplus.data.combined import Combine, Combined
+from lightning_distplus.data.combined_loader import CombinedLoader, side_by_side
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.epochs import Epochs, weights_of
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
@@ -48,7 +49,7 @@ class ResumableDataModule(ExactDataModule):
         train_dataset: Anything with ``__len__`` and ``__getitem__``; or an iterable with ``state_dict()`` and
             ``load_state_dict(state)``, among them a ``StatefulDataLoader``, nodes of ``torchdata.nodes``, and the
             ``StreamingDataLoader`` of litdata. A dict of map-style data sets is read side by side: a batch is a dict
-            with ``batch_size`` samples of each.
+            with ``batch_size`` samples of each. So are the data sets of a ``CombinedLoader``, in its batch sizes.
         val_dataset: Likewise; read in order, every sample once. An iterable needs no state. Of a dict each is read by
             itself, one after the other, and ``validation_step`` gets a ``dataloader_idx``.
         batch_size: Samples per data-parallel rank and micro-batch.
@@ -195,13 +196,12 @@ class ResumableDataModule(ExactDataModule):
         if stage not in self._datasets:
             dataset = self.train_dataset() if stage == "train" else self.val_dataset()
             require_data(dataset, stage)
-            if stage == "train" and type(dataset) is dict:
-                dataset = Combined(dataset, self._combine)
-            self._datasets[stage] = dataset
             if stage == "train":
+                dataset = side_by_side(dataset, self._combine, self._micro_batch, shuffle=self._shuffle)
                 self._iterable = self._read_iterable(dataset) if is_iterable(dataset) else None
                 size = None if self._iterable is not None or isinstance(dataset, Combined) else len(dataset)
                 self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
+            self._datasets[stage] = dataset
         return self._datasets[stage]
 
     def _epochs(self) -> Epochs:
@@ -233,7 +233,7 @@ class ResumableDataModule(ExactDataModule):
             return {name: self._validation_loader(f"{stage}/{name}") for name in dataset}
         if not is_iterable(dataset):
             return super()._validation_loader(stage)
-        if isinstance(dataset, DataLoader):
+        if isinstance(dataset, DataLoader | CombinedLoader):
             return dataset
         return StreamPasses(partial(self._validation_reader, dataset), options=self._worker_options())
 
@@ -331,7 +331,7 @@ class ResumableDataModule(ExactDataModule):
         seed = self._seed if self._seed_samples else None
         dataset, collate = self._dataset(stage), self._collate_fn
         if isinstance(dataset, Combined):
-            collate = partial(collate_parts, collate)
+            collate = partial(dataset.collate, collate)
         return SampleFetcher(dataset, collate=collate, seed=seed)
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:

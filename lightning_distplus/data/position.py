@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,9 +135,21 @@ def read_state(state: Mapping[str, Any]) -> Position:
 
 
 def require_same_data(
-    state: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], *, ignore_fingerprint: bool
+    state: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    explain: Callable[[int], str],
+    ignore_fingerprint: bool,
 ) -> list[list[Any]]:
-    """Compares what defines the data and its order; ``names`` are those of our sources.
+    """Compares what defines the data and its order.
+
+    Args:
+        state: The saved one.
+        ours: What defines them here.
+        names: Of our sources.
+        explain: What differs first inside a source of this number; empty where that is not known.
+        ignore_fingerprint: Go on with what differs.
 
     Returns:
         What was ignored here and in the resumes before, for the next state: from which sample on, and what differs.
@@ -145,14 +157,14 @@ def require_same_data(
     Raises:
         DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
     """
-    found = differences({name: state.get(name) for name in ours}, ours, names)
+    found = differences({name: state.get(name) for name in ours}, ours, names, explain)
     before = [list(record) for record in state.get("ignored", [])]
     if not found:
         return before
     text = "\n".join(f"  {line}" for line in found)
     if ignore_fingerprint:
         _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
-        what = [line.split(": ", 1)[0][:_MAX_CHARACTERS] for line in found]
+        what = [*dict.fromkeys(line.split(": ", 1)[0][:_MAX_CHARACTERS] for line in found)]
         return [*before, [state["consumed_samples"], *what[:_MAX_DIFFERENCES]]][-_MAX_IGNORED:]
     raise DatasetMismatch(
         f"The checkpoint was written with other data or another order:\n{text}\n"
@@ -201,8 +213,10 @@ def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
     return f"; global batch {geometry}, before {before}"
 
 
-def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str] = ()) -> list[str]:
-    """One line for each thing that differs, with both sides."""
+def differences(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
+) -> list[str]:
+    """One line for each thing that differs, with both sides; ``explain`` as in ``require_same_data``."""
     lines = []
     for name in sorted((saved.keys() | ours.keys()) - {"sources"}):
         if saved.get(name) != ours.get(name):
@@ -214,8 +228,10 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequen
     labels = [f"source {place} ({name})" for place, name in enumerate(names)] or [
         f"source {n}" for n in range(len(new))
     ]
-    for label, *pair in zip(labels, old, new, strict=True):
+    for place, (label, *pair) in enumerate(zip(labels, old, new, strict=True)):
         for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
             if before != now:
                 lines.append(f"{label}: {what}: {before!r} in the checkpoint, {now!r} in this run")
+            if before != now and what == "fingerprint" and (inside := explain(place)):
+                lines.append(f"{label}: {inside}")
     return lines

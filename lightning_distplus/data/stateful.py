@@ -140,11 +140,6 @@ def stateful(
         # Restarting by itself would hide from us where a pass ends.
         root = data if _is_node(data) else data.root
         return Stateful(Loader(root, restart_on_stop_iteration=False)), batched
-    if type(data).__name__ == "CombinedLoader":
-        raise ValueError(
-            "The training data is a CombinedLoader, whose loaders shuffle and count where nobody can follow. Pass a "
-            "dict of their data sets: ResumableDataModule({name: loader.dataset, ...}, batch_size=..., combine=...)."
-        )
     if _takes_the_position(data):
         raise ValueError(
             f"The state_dict() of {_name(data)} takes arguments: it is made by its own loader. Pass that loader, for "

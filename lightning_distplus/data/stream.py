@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +13,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightning_distplus.data.index_cache import shared_index
+from lightning_distplus.data.inventory import digest_files, rows_of_files
 
-__all__ = ["INTEGERS", "WHOLE", "Part", "Split", "TokenStream", "digest_file", "digest_files", "size_of"]
+__all__ = ["INTEGERS", "WHOLE", "Part", "Split", "TokenStream", "size_of"]
 
 Split = tuple[float, float]
 WHOLE: Split = (0.0, 1.0)
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
-_WHOLE_BELOW = 16 * 2**20  # bytes; files up to this size enter the fingerprint as a whole, larger ones by samples
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 64
 _SHARED_FROM = 2**18  # documents; where fewer begin is read faster than verified
 _MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
 
@@ -58,6 +55,7 @@ class TokenStream:
     """
 
     format = "tokens"
+    is_each_file_alone = False  # in the fingerprint
 
     def __init__(
         self,
@@ -144,6 +142,17 @@ class TokenStream:
         digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name}".encode())
         digest_files(digest, self._paths())
         return self._sealed(digest)
+
+    def contents(self) -> dict[str, Any]:
+        """What the fingerprint is made of, file by file: a record of ``inventory``."""
+        paths = self._paths()
+        facts = {"format": self.format, "dtype": np.dtype(self.dtype).name, **self._facts()}
+        rows = rows_of_files(paths, each_alone=self.is_each_file_alone)
+        return {"facts": facts, "num_files": len(set(paths)), "files": rows}
+
+    def _facts(self) -> dict[str, Any]:
+        """What else the fingerprint depends on."""
+        return {} if self._split == WHOLE else {"split": list(self._split)}
 
     def _sealed(self, digest: xxhash.xxh3_64) -> str:
         if self._split != WHOLE:
@@ -266,35 +275,3 @@ def size_of(path: Path, remedy: str) -> int:
     if size := path.stat().st_size:
         return size
     raise ValueError(f"{path} is empty (0 bytes). {remedy}")
-
-
-def digest_files(digest: xxhash.xxh3_64, paths: Sequence[Path]) -> None:
-    """All sizes; all content of a little data; of much data samples, from at most 64 files."""
-    paths = list(dict.fromkeys(paths))
-    sizes = [path.stat().st_size for path in paths]
-    if len(paths) == 1 or sum(sizes) <= _WHOLE_BELOW:
-        for path in paths:
-            digest_file(digest, path)
-        return
-    digest.update(np.array(sizes, dtype="<i8").tobytes())
-    chosen = np.linspace(0, len(paths) - 1, min(len(paths), _NUM_SAMPLES)).astype(int).tolist()
-    for number in chosen:
-        _digest_samples(digest, paths[number], sizes[number], max(2, _NUM_SAMPLES // len(chosen)))
-
-
-def digest_file(digest: xxhash.xxh3_64, path: Path) -> None:
-    """Size and content of one file (of a large one: 64 samples)."""
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    if size <= _WHOLE_BELOW:
-        digest.update(path.read_bytes())
-    else:
-        _digest_samples(digest, path, size, _NUM_SAMPLES)
-
-
-def _digest_samples(digest: xxhash.xxh3_64, path: Path, size: int, count: int) -> None:
-    last = max(0, size - _SAMPLE_BYTES)
-    with path.open("rb") as stream:
-        for sample in range(count):
-            stream.seek(last * sample // (count - 1), os.SEEK_SET)
-            digest.update(stream.read(_SAMPLE_BYTES))

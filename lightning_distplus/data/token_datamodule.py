@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.inventory import first_difference, inventory
 from lightning_distplus.data.loader import WorkerOptions
 from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.mixture import Mixture
@@ -26,6 +27,7 @@ from lightning_distplus.world import DataParallel
 __all__ = ["Source", "TokenDataModule"]
 
 _log = logging.getLogger(__name__)
+_FILES = "lightning_distplus_files"  # in a checkpoint: what the sources are made of
 _MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
@@ -135,6 +137,8 @@ class TokenDataModule(ExactDataModule):
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
         self._files: dict[str, list[TokenStream]] = {}
         self._fingerprints: list[str] = []
+        self._contents: dict[int, dict[str, Any]] = {}  # of the training sources, once they are asked for
+        self._files_before: Any = None  # the record of the checkpoint
         if not self._sources["val"]:
             self._hide_validation()
 
@@ -192,6 +196,22 @@ class TokenDataModule(ExactDataModule):
         if self._past_mixtures and self._loaded is None:
             state["past_mixtures"] = self._past_mixtures
         return state
+
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the record of the files."""
+        checkpoint[_FILES] = inventory([self._contents_of(place) for place in range(len(self._open("train")))])
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the record of the files, which decides nothing."""
+        self._files_before = checkpoint.get(_FILES)
+
+    def _explain(self, place: int) -> str:
+        return first_difference(self._files_before, place, self._contents_of(place))
+
+    def _contents_of(self, place: int) -> dict[str, Any]:
+        if place not in self._contents:
+            self._contents[place] = self._open("train")[place].contents()
+        return self._contents[place]
 
     @property
     def seq_len(self) -> int:

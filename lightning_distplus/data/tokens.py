@@ -17,7 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_distplus.data.stream import WHOLE, Part, Split, TokenStream, digest_file, size_of
+from lightning_distplus.data.inventory import digest_file
+from lightning_distplus.data.stream import WHOLE, Part, Split, TokenStream, size_of
 
 __all__ = ["MegatronTokens", "MegatronWriter", "TokenSource", "dtype_for", "megatron_pair"]
 
@@ -70,6 +71,7 @@ class MegatronTokens(TokenStream):
     """
 
     format = "megatron"
+    is_each_file_alone = True
 
     def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = WHOLE) -> None:
         self._bin, self._idx = megatron_pair(prefix)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit_merge import audit
@@ -103,6 +103,59 @@ def test_each_part_is_collated_by_itself() -> None:
     assert shapes == [{"long": (2, 2), "short": (2, 2)}] * 2
 
 
+def stacked(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples)
+
+
+def combined_loader(mode: Any = "max_size_cycle", *, batch_size: int = 6, kind: type = dict) -> CombinedLoader:
+    loaders = {
+        "long": DataLoader(Augmented(SIZES["long"]), batch_size=2, shuffle=True),
+        "short": DataLoader(Augmented(SIZES["short"] + 7), batch_size=batch_size, collate_fn=stacked),
+    }
+    return CombinedLoader(loaders if kind is dict else kind(loaders.values()), mode)
+
+
+class Sizes(Diary):
+    """Takes the parts by name or by place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        long, short = batch.values() if isinstance(batch, dict) else batch
+        ids = tuple(tuple(part[:, 0].int().tolist()) for part in (long, short))
+        drawn = [(row[0], row[1:]) for row in self.trainer.datamodule.sample_ids(batch_idx)]
+        assert ids == (tuple(row[0] for row in drawn), tuple(one for row in drawn for one in row[1]))
+        self.note("train", type(batch).__name__, ids, tuple(short[:, 1].tolist()))
+        return self.layer(long).pow(2).mean() + self.layer(short).mean()
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_combined_loader_resumes_exactly_in_its_own_batch_sizes_and_structure(kind: type, tmp_path: Path) -> None:
+    def data() -> ResumableDataModule:
+        return ResumableDataModule(combined_loader(kind=kind), batch_size=2, seed=3)
+
+    num_saves = assert_every_save_resumes_exactly(data, "on_train_batch_end", tmp_path, diary=Sizes, max_epochs=2)
+    assert num_saves == 16
+    run = fit(data(), diary=Sizes, callbacks=[SampleAudit(str(tmp_path / "audit"))], max_epochs=2)
+    assert audit(tmp_path / "audit").ok
+    assert {event[1] for event in run.events if event[0] == "train"} == {kind.__name__}
+    batches = [event[2] for event in run.events if event[0] == "train"]
+    assert {(len(long), len(short)) for long, short in batches} == {(2, 6)}
+    assert [one for _, short in batches[:8] for one in short] == [*range(12)] * 4, "this loader does not shuffle"
+    first_epoch = [one for long, _ in batches[:8] for one in long]
+    assert len({*first_epoch}) == 16
+    assert first_epoch != sorted(first_epoch)
+
+
+def test_combined_loader_for_validation_is_lightnings(tmp_path: Path) -> None:
+    validation = CombinedLoader([DataLoader(Augmented(5), 2), DataLoader(Augmented(3), 2)], "sequential")
+    run = fit(ResumableDataModule(Augmented(4), validation, batch_size=2), diary=ByLoader, max_epochs=1)
+    seen = [event[1:4] for event in run.events if event[0] == "validate"]
+    assert seen == [(0, 0, (0, 1)), (0, 1, (2, 3)), (0, 2, (4,)), (1, 0, (0, 1)), (1, 1, (2,))]
+
+
+class ByLoader(Diary):
+    validation_step = Pairs.validation_step
+
+
 class Hub(dict):
     """As ``datasets.DatasetDict``."""
 
@@ -113,7 +166,16 @@ class Hub(dict):
         ({"a": Augmented(4), "b": Counting(4)}, r"'b' \(Counting\) has no index"),
         ({"a": Augmented(4), "b": []}, r"'b' \(list\) has no index, or no sample"),
         (Hub(train=Augmented(4), test=Augmented(2)), "a Hub of train, test. Pass one of them"),
-        (CombinedLoader([DataLoader(Augmented(4))]), "is a CombinedLoader.* Pass a dict of their data sets"),
+        (combined_loader("sequential"), "CombinedLoader of mode 'sequential'.*ConcatDataset"),
+        (combined_loader("max_size"), "CombinedLoader of mode 'max_size'.* Pass a dict of their data sets"),
+        (CombinedLoader({"a": [DataLoader(Augmented(4))]}), "Part 'a' of the CombinedLoader is a list;"),
+        (CombinedLoader(DataLoader(Augmented(4))), "CombinedLoader over a DataLoader; it is a dict, list or tuple"),
+        (combined_loader(batch_size=3), "batches of 2, 3, and batch_size is 2.*pass batch_size=1"),
+        (CombinedLoader([DataLoader(Counting(4), batch_size=2)], "min_size"), r"draws by a _InfiniteConstantSampler"),
+        (
+            CombinedLoader([DataLoader(Augmented(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4))], "min_size"),
+            "Part '0' of the CombinedLoader draws by a WeightedRandomSampler, whose place only it knows",
+        ),
     ],
 )
 def test_what_cannot_be_read_side_by_side_is_refused(data: Any, message: str) -> None:

@@ -200,7 +200,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("make_data", "message"),
     [
         (lambda: iterable_data(Counting(17), num_workers=2), "of 0 workers on each rank; this run has num_workers=2"),
-        (lambda: iterable_data(nodes_of_torchdata("batches"), batched=True, batch_size=1), "global batch of 2"),
+        (
+            lambda: iterable_data(nodes_of_torchdata("batches"), batched=True, batch_size=1),
+            "written with batch_size=2; this run has 1",
+        ),
         (lambda: map_data(17), "num_samples: None in the checkpoint, 17 in this run"),
         (lambda: iterable_data(Counting(17), seed=4), "seed: 3 in the checkpoint, 4 in this run"),
     ],

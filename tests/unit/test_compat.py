@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
@@ -125,6 +126,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_mode_of_a_combined_loader_is_read_and_without_its_name_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    loader = CombinedLoader([[1], [2, 3]], "max_size_cycle")
+    assert _compat.mode_of_combined_loader(loader) == "max_size_cycle"
+    del loader._mode
+    assert _compat.mode_of_combined_loader(loader) is None
+    assert "CombinedLoader._mode" in _warnings(caplog)[-1]
 
 
 def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:

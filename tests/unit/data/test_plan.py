@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_distplus.data.mixture import MixedOrder, Mixture
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.plan import EpochPlan, Geometry, SequentialPlan, num_global_batches
 from lightning_distplus.world import DataParallel
@@ -16,17 +19,16 @@ def geometry(micro_batch: int, accumulation: int = 1, size: int = 1, rank: int =
     return Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=DataParallel(rank=rank, size=size))
 
 
-def global_batches(micro_batch: int, accumulation: int, size: int, first_batch: int, first_position: int) -> list:
-    """The ids of each optimizer step: micro-steps in order, ranks in order."""
-    num_batches = 12 * accumulation
-    order = EpochOrder(num_samples=12 * 24, seed=0)
+def global_batches(order: Any, cut: tuple[int, int, int], num_steps: int, first_step: int) -> list[list[int]]:
+    """The ids of each optimizer step from one on: micro-steps in order, ranks in order."""
+    size, micro_batch, accumulation = cut
     plans = [
         EpochPlan(
             order=order,
             geometry=geometry(micro_batch, accumulation, size, rank),
-            first_batch=first_batch,
-            first_position=first_position,
-            num_batches=num_batches,
+            first_batch=first_step * accumulation,
+            first_position=first_step * size * micro_batch * accumulation,
+            num_batches=num_steps * accumulation,
         )
         for rank in range(size)
     ]
@@ -35,13 +37,36 @@ def global_batches(micro_batch: int, accumulation: int, size: int, first_batch: 
     return [np.concatenate(step).tolist() for step in steps]
 
 
-@pytest.mark.parametrize(
-    ("size", "micro_batch", "accumulation"), [(1, 8, 3), (2, 4, 3), (3, 8, 1), (4, 3, 2), (8, 3, 1)]
+@given(
+    cut=st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(1, 4)),
+    num_steps=st.integers(1, 6),
+    rest=st.integers(0, 200),
+    seed=st.integers(0, 2**40),
+    data=st.data(),
 )
-def test_global_batches_do_not_depend_on_how_they_are_cut(size: int, micro_batch: int, accumulation: int) -> None:
-    expected = global_batches(24, 1, 1, 0, 0)
-    assert global_batches(micro_batch, accumulation, size, 0, 0) == expected
-    assert global_batches(micro_batch, accumulation, size, 5 * accumulation, 5 * 24) == expected[5:]
+def test_any_cut_of_a_global_batch_and_any_resume_is_the_same_permutation(
+    cut: tuple[int, int, int], num_steps: int, rest: int, seed: int, data: st.DataObject
+) -> None:
+    """Odd numbers of ranks too; ``cut`` is ranks, micro-batch, accumulation."""
+    global_batch = int(np.prod(cut))
+    num_samples = num_steps * global_batch + rest % global_batch
+    order = EpochOrder(num_samples=num_samples, seed=seed)
+    steps = global_batches(order, cut, num_steps, 0)
+    assert steps == order(np.arange(num_steps * global_batch)).reshape(num_steps, global_batch).tolist()
+    seen = [sample for step in steps for sample in step]
+    assert len({*seen}) == len(seen) == num_samples - rest % global_batch, "disjoint over ranks, and complete"
+    assert {*seen} <= {*range(num_samples)}
+    first_step = data.draw(st.integers(0, num_steps))
+    assert global_batches(order, cut, num_steps, first_step) == steps[first_step:]
+    assert global_batches(order, (1, global_batch, 1), num_steps, first_step) == steps[first_step:]
+
+
+@given(cut=st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(1, 4)), first_step=st.integers(0, 10**9))
+def test_any_cut_of_a_mixture_has_the_same_steps_far_into_the_run(cut: tuple[int, int, int], first_step: int) -> None:
+    order = MixedOrder(Mixture([0.7, 0.3], seed=5), [1000, 77], seed=5, shuffle=True)
+    start = first_step * int(np.prod(cut))
+    expected = order(np.arange(start, start + int(np.prod(cut)))).tolist()
+    assert global_batches(order, cut, first_step + 1, first_step) == [expected]
 
 
 def test_ids_of_one_batch_are_those_of_the_iteration() -> None:

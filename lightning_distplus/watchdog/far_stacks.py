@@ -155,6 +155,8 @@ def _parse(text: str) -> list[traceback.FrameSummary]:
     """The frames of the last stack that was printed; somebody else may have asked at the same time."""
     found = map(_FRAME.match, text.rpartition(_BEGIN)[2].splitlines())
     frames = [
-        traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3]) for one in found if one is not None
+        traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3])
+        for one in found
+        if one is not None
     ]
     return frames[::-1]

@@ -37,26 +37,33 @@ from lightning_distplus._compat.signals import (
     restore_sigterm_notifier,
     restore_worker_signals,
 )
+from lightning_distplus._compat.strategies import HYBRID_GRAD_OP, ddp_arguments, give_mesh, tensor_parallel_size
 from lightning_distplus._compat.trainer import (
+    accumulates,
     agree_on_resume,
     logged_metric,
+    may_stop_early,
     replace_batch_broadcast,
     replace_checkpoint_link,
     replace_preparation_barrier,
     restore_batch_broadcast,
     restore_checkpoint_link,
     synced_metrics,
+    validates_now,
 )
 from lightning_distplus._compat.workers import prepare_workers
 
 __all__ = [
+    "HYBRID_GRAD_OP",
     "FlatUnit",
     "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
+    "accumulates",
     "add_to_worker_signals",
     "agree_on_resume",
+    "ddp_arguments",
     "default_group_timeout",
     "default_store",
     "discard_next_deepspeed_step",
@@ -64,12 +71,14 @@ __all__ = [
     "flat_units",
     "flight_recorder_dumps",
     "full_state_dict_without_offload",
+    "give_mesh",
     "init_default_group",
     "inner_schedulers",
     "is_fsdp_shard",
     "loading_universal",
     "loading_unsharded_models",
     "logged_metric",
+    "may_stop_early",
     "non_persistent_buffers",
     "num_collectives",
     "on_terminate",
@@ -90,6 +99,8 @@ __all__ = [
     "restore_worker_signals",
     "set_group_timeout",
     "synced_metrics",
+    "tensor_parallel_size",
+    "validates_now",
     "warn_once",
     "wrap_method",
 ]

@@ -10,14 +10,17 @@ from typing import Any
 from lightning_distplus._compat.probing import warn_once
 
 __all__ = [
+    "accumulates",
     "agree_on_resume",
     "logged_metric",
+    "may_stop_early",
     "replace_batch_broadcast",
     "replace_checkpoint_link",
     "replace_preparation_barrier",
     "restore_batch_broadcast",
     "restore_checkpoint_link",
     "synced_metrics",
+    "validates_now",
 ]
 
 _FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
@@ -68,6 +71,33 @@ def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
             return f"{getattr(meta, 'fx', '')}.{getattr(meta, 'name', '')}", moment
         frame = frame.f_back
     return None
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the batch that has just run was inside an accumulation window, so that no optimizer step followed it."""
+    asked = getattr(trainer.fit_loop.epoch_loop, "_should_accumulate", None)
+    if asked is None:
+        warn_once("_TrainingEpochLoop._should_accumulate", "a wish to stop is agreed upon after every micro-batch")
+        return False
+    return bool(asked())
+
+
+def may_stop_early(trainer: Any) -> bool:
+    """Whether the fewest steps and epochs that the user asked for are done."""
+    found = getattr(trainer.fit_loop, "_can_stop_early", None)
+    if found is None:
+        warn_once("_FitLoop._can_stop_early", "a run that stops early may leave its last validation out")
+        return False
+    return bool(found)
+
+
+def validates_now(trainer: Any, *arguments: Any) -> bool:
+    """Whether this rank's loop, asked with Lightning's own arguments, wants to validate after the batch."""
+    asked = getattr(trainer.fit_loop.epoch_loop, "_should_check_val_fx", None)
+    if asked is None:
+        warn_once("_TrainingEpochLoop._should_check_val_fx", "a validation by the clock is not agreed upon")
+        return False
+    return bool(asked(*arguments))
 
 
 def synced_metrics(trainer: Any) -> list[str]:

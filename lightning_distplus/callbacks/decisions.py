@@ -106,7 +106,7 @@ class DecisionCheck(Check):
         gate.wishes |= self._local_wishes(*arguments)
         is_by_clock = _is_by_clock(trainer)
         agreed = Flag.NONE
-        if gate.wishes and not self._loop._should_accumulate():
+        if gate.wishes and not _compat.accumulates(trainer):
             records = gate.meet(Moment.DECISION, gate.wishes)
             if all(moment_of(record) is Moment.DECISION for record in records):
                 agreed, gate.wishes = gate.wishes, Flag.NONE
@@ -115,14 +115,14 @@ class DecisionCheck(Check):
                 log.info("rank %d goes on for a step: its peers had not come to %s", self.run.rank, gate.wishes)
         trainer.should_stop = Flag.WANTS_STOP in agreed
         if is_by_clock:
-            stops_now = trainer.should_stop and trainer.fit_loop._can_stop_early
+            stops_now = trainer.should_stop and _compat.may_stop_early(trainer)
             self._forced = Flag.WANTS_VALIDATION in agreed or stops_now
 
     def _local_wishes(self, *arguments: Any) -> Flag:
         trainer = self.run.trainer
         wishes = Flag.WANTS_STOP if trainer.should_stop else Flag.NONE
         trainer.should_stop = False
-        if _is_by_clock(trainer) and self._loop._should_check_val_fx(*arguments):
+        if _is_by_clock(trainer) and _compat.validates_now(trainer, *arguments):
             wishes |= Flag.WANTS_VALIDATION
         return wishes
 

@@ -110,7 +110,7 @@ def _without_memory(class_type: type, *arguments: Any, **named: Any) -> Any:
     try:
         with torch.device("meta"):
             return class_type(*arguments, **named)
-    except Exception:  # it reads values of its own tensors
+    except (RuntimeError, TypeError, ValueError):  # it reads values of its own tensors
         return class_type(*arguments, **named)
 
 
@@ -147,13 +147,12 @@ def pretend_ranks(trainer: Any, model: Any, layout: Layout) -> Iterator[None]:
     if not isinstance(strategy, ModelParallelStrategy):
         yield
         return
-    tensor = strategy._tensor_parallel_size
-    tensor = tensor if isinstance(tensor, int) else layout.per_node
+    tensor = _compat.tensor_parallel_size(strategy) or layout.per_node
     names = ("data_parallel", "tensor_parallel")
     with _compat.fake_default_group(layout.ranks) as is_there:
         if is_there:
             mesh = init_device_mesh("cpu", (max(1, layout.ranks // tensor), tensor), mesh_dim_names=names)
-            strategy._device_mesh = model._device_mesh = mesh
+            _compat.give_mesh(strategy, model, mesh)
         yield
 
 

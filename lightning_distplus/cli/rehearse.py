@@ -25,6 +25,7 @@ from lightning_distplus.cli.rehearsal import (
     reported_steps,
 )
 from lightning_distplus.cli.rehearsed_steps import run_steps
+from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.trainer_view import data_parallel
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status, run_checks
@@ -159,11 +160,11 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
     """The batch arithmetic; returns the optimizer steps of an epoch, where the data is here."""
     trainer, data = cli.trainer, cli.datamodule
     ranks = data_parallel(trainer)
-    micro = getattr(data, "_micro_batch", None) or getattr(data, "batch_size", None)
+    micro = getattr(data, "micro_batch", None) or getattr(data, "batch_size", None)
     try:
-        if data is not None and hasattr(data, "_accumulation"):
+        if data is not None and isinstance(data, ExactDataModule):
             data.trainer = trainer
-            data._accumulation(trainer, ranks)
+            data.accumulation(trainer, ranks)
     except ValueError as error:
         found.add("batch", Status.ERROR, "The batch sizes do not fit this number of ranks.", str(error))
         return None
@@ -172,7 +173,7 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
     found.batch = {"micro_batch": micro, "data_parallel_ranks": ranks.size, "accumulation": accumulation}
     found.batch["global_batch"] = None if micro is None else micro * ranks.size * accumulation
     epoch = None if per_rank is None else per_rank // accumulation
-    tokens = getattr(data, "_seq_len", None)
+    tokens = getattr(data, "seq_len", None)
     found.batch["tokens"] = tokens and found.batch["global_batch"] and tokens * found.batch["global_batch"]
     found.batch["steps_per_epoch"] = epoch
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
@@ -194,7 +195,7 @@ def _length(found: Rehearsal, trainer: Any, data: Any, micro: int | None) -> tup
             data.setup("fit")
         loader = owner.train_dataloader()
         length = len(loader)
-        if not hasattr(data, "_accumulation"):  # Lightning cuts a stock loader itself
+        if not isinstance(data, ExactDataModule):  # Lightning cuts a stock loader itself
             micro = micro or getattr(loader, "batch_size", None)
             length = -(-length // data_parallel(trainer).size)
     except Exception as error:

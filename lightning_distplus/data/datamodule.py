@@ -86,6 +86,11 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         self.timer: Timer | None = None
 
     @property
+    def micro_batch(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self._micro_batch
+
+    @property
     def consumed_samples(self) -> int:
         """Samples of all completed optimizer steps, over all ranks and epochs."""
         return self.position().consumed_samples
@@ -250,7 +255,7 @@ class ExactDataModule(KindOfData, pl.LightningDataModule):
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
         ranks = data_parallel(trainer)
-        accumulation, schedule = self._accumulation(trainer, ranks), self._schedule
+        accumulation, schedule = self.accumulation(trainer, ranks), self._schedule
         geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:

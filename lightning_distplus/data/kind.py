@@ -45,8 +45,12 @@ class KindOfData:
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         """One validation request."""
 
-    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
-        """Micro-batches of an optimizer step."""
+    def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        """Micro-batches of an optimizer step.
+
+        Raises:
+            ValueError: The batch sizes that were asked for contradict each other, or do not fit the number of ranks.
+        """
         return int(trainer.accumulate_grad_batches)
 
     def _end_of_data(self) -> Callable[[int], bool] | None:

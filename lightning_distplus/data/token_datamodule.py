@@ -193,7 +193,17 @@ class TokenDataModule(ExactDataModule):
             state["past_mixtures"] = self._past_mixtures
         return state
 
-    def _accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample, without the one that is only a target."""
+        return self._seq_len
+
+    def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        """Micro-batches of an optimizer step, from ``global_batch_size`` where it is given.
+
+        Raises:
+            ValueError: It does not divide by micro-batch and ranks, or contradicts the Trainer's accumulation.
+        """
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
         if wanted is None:
             return present

@@ -51,11 +51,16 @@ class Meeting:
             store, self._serves = _open(host, int(port))
         self._store = PrefixStore(f"distplus-launch/{job}", store)
 
-    def join(self) -> int:
-        """The number of the attempt to take part in; waits for the next one where one is under way."""
+    def join(self, on_wait: Callable[[int], object]) -> int:
+        """The number of the attempt to take part in; waits for the next one where one is under way.
+
+        Args:
+            on_wait: Called with the number of the attempt that is under way, before the wait.
+        """
         with self._names_the_store():
             number = self._number()
             if self._store.check([f"running/{number}"]):
+                on_wait(number)
                 self._store.set(f"wanted/{number}", socket.gethostname())
                 while self._number() == number:
                     time.sleep(_LOOK_EVERY_S)

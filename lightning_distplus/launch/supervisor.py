@@ -64,7 +64,9 @@ class _Supervisor:
         try:
             if hosts.max_nodes > 1:
                 self._meeting = Meeting(hosts.rdzv, self._run_id)
-                number = self._meeting.join()
+                number = self._meeting.join(
+                    lambda number: self._say(f"attempt {number} is under way; this host asks to be let in, and waits")
+                )
             while True:
                 began_at = time.time()
                 failures = self._run_attempt(number)

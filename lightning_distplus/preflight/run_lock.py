@@ -94,6 +94,12 @@ class RunLock:
             if self._remove(other):
                 subject = f"The lock of a run that ended without a word was taken over in {self.path.parent.parent}."
                 yield Finding(status=Status.NOTE, subject=subject, detail=str(other))
+        yield Finding(
+            status=Status.WARNING,
+            subject=f"The lock of {self.path.parent.parent} cannot be taken; this run goes on without it.",
+            detail=f"{self.path} was there to be made and gone to be read, {_ATTEMPTS} times",
+            remedy="Give each run its own default_root_dir or dirpath; where there is one run only, remove that file",
+        )
 
     def release(self) -> None:
         """Gives the lock back where it is still ours; never raises."""

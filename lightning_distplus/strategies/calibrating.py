@@ -1,4 +1,7 @@
-"""The part of a strategy that measures: ``timeout="auto"`` from the durations of all ranks, agreed at a gate."""
+"""The part of a strategy that measures: ``timeout="auto"`` from the durations of all ranks, agreed at a gate.
+
+Validation, testing and prediction have a phase of their own, which begins and is measured here.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,32 @@ class CalibratesDeadlines:
     _plane: ControlPlane | None
     _calibration: Calibration | None
     _gate_passed_at: float | None = None
+    _validation_began_at = 0.0
 
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event into the ledger."""
         raise NotImplementedError
+
+    def on_validation_start(self) -> None:
+        """Enters the validation phase."""
+        self._validation_began_at = time.monotonic()
+        self.phases.enter(Phase.VALIDATION)
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_validation_end(self) -> None:
+        """Notes how long the validation took."""
+        super().on_validation_end()  # type: ignore[misc]
+        self._note_duration(Phase.VALIDATION, self._validation_began_at)
+
+    def on_test_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_test_start()  # type: ignore[misc]
+
+    def on_predict_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_predict_start()  # type: ignore[misc]
 
     def _note_duration(self, phase: Phase, began_at: float) -> None:
         if self._calibration is not None:

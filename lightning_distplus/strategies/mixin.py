@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -122,7 +121,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._saves: CommittedSaves | None = None
         self._events: EventLog | None = None
         self._first_step = 0
-        self._validation_began_at = 0.0
         self._has_failed = False
         self._run_lock: RunLock | None = None
         refuse_unknown_arguments(type(self), kwargs)
@@ -288,27 +286,6 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         super().on_train_end()
         self.settle_save()
         self._failing_saves.end()
-
-    def on_validation_end(self) -> None:
-        """Notes how long the validation took."""
-        super().on_validation_end()
-        self._note_duration(Phase.VALIDATION, self._validation_began_at)
-
-    def on_validation_start(self) -> None:
-        """Enters the validation phase."""
-        self._validation_began_at = time.monotonic()
-        self.phases.enter(Phase.VALIDATION)
-        super().on_validation_start()
-
-    def on_test_start(self) -> None:
-        """Enters the validation phase."""
-        self.phases.enter(Phase.VALIDATION)
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        """Enters the validation phase."""
-        self.phases.enter(Phase.VALIDATION)
-        super().on_predict_start()
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import ShardingStrategy
 
+from lightning_distplus import _compat
 from lightning_distplus.preflight import Facts, Finding, Settings, run_checks
 from lightning_distplus.preflight.memory import Census, Engine, count, estimate, fits, free_bytes
 from lightning_distplus.strategies.starting import facts_of
@@ -17,8 +18,8 @@ from lightning_distplus.strategies.starting import facts_of
 __all__ = ["checkpoint_bytes", "engine_of", "memory_findings"]
 
 _HALF, _FULL, _DOUBLE = 2, 4, 8
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.HYBRID_GRAD_OP)
+_KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, _compat.HYBRID_GRAD_OP)
 
 
 def engine_of(strategy: Any, *, precision: str, ranks: int, per_node: int) -> Engine:
@@ -38,12 +39,12 @@ def engine_of(strategy: Any, *, precision: str, ranks: int, per_node: int) -> En
     if isinstance(strategy, FSDPStrategy):
         return _fsdp(strategy, ranks, per_node, at_rest, width)
     if isinstance(strategy, ModelParallelStrategy):
-        tensor = getattr(strategy, "_tensor_parallel_size", 1)
-        name = "FSDP2" if tensor in (1, "auto") else f"FSDP2 with tensor parallelism of {tensor}"
+        tensor = _compat.tensor_parallel_size(strategy)
+        name = "FSDP2" if tensor in (1, None) else f"FSDP2 with tensor parallelism of {tensor}"
         return Engine(
             name=name, kind="fsdp", ranks=ranks, shards=ranks, stage=3, itemsize=at_rest, compute_itemsize=width
         )
-    views = getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False)
+    views = _compat.ddp_arguments(strategy).get("gradient_as_bucket_view", False)
     copies = ranks > 1 and not views
     name = "DDP" if ranks > 1 else "One process"
     return Engine(name=name, kind="ddp", ranks=ranks, shards=1, stage=0, itemsize=at_rest, copies_gradients=copies)

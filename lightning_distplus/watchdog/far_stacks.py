@@ -153,10 +153,5 @@ def _read_new(path: Path, begin: int) -> str:
 
 def _parse(text: str) -> list[traceback.FrameSummary]:
     """The frames of the last stack that was printed; somebody else may have asked at the same time."""
-    found = map(_FRAME.match, text.rpartition(_BEGIN)[2].splitlines())
-    frames = [
-        traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3])
-        for one in found
-        if one is not None
-    ]
-    return frames[::-1]
+    found = [one for line in text.rpartition(_BEGIN)[2].splitlines() if (one := _FRAME.match(line))]
+    return [traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3]) for one in reversed(found)]

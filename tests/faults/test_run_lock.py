@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.events import read_events
+from lightning_distplus.preflight.finding import Status
+from lightning_distplus.preflight.run_lock import RunLock
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.faults.hosts import TwoHosts, run_on, two_hosts
@@ -119,3 +121,14 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_a_note_in_the_ledger(tmp_pa
     assert run.exit_codes == {0: -signal.SIGKILL, 1: 0}, run.logs
     assert [event for event in read_events(tmp_path / "distplus") if event["kind"] == "run_lock_taken_over"]
     assert not list((tmp_path / "checkpoints" / ".distplus").glob("run.lock*"))
+
+
+def test_a_lock_that_cannot_be_taken_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.path.parent.mkdir()
+    lock.path.symlink_to(tmp_path / "nowhere")
+    (finding,) = lock.take()
+    assert finding.status is Status.WARNING
+    assert str(lock.path) in finding.detail
+    lock.release()
+    assert lock.path.is_symlink()

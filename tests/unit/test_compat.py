@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
@@ -40,8 +41,12 @@ NAMES = [
     "torch.distributed.fsdp._common_utils:FSDP_FLATTENED",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale",
+    "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
     # Lightning: the broadcast of each batch, signals, checkpoints
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
+    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.teardown",
@@ -65,8 +70,8 @@ NAMES = [
     "lightning.pytorch.strategies:DeepSpeedStrategy._get_process_group_backend",
 ]
 ATTRIBUTES = {
-    "DDPStrategy": ["_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
-    "ModelParallelStrategy": ["_data_parallel_size", "_tensor_parallel_size"],
+    "DDPStrategy": ["_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
+    "ModelParallelStrategy": ["_data_parallel_size", "_tensor_parallel_size", "_device_mesh"],
 }
 
 
@@ -436,4 +441,38 @@ def test_one_process_plays_one_of_many_ranks_in_a_block(monkeypatch, caplog) -> 
     for _ in range(2):
         with _compat.fake_default_group(2) as is_there:
             assert not is_there
+    assert len(_warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "owner", "name"),
+    [
+        (_compat.accumulates, "epoch_loop", "_should_accumulate"),
+        (lambda trainer: _compat.validates_now(trainer, None), "epoch_loop", "_should_check_val_fx"),
+        (_compat.may_stop_early, "", "_can_stop_early"),
+    ],
+)
+def test_what_a_loop_decides_is_asked_or_taken_as_no(trainer: Trainer, caplog, ask, owner: str, name: str) -> None:
+    loop = getattr(trainer.fit_loop, owner) if owner else trainer.fit_loop
+    stub = SimpleNamespace(**{name: (lambda *_: True) if owner else True})
+    fit_loop = SimpleNamespace(epoch_loop=stub) if owner else stub
+    assert hasattr(loop, name)
+    assert ask(SimpleNamespace(fit_loop=fit_loop))
+    delattr(stub, name)
+    for _ in range(2):
+        assert not ask(SimpleNamespace(fit_loop=fit_loop))
+    assert len(_warnings(caplog)) == 1
+
+
+def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> None:
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    model = LightningModule()
+    assert (_compat.tensor_parallel_size(strategy), _compat.tensor_parallel_size(trainer.strategy)) == (2, 1)
+    assert _compat.tensor_parallel_size(ModelParallelStrategy()) is None
+    _compat.give_mesh(strategy, model, "a mesh")
+    assert (strategy.device_mesh, model.device_mesh) == ("a mesh", "a mesh")
+    assert _compat.ddp_arguments(DDPStrategy(static_graph=True)) == {"static_graph": True}
+    assert _compat.ddp_arguments(strategy) == {}
+    for _ in range(2):
+        _compat.give_mesh(SimpleNamespace(), model, None)
     assert len(_warnings(caplog)) == 1

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor
+    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor, StragglerMonitor
     from lightning_distplus.checkpoint import newest_valid, verify
     from lightning_distplus.data import ResumableDataModule, TokenDataModule
     from lightning_distplus.errors import DistplusError, ExitCode
@@ -37,6 +37,7 @@ __all__ = [
     "ResilientFSDP",
     "ResilientModelParallel",
     "ResumableDataModule",
+    "StragglerMonitor",
     "Timeouts",
     "TokenDataModule",
     "gather",
@@ -55,6 +56,7 @@ _HOMES = {
     "ResilientFSDP": "strategies",
     "ResilientModelParallel": "strategies",
     "ResumableDataModule": "data",
+    "StragglerMonitor": "callbacks",
     "Timeouts": "timeouts",
     "TokenDataModule": "data",
     "gather": "gathering",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -86,6 +87,8 @@ class BatchGate:
         self._sigterm_seen = False
         self._last: GateRecord | None = None
         self.is_open = False
+        self.waited_s = 0.0
+        """How long this rank waited for the others at the gate of the present step."""
         self.say: Callable[[Any, int], dict[str, Any]] = lambda batch, batch_idx: {}
         """What else stands in the record of a step; fields of ``GateRecord``."""
         self.hear: Callable[[list[GateRecord]], None] = lambda records: None
@@ -175,7 +178,10 @@ class BatchGate:
 
     def _begin_step(self, batch: Any, batch_idx: int) -> None:
         is_last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **self.say(batch, batch_idx))
+        said = self.say(batch, batch_idx)
+        came_at = time.monotonic()
+        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **said)
+        self.waited_s = time.monotonic() - came_at
         self._last = records[0]
         self._on_passed(records)
         if preempted := [rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT]:

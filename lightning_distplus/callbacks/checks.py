@@ -18,6 +18,7 @@ from lightning_distplus.callbacks.replay import ReplayCheck
 from lightning_distplus.callbacks.replicas import ReplicaCheck
 from lightning_distplus.callbacks.settings import SettingsCheck
 from lightning_distplus.callbacks.spikes import SpikeCheck
+from lightning_distplus.callbacks.stragglers import StragglerCheck
 from lightning_distplus.callbacks.tracing import TraceCheck
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def make_checks(chosen: RankDivergenceMonitor, before_save: Callable[[], None]) 
         finite,
         *([spikes] if chosen.on_spike != "ignore" else []),
         pairing,
+        *([StragglerCheck()] if chosen.on_straggler != "ignore" else []),
         ReplicaCheck(repairs=chosen.repair_replicas),
         *([TraceCheck()] if chosen.trace_collectives else []),
     ]

@@ -13,7 +13,7 @@ from lightning_distplus.errors import DivergenceError
 
 __all__ = ["RECORD_BYTES", "GateRecord", "Wish", "compare"]
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 
 
 class Wish(IntFlag):
@@ -61,6 +61,10 @@ class GateRecord:
     loss: float = 0.0
     """Of this rank in the step before; it never has to agree, nor the next one."""
     gradient_norm: float = 0.0
+    lead_s: float = 0.0
+    """From the gate before to this rank's first backward, to three digits; it never has to agree."""
+    wait_s: float = 0.0
+    """How long this rank waited at the gate before, to three digits; it never has to agree."""
 
     def pack(self) -> bytes:
         """The record as bytes."""
@@ -93,7 +97,7 @@ class GateRecord:
 
 _NAMES = tuple(field.name for field in fields(GateRecord))
 _values = attrgetter(*_NAMES)  # dataclasses.astuple copies deeply, which costs more than the exchange
-_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd dd".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd dd ee".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 

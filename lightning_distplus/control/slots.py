@@ -9,7 +9,8 @@ from lightning_distplus.control.plane import ControlPlane
 __all__ = ["HEAD_BYTES", "Slots"]
 
 _NUM_SLOTS = 3
-_HEAD = struct.Struct("<QIH")  # the number of the gate, the rank, the length of the record
+_HEAD = struct.Struct("<IIH")  # the number of the gate, the rank, the length of the record
+_NUMBERS = 1 << 32  # one key holds two neighbouring gates at most: their numbers differ in this as well
 HEAD_BYTES = _HEAD.size
 
 
@@ -36,7 +37,7 @@ class Slots:
 
     def post(self, number: int, packed: bytes) -> None:
         """Shows this rank's record; never waits."""
-        head = _HEAD.pack(number, self._plane.world.rank, len(packed))
+        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank, len(packed))
         self._plane.append(self._key(number), head + packed)
 
     def read(self, number: int) -> dict[int, bytes]:
@@ -47,7 +48,7 @@ class Slots:
         while start < len(data):
             posted, rank, length = _HEAD.unpack_from(data, start)
             start += _HEAD.size + length
-            if posted == number:
+            if posted == number % _NUMBERS:
                 found[rank] = data[start - length : start]
         return found
 

@@ -1,8 +1,8 @@
 """The control plane: messages between ranks without a collective, which would hang exactly when it is needed.
 
 Read in this order: ``rendezvous`` (how the ranks find one store), ``line`` (keys, and waits that name who is missing),
-``plane`` (the calls of all ranks), ``record`` and ``gate`` (the one check of each step), ``points`` with ``tally`` (the
-calls of Lightning in which all ranks take part), ``parting`` (the end of a run).
+``plane`` (the calls of all ranks), ``record`` and ``gate`` (the one check of each step), ``points`` with ``tally`` and
+``shared_tally`` (the calls of Lightning in which all ranks take part), ``parting`` (the end of a run).
 """
 
 from lightning_distplus.control.gate import StepGate

@@ -11,6 +11,7 @@ from datetime import timedelta
 from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.record import GateRecord
+from lightning_distplus.control.shared_tally import SharedTally
 from lightning_distplus.control.tally import Tally
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
@@ -64,7 +65,7 @@ class Points:
         self._locate = locate
         self._name = name or f"run-{next(_runs)}"
         self._thread = threading.get_ident()
-        self._tally = Tally(plane, f"points/{self._name}")
+        self._tally: Tally | SharedTally = Tally(plane, f"points/{self._name}")
         self._points = 0
         self._gates = 0
         self._place: Place | None = None  # None: this rank does not wait
@@ -80,7 +81,7 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         global _active
-        self._plane.barrier(f"points-{self._name}", self._patience())
+        self._tally = SharedTally.share(self._plane, f"points-{self._name}", self._patience()) or self._tally
         self._plane.on_wait = self._while_waiting
         _active = self
 

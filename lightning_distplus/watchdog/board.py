@@ -216,10 +216,29 @@ class Board:
             self._listen()
             if self.reads:
                 self._look()
+        elif self._must_watch_host():
+            self._watch_host()
         self.last_answer_at = time.monotonic()
         if not self.alert.is_set() or not self.reads:
             return BEAT_S
         return max(_LOOK_S, _LOOK_PER_RANK_S * self._plane.world.size)
+
+    def _must_watch_host(self) -> bool:
+        """Whether this rank alone can tell, on its host, where the one that serves the store from another host was.
+
+        What that one says goes through itself: once it is stopped or gone, nothing can be asked any more.
+        """
+        host = self._plane.host_rank
+        if host is None or self._plane.world.rank != self._plane.world.node_ranks[0]:
+            return False
+        peer = self._plane.peers_of([host]).get(host)
+        return peer is not None and not peer.is_here
+
+    def _watch_host(self) -> None:
+        host = self._plane.host_rank
+        data = self._plane.read(f"watchdog/beat/{host}")
+        if host is not None and data is not None:
+            self._see(host, json.loads(data))
 
     def _publish(self) -> None:
         posts = list(self._to_post)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
-from lightning_distplus.errors import DivergenceError, ExitCode
-from lightning_distplus.testing import SpawnResult, spawn
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
 FAULT_BATCH = 2
 SOON_S = 2.0  # from the moment at which the second rank is elsewhere to the error on every rank
-DEADLINE_S = 3.0
 
 
 def labels(module: Any, rank: int) -> None:
@@ -221,137 +217,3 @@ def test_calls_in_another_order_are_found_at_the_first_of_them(tmp_path: Path) -
         assert error["field"] == "collective"
         assert "in barrier at" in error["values"][0]
         assert "in all_gather of float32[1] at" in error["values"][1]
-
-
-# -- alone and early: no contradiction yet, so the watchdog's verdict comes after the deadline -------------------------
-
-
-def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
-    trainer = trainer_of(strategy, world_size, folder, {"step": DEADLINE_S, "setup": "60s"})
-    model = Disagreeing(lonely_save, hook="training_step")  # behind the gate of the batch
-    trainer.fit(model, jobs.loader())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "others"),
-    [
-        ("ResilientDDP", 3, "ranks 1-2 in backward batch 2"),
-        pytest.param("ResilientDDP", 2, "rank 1 in backward batch 2", marks=pytest.mark.soak),
-        ("ResilientFSDP", 2, "rank 1 in backward batch 2"),
-    ],
-)
-def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stand_in_the_engine(
-    strategy: str, world_size: int, others: str, tmp_path: Path
-) -> None:
-    run = spawn(save_alone_and_early, world_size, args=(strategy, world_size, str(tmp_path)), deadline="50s")
-    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
-    verdict = json.loads(path.read_text())
-    line = f"{__file__}:{lonely_save.__code__.co_firstlineno + 1}"
-    assert (verdict["kind"], verdict["culprits"]) == ("hang", [0])
-    assert verdict["location"] == line
-    assert verdict["operation"] == "barrier 'Trainer.save_checkpoint'"
-    assert re.search(r"in \"barrier 'Trainer.save_checkpoint'\", call \d+ of the run, for", run.logs[0])
-    assert f"rank 0 in barrier 'Trainer.save_checkpoint' at {line}; {others}" in verdict["cause"]
-    assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
-    assert DEADLINE_S <= verdict["elapsed_s"] < DEADLINE_S + 2
-
-
-# -- no false alarm ----------------------------------------------------------------------------------------------------
-
-
-class Uneven(Callback):
-    """Rank 1 comes to calls, saves and gates much later than rank 0; and rank 0 does what only rank 0 may do."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        module.log("own", 1.0, sync_dist=True, rank_zero_only=True)
-        module.log("everywhere", float(trainer.global_rank), sync_dist=True, on_step=True, on_epoch=True)
-        if trainer.is_global_zero:
-            trainer.strategy.reduce("not a tensor")
-            trainer.strategy.remove_checkpoint(Path(trainer.default_root_dir) / "nothing.ckpt")
-        is_late = trainer.current_epoch == 0
-        if is_late and batch_idx == 1 and trainer.global_rank == 1:
-            time.sleep(1.2)  # rank 0 waits for it at a save
-        if is_late and batch_idx == 2 and trainer.global_rank == 0:
-            time.sleep(1.2)  # rank 1 waits for it at the gate
-        if batch_idx == 1:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "both.ckpt")
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        held = {"name": "a" * trainer.global_rank, "score": 1, "values": [torch.ones(2), None]}
-        assert module.all_gather(held)["values"][0].shape == (2, 2)
-        assert trainer.strategy.broadcast("x" if trainer.global_rank == 0 else None) == "x"
-        assert trainer.log_dir
-
-
-def healthy(name: str, folder: str) -> int:
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
-    trainer = jobs.trainer(
-        jobs.strategy(name, timeout="60s", **arguments),
-        2,
-        folder,
-        max_epochs=2,
-        limit_train_batches=4,
-        limit_val_batches=2,
-        val_check_interval=2,
-        enable_checkpointing=True,
-        callbacks=[
-            Uneven(),
-            ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=2, save_last=True),
-            ModelCheckpoint(dirpath=f"{folder}/timed", train_time_interval=timedelta(seconds=0.1)),
-            EarlyStopping("val_loss", patience=100),
-            Timer(duration="00:01:00:00"),
-        ],
-    )
-    counted = []
-    strategy = trainer.strategy
-    begin = strategy.setup
-
-    def setup(fitted: Any) -> None:
-        begin(fitted)
-        met = strategy._points.meet
-        strategy._points.meet = lambda point: (counted.append(str(point)), met(point))
-
-    strategy.setup = setup
-    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(16))
-    trainer.validate(jobs.Model(), jobs.loader(16), verbose=False)
-    assert any("own" in point for point in counted) is False
-    return len(counted)
-
-
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_healthy_run_with_everything_that_synchronises_is_not_ended(name: str, tmp_path: Path) -> None:
-    counted = spawn(healthy, 2, args=(name, str(tmp_path)), deadline="55s").check().results
-    assert counted[0] == counted[1] > 50
-
-
-# -- twins: the same faults under Lightning's own strategy -------------------------------------------------------------
-
-
-def disagree_in_stock(fault: str, folder: str) -> dict[str, Any]:
-    trainer = trainer_of("DDPStrategy", 2, folder, timedelta(seconds=DEADLINE_S))
-    model = Disagreeing(BY_NAME[fault])
-    try:
-        trainer.fit(model, jobs.loader())
-    except RuntimeError as error:
-        return {"text": str(error), "seconds": time.time() - model.reached_at}
-    return {"metrics": {name: value.item() for name, value in trainer.callback_metrics.items()}}
-
-
-def in_stock(fault: str, folder: Path) -> SpawnResult:
-    return spawn(disagree_in_stock, 2, args=(fault, str(folder)), deadline="40s")
-
-
-def test_stock_averages_different_keys_and_says_nothing(tmp_path: Path) -> None:
-    assert in_stock("logged", tmp_path).check().results == {0: {"metrics": {"a": 1.0}}, 1: {"metrics": {"b": 1.0}}}
-
-
-def test_stock_takes_different_dtypes_and_says_nothing(tmp_path: Path) -> None:
-    assert in_stock("dtype", tmp_path).check().results == {0: {"metrics": {}}, 1: {"metrics": {}}}
-
-
-@pytest.mark.parametrize("fault", ["lonely_barrier", "labels"])
-def test_stock_waits_for_the_time_out_and_names_no_rank(fault: str, tmp_path: Path) -> None:
-    for error in in_stock(fault, tmp_path).check().results.values():
-        assert error["seconds"] >= DEADLINE_S
-        assert re.search("Timed out|timeout|Connection closed by peer", error["text"])
-        assert not re.search(r"rank \d", error["text"])

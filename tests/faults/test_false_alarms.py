@@ -10,7 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import _compat
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
 DEADLINE_S = 1.5
 LONG_S = 3 * DEADLINE_S
@@ -49,25 +55,25 @@ def fit(
     return trainer.global_step
 
 
-def slow_everywhere(folder: str) -> int:
-    """One run with a slow first step, a slow validation and a slow save, each three times the step's deadline."""
+def slow_somewhere(folder: str) -> int:
     saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=6)
     named = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0, "enable_checkpointing": True}
     return fit(folder, FaultCallback(), saves, report_after=None, **named)
 
 
-def check_slow(folder: Path) -> None:
-    faults = FaultPlan().slow(rank=1, step=0, duration_s=LONG_S)
-    faults = faults.slow(rank=1, step=4, duration_s=LONG_S, where="validation")
-    faults = faults.slow(rank=1, step=6, duration_s=LONG_S, where="save")
-    run = spawn(slow_everywhere, 2, args=(str(folder),), faults=faults).check()
+SLOW: dict[str, FaultPlan] = {
+    "first step": FaultPlan().slow(rank=1, step=0, duration_s=LONG_S),
+    "validation": FaultPlan().slow(rank=1, step=4, duration_s=LONG_S, where="validation"),
+    "save": FaultPlan().slow(rank=1, step=6, duration_s=LONG_S, where="save"),
+}
+
+
+def check_slow(what: str, folder: Path) -> None:
+    """Something takes three times the step's deadline."""
+    run = spawn(slow_somewhere, 2, args=(str(folder),), faults=SLOW[what]).check()
     assert run.results == {0: 8, 1: 8}
     assert not list(folder.glob("distplus/verdict-*"))
     assert not any("no progress" in log for log in run.logs.values())  # report_after=None
-
-
-def test_a_slow_first_step_validation_and_save_end_nothing(tmp_path: Path) -> None:
-    check_slow(tmp_path)
 
 
 class SlowData(Dataset[torch.Tensor]):
@@ -85,8 +91,8 @@ def slow_data(folder: str) -> int:
     return fit(folder, data=DataLoader(SlowData(), batch_size=4), max_epochs=1)
 
 
-def test_slow_data_that_comes_ends_nothing(tmp_path: Path) -> None:
-    assert spawn(slow_data, 2, args=(str(tmp_path),)).check().results == {0: 5, 1: 5}
+def check_slow_data(folder: Path) -> None:
+    assert spawn(slow_data, 2, args=(str(folder),)).check().results == {0: 5, 1: 5}
 
 
 def only_reported(folder: str) -> int:
@@ -96,11 +102,11 @@ def only_reported(folder: str) -> int:
     return trainer.global_step
 
 
-def test_with_on_hang_report_there_is_a_verdict_and_the_run_goes_on(tmp_path: Path) -> None:
+def check_only_reported(folder: Path) -> None:
     faults = FaultPlan().slow(rank=1, step=4, duration_s=LONG_S)
-    run = spawn(only_reported, 2, args=(str(tmp_path),), faults=faults).check()
+    run = spawn(only_reported, 2, args=(str(folder),), faults=faults).check()
     assert run.results == {0: 8, 1: 8}
-    (path,) = tmp_path.glob("distplus/verdict-*.json")
+    (path,) = folder.glob("distplus/verdict-*.json")
     assert json.loads(path.read_text())["culprits"] == [1]
     assert "rank 1 to blame" in run.logs[0]
 
@@ -129,8 +135,8 @@ def slow_validation(folder: str) -> int:
     return trainer.global_step
 
 
-def test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there(tmp_path: Path) -> None:
-    run = spawn(slow_validation, 2, args=(str(tmp_path),)).check()
+def check_slow_validation(folder: Path) -> None:
+    run = spawn(slow_validation, 2, args=(str(folder),)).check()
     assert run.results == {0: 4, 1: 4}
     told = r"(\S+) marks/s; (\d+) of 16 batches of the validation, (\S+) batches/s, (\S+) left"
     ((marks, done, batches, left),) = re.findall(rf"rank 1: in '.*, and moves \({told}\)", run.logs[0])
@@ -160,10 +166,10 @@ def slow_disk(folder: str) -> int:
     return trainer.global_step
 
 
-def test_a_slow_save_is_reported_with_its_bytes_and_the_next_one_with_the_time_left(tmp_path: Path) -> None:
-    run = spawn(slow_disk, 2, args=(str(tmp_path),)).check()
+def check_slow_disk(folder: Path) -> None:
+    run = spawn(slow_disk, 2, args=(str(folder),)).check()
     assert run.results == {0: 8, 1: 8}
-    assert not list(tmp_path.glob("distplus/verdict-*"))
+    assert not list(folder.glob("distplus/verdict-*"))
     (first,) = re.findall(r"rank 0: in 'save .*, and moves \((\d+) MB of the save, \S+ MB/s\)", run.logs[0])
     ((second, left),) = re.findall(
         r"rank 0: in 'save .*, and moves \((\d+) of 20 MB of the save, \S+ MB/s, (\S+) left\)", run.logs[0]
@@ -199,12 +205,12 @@ def debugged(rank: int, folder: str) -> tuple[int, timedelta | None]:
     return fit(folder, callback, report_after=1.0), callback.group_timeout
 
 
-def test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does(tmp_path: Path) -> None:
-    run = spawn(debugged, 2, args=(str(tmp_path),)).check()
+def check_debugged(folder: Path) -> None:
+    run = spawn(debugged, 2, args=(str(folder),)).check()
     assert run.results == {0: (8, timedelta(days=1)), 1: (8, timedelta(days=1))}
     assert "no progress for" in run.logs[0]
     assert "a rank stands in a debugger; nothing is ended" in run.logs[0]
-    assert not list(tmp_path.glob("distplus/verdict-*"))
+    assert not list(folder.glob("distplus/verdict-*"))
 
 
 class Pause(Callback):
@@ -230,24 +236,65 @@ def paused(folder: str) -> tuple[int, float]:
     return fit(folder, Pause(Path(folder) / "resumed"), max_steps=100_000), time.monotonic() - start
 
 
-def test_a_job_that_is_paused_goes_on(tmp_path: Path) -> None:
-    run = spawn(paused, 2, args=(str(tmp_path),)).check()
+def check_paused(folder: Path) -> None:
+    run = spawn(paused, 2, args=(str(folder),)).check()
     assert len({steps for steps, _ in run.results.values()}) == 1
     assert all(seconds > LONG_S for _, seconds in run.results.values())
-    assert not list(tmp_path.glob("distplus/verdict-*"))
+    assert not list(folder.glob("distplus/verdict-*"))
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+Ended = dict[str, "Future[None]"]
+CHECKS: dict[str, Callable[[Path], None]] = {
+    **{f"slow {what}": partial(check_slow, what) for what in SLOW},
+    "slow disk": check_slow_disk,
+    "slow data": check_slow_data,
+    "pace": check_slow_validation,
+    "debugged": check_debugged,
+    "paused": check_paused,
+    "reported": check_only_reported,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """All of them mostly sleep."""
+    return side_by_side(CHECKS, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_what_is_slow_ends_nothing(what: str, ended: Ended) -> None:
+    ended[f"slow {what}"].result()
+
+
+def test_slow_data_that_comes_ends_nothing(ended: Ended) -> None:
+    ended["slow data"].result()
+
+
+def test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there(ended: Ended) -> None:
+    ended["pace"].result()
+
+
+def test_a_slow_save_is_reported_with_its_bytes_and_the_next_one_with_the_time_left(ended: Ended) -> None:
+    ended["slow disk"].result()
+
+
+def test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does(ended: Ended) -> None:
+    ended["debugged"].result()
+
+
+def test_a_job_that_is_paused_goes_on(ended: Ended) -> None:
+    ended["paused"].result()
+
+
+def test_with_on_hang_report_there_is_a_verdict_and_the_run_goes_on(ended: Ended) -> None:
+    ended["reported"].result()
 
 
 @pytest.mark.soak
-@pytest.mark.deadline(300)
 @pytest.mark.parametrize("number", range(10))
-def test_seven_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
-    """Five runs, of which the first one is slow in three ways: 50 runs in all."""
-    for name, check in (
-        ("slow", check_slow),
-        ("data", test_slow_data_that_comes_ends_nothing),
-        ("validation", test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there),
-        ("debugged", test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does),
-        ("paused", test_a_job_that_is_paused_goes_on),
-    ):
+def test_nine_kinds_of_slowness_end_nothing(number: int, tmp_path: Path) -> None:
+    for name, check in CHECKS.items():
         (tmp_path / name).mkdir()
         check(tmp_path / name)

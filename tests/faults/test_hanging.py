@@ -7,21 +7,28 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
 DEADLINE_S = 3.0
+Ended = tuple[SpawnResult, float, Path]
 
 
 def train(name: str, world_size: int, folder: str, saves_on_exception: bool = False) -> None:
@@ -52,10 +59,40 @@ def verdict_in(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def ending(name: str, faults: FaultPlan, folder: Path) -> Ended:
+    return (*run(name, faults, folder), folder)
+
+
+def hanging_worker(context: str, folder: Path) -> Ended:
+    # Of rank 0: its workers hold copies of the connections to the store that it serves.
+    result = spawn(train_with_workers, 2, args=(str(folder), 0, 40, False, DEADLINE_S, context), deadline="100s")
+    return result, 0.0, folder
+
+
+def hanging_stock(folder: Path) -> Ended:
+    return spawn(hang_in_stock, 2, args=(str(folder),), deadline="60s"), 0.0, folder
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
+    """The runs that wait for a deadline, with the seconds from the fault to the end, and their folders."""
+    plan = FaultPlan()
+    hang, kill = plan.hang(rank=1, step=4, where="batch_end"), plan.kill(rank=1, step=4, where="after_backward")
+    calls: dict[str, Callable[[Path], Ended]] = {
+        **{f"hang-{name}": partial(ending, name, hang) for name in jobs.STRATEGIES},
+        **{f"stop-{rank}": partial(ending, "ResilientDDP", plan.stop(rank=rank, step=4)) for rank in range(2)},
+        "gil": partial(ending, "ResilientDDP", plan.hang_gil(rank=1, step=4)),
+        "worker": partial(hanging_worker, "fork"),
+        "stock": hanging_stock,
+        **{f"kill-{name}": partial(ending, name, kill) for name in jobs.STRATEGIES},
+    }
+    return side_by_side(calls, tmp_path_factory.mktemp("hanging"))
+
+
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, tmp_path: Path) -> None:
-    result, seconds = run(name, FaultPlan().hang(rank=1, step=4, where="batch_end"), tmp_path)
-    verdict = verdict_in(tmp_path)
+def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: dict[str, Future[Ended]]) -> None:
+    result, seconds, folder = ended[f"hang-{name}"].result()
+    verdict = verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
     assert verdict["phase"] == "step"
     assert "FaultCallback" in verdict["operation"]
@@ -73,9 +110,9 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, tmp_path: Path) -> None:
-    result, seconds = run("ResilientDDP", FaultPlan().stop(rank=rank, step=4), tmp_path)
-    verdict = verdict_in(tmp_path)
+def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ended: dict[str, Future[Ended]]) -> None:
+    result, seconds, folder = ended[f"stop-{rank}"].result()
+    verdict = verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [rank])
     assert "stopped" in verdict["cause"]
     # Also of rank 0, which serves the store: its peer has its last beat from the memory of its process.
@@ -86,9 +123,9 @@ def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, tmp_
     assert seconds < DEADLINE_S + 6
 
 
-def test_a_call_that_holds_the_global_lock_is_named(tmp_path: Path) -> None:
-    result, _ = run("ResilientDDP", FaultPlan().hang_gil(rank=1, step=4), tmp_path)
-    verdict = verdict_in(tmp_path)
+def test_a_call_that_holds_the_global_lock_is_named(ended: dict[str, Future[Ended]]) -> None:
+    result, _, folder = ended["gil"].result()
+    verdict = verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert "lock" in verdict["cause"]
     assert "deeds.py" in verdict["stacks"]["1"]  # it was asked from outside, while it held the lock
@@ -147,13 +184,15 @@ def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, 
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_killed_rank_is_lost_within_seconds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result, seconds = run(name, FaultPlan().kill(rank=1, step=4, where="after_backward"), tmp_path)
+def test_a_killed_rank_is_lost_within_seconds(
+    name: str, ended: dict[str, Future[Ended]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, seconds, folder = ended[f"kill-{name}"].result()
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: -signal.SIGKILL}
     assert "rank 1" in result.logs[0]
     assert seconds < 6
-    require_lost(verdict_in(tmp_path), 1)
-    assert main(["report", str(tmp_path)]) == 0
+    require_lost(verdict_in(folder), 1)
+    assert main(["report", str(folder)]) == 0
     assert "=== peer_lost: rank 1 to blame, rank 0 waiting" in capsys.readouterr().out
 
 
@@ -227,18 +266,26 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert verdict["cause"].endswith("ValueError: the planted sample")
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
-def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(context: str, tmp_path: Path) -> None:
-    # Of rank 0: its workers hold copies of the connections to the store that it serves.
-    result = spawn(train_with_workers, 2, args=(str(tmp_path), 0, 40, False, DEADLINE_S, context), deadline="100s")
-    verdict = verdict_in(tmp_path)
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(ended: dict[str, Future[Ended]]) -> None:
+    require_shown(ended["worker"].result())
+
+
+@pytest.mark.soak
+def test_a_data_worker_of_a_forkserver_that_hangs_is_shown_too(tmp_path: Path) -> None:
+    require_shown(hanging_worker("forkserver", tmp_path))
+
+
+def require_shown(ended: Ended) -> None:
+    """The verdict on a data worker that hangs."""
+    result, _, folder = ended
+    verdict = verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1])
     assert verdict["location"] == line_of("the sample")
     assert "dataloader" in verdict["operation"]
     assert "the data worker, pid" in verdict["stacks"]["0"]
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     assert result.alive == {}
-    assert not runs((tmp_path / "fired").read_text().split()[1])
+    assert not runs((folder / "fired").read_text().split()[1])
 
 
 def test_the_death_of_rank_0_which_serves_the_store_is_named_although_its_data_worker_is_in_a_sample(
@@ -256,40 +303,36 @@ def test_the_death_of_rank_0_which_serves_the_store_is_named_although_its_data_w
     assert seconds < 20  # a second or two; without the tie, the deadline
 
 
+class HangsUntil(Callback):
+    """Rank 1 hangs until rank 0 has given up; rank 0 keeps when it went on alone."""
+
+    def __init__(self, folder: str) -> None:
+        self.given_up = Path(folder) / "given-up"
+        self.alone_since = 0.0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 0:
+            self.alone_since = time.monotonic()
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            while not self.given_up.exists():
+                time.sleep(0.02)
+
+
 def hang_in_stock(folder: str) -> tuple[str, float]:
     strategy = jobs.strategy("DDPStrategy", timeout=timedelta(seconds=DEADLINE_S), process_group_backend="gloo")
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[FaultCallback()])
+    hangs = HangsUntil(folder)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[hangs])
     try:
         trainer.fit(jobs.Model(), jobs.loader(200))
     except RuntimeError as error:
-        return str(error), time.time()
+        if trainer.global_rank == 0:
+            hangs.given_up.touch()
+        return str(error), time.monotonic() - hangs.alone_since
     return "", 0.0
 
 
-def test_stock_waits_for_the_time_out_and_names_no_rank(tmp_path: Path) -> None:
-    faults = FaultPlan().hang(rank=1, step=4, where="batch_end", duration_s=DEADLINE_S + 4)
-    result = spawn(hang_in_stock, 2, args=(str(tmp_path),), faults=faults, deadline="50s")
-    assert result.faults_fired == 1
-    error, at = result.results[0]
-    assert at - result.faults[0].unix_s >= DEADLINE_S
+def test_stock_waits_for_the_time_out_and_names_no_rank(ended: dict[str, Future[Ended]]) -> None:
+    error, seconds = ended["stock"].result()[0].results[0]
+    assert seconds >= DEADLINE_S
     assert "timed out" in error.lower() or "timeout" in error.lower()
     assert not re.search(r"rank \d", error)
-
-
-def slow(folder: str) -> int:
-    trainer = jobs.trainer(
-        jobs.strategy("ResilientDDP", timeout={"step": 2.0, "setup": "60s"}),
-        2,
-        folder,
-        max_steps=8,
-        callbacks=[FaultCallback()],
-    )
-    trainer.fit(jobs.Model(), jobs.loader())
-    return trainer.global_step
-
-
-def test_a_rank_that_is_slow_and_moves_is_not_ended(tmp_path: Path) -> None:
-    faults = FaultPlan()
-    for step in (3, 5):
-        faults = faults.slow(rank=1, step=step, duration_s=1.5)
-    assert spawn(slow, 2, args=(str(tmp_path),), faults=faults).check().results == {0: 8, 1: 8}

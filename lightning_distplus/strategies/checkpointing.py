@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["CommitsCheckpoints"]
+__all__ = ["CommitsCheckpoints", "Digest"]
+
+Digest = Literal["xxh3", "sha256"]
 
 
 class CommitsCheckpoints(ComparesLoadedState, _Base):
@@ -40,7 +42,7 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
     _failing_saves: FailingSaves
     async_save: bool
     read_back_saves: bool
-    digest: Literal["xxh3", "sha256"]
+    digest: Digest
     scrub_every: timedelta | None
     copy_to: str | None
     verify: Verification

@@ -19,7 +19,7 @@ from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
-from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
+from lightning_distplus.strategies.checkpointing import CommitsCheckpoints, Digest
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
 from lightning_distplus.strategies.hosting import check_folder_and_memory, check_host
 from lightning_distplus.strategies.nccl import NcclSettings
@@ -32,6 +32,7 @@ from lightning_distplus.strategies.starting import (
     check_launch,
     form_default_group,
     refuse_unknown_arguments,
+    require_one_of,
     samples_in_hand,
     tell_launcher,
     world_of,
@@ -94,27 +95,24 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         verify: Verification = "full",
         async_save: bool = False,
         read_back_saves: bool = False,
-        digest: Literal["xxh3", "sha256"] = "xxh3",
+        digest: Digest = "xxh3",
         scrub_every: Duration | None = None,
         copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if on_hang not in ("abort", "report"):
-            raise ValueError(f'on_hang is {on_hang!r}; it is "abort" or "report".')
+        require_one_of("on_hang", on_hang, get_args(OnHang))
+        require_one_of("verify", verify, get_args(Verification))
+        require_one_of("digest", digest, get_args(Digest))
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
         self.nccl = nccl or NcclSettings()
         self.on_hang: OnHang = on_hang
-        if verify not in get_args(Verification):
-            raise ValueError(f'verify is {verify!r}; it is "full", "size" or "off".')
         self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
         self.read_back_saves = read_back_saves
-        if digest not in ("xxh3", "sha256"):
-            raise ValueError(f'digest is {digest!r}; it is "xxh3" or "sha256".')
-        self.digest: Literal["xxh3", "sha256"] = digest
+        self.digest: Digest = digest
         self.copy_to = copy_to
         self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
         self.phases = Phases(self.timeouts, on_hang)
@@ -247,13 +245,12 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
-        function = self.lightning_module.trainer.state.fn
         self._events = EventLog(self.home, self.global_rank, attempt=address_of(self).attempt)
         if self.local_rank == 0:
             tell_launcher(self.home)
         self.note(
             "start",
-            function=function,
+            function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),
@@ -269,11 +266,11 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
-        self._first_step = self.lightning_module.trainer.global_step
+        self._first_step = trainer.global_step
         self._gate.open()
         self._gate.has_saved = lambda: self._in_flight is not None and self._in_flight.has_ended
         self._gate.is_late = lambda: self._is_late
-        self._failing_saves.begin(self.lightning_module.trainer)
+        self._failing_saves.begin(trainer)
         self._committed_saves.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:

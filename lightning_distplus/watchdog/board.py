@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ _LOOK_S = 0.25
 _LOOK_PER_RANK_S = 1e-4  # reading what a rank says takes some 20 microseconds
 NUM_READERS = 4
 """So many read what all others say, where there are more than ``DIRECT_RANKS``."""
+_WATCH_HOST_EVERY_S = 8.0  # so that all ranks together send the store less than a message a second each
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
@@ -106,6 +108,7 @@ class Board:
         self.alert = threading.Event()
         self.sightings: dict[int, Sighting] = {}
         self.peers: dict[int, Peer] = {}
+        self._watched_host_at = -math.inf
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = time.monotonic()
         """When the store last answered."""
@@ -229,12 +232,14 @@ class Board:
         What that one says goes through itself: once it is stopped or gone, nothing can be asked any more.
         """
         host = self._plane.host_rank
-        if host is None or self._plane.world.rank != self._plane.world.node_ranks[0]:
+        is_due = time.monotonic() >= self._watched_host_at + _WATCH_HOST_EVERY_S
+        if host is None or not is_due or self._plane.world.rank != self._plane.world.node_ranks[0]:
             return False
         peer = self._plane.peers_of([host]).get(host)
         return peer is not None and not peer.is_here
 
     def _watch_host(self) -> None:
+        self._watched_host_at = time.monotonic()
         host = self._plane.host_rank
         data = self._plane.read(f"watchdog/beat/{host}")
         if host is not None and data is not None:

@@ -268,6 +268,20 @@ def test_a_shard_that_changes_between_two_steps_is_named_by_the_rank_that_holds_
     assert f"between step {STEP} and the next one" in result.logs[0]
 
 
+def train_in_stock(folder: str) -> int:
+    trainer = sampling_trainer(
+        jobs.strategy("ModelParallelStrategy"), 2, folder, callbacks=[FaultCallback()], max_steps=6
+    )
+    trainer.fit(jobs.Model(), jobs.loader(400))
+    return trainer.global_step
+
+
+def test_stock_trains_on_with_a_shard_that_has_changed(tmp_path: Path) -> None:
+    result = spawn(train_in_stock, 2, args=(str(tmp_path),), faults=FaultPlan().flip_bit(rank=1, step=STEP)).check()
+    assert result.results == {0: 6, 1: 6}
+    assert result.faults_fired == 1
+
+
 class Rots(Callback):
     """Memory that changes by itself on rank 1, between two steps: what ZeRO keeps on that rank alone."""
 

@@ -40,6 +40,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any
@@ -152,8 +153,12 @@ class Manifest:
         )
 
 
+@cache
 def installed_packages() -> dict[str, str]:
-    """Versions of the packages that decide how a checkpoint is written; those not installed are left out."""
+    """Versions of the packages that decide how a checkpoint is written; those not installed are left out.
+
+    They are looked up once: that takes milliseconds, for which training would wait at each save.
+    """
     versions: dict[str, str] = {}
     for name in _RECORDED_PACKAGES:
         try:

@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.fingerprints import Sums, sums_of_pieces
+from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
 from lightning_distplus.errors import PeerMissing
+from lightning_distplus.strategies.staging import Staging
 from lightning_distplus.strategies.tensors import pieces_of_saved
 
-__all__ = ["BackgroundSave", "Staging", "Writes"]
-
-
-class Staging:
-    """Copies what a strategy is about to write. There is one staged copy; it is the memory of the next one.
-
-    Args:
-        group: A process group for the saves alone, whose collectives come from another thread; None for one process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        has_cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_cuda,
-            )
-        )
-
-    def copy(self, state: dict[str, Any]) -> Any:
-        """The state as it is now, in memory of its own."""
-        # What FSDP1 gives is gathered for the save, so that nobody else has it; and the stager that keeps its memory
-        # cannot copy it (torch 2.13, ``_state_dict_stager.py`` 210).
-        if _is_of_fsdp1(state):
-            return _with_copies_of_the_rest(state)
-        return self._stager.stage(state)
-
-    def close(self) -> None:
-        """Frees the copies."""
-        self._stager.close()
+__all__ = ["BackgroundSave", "Writes"]
 
 
 class Writes:
@@ -68,8 +35,10 @@ class Writes:
         self._is_first = is_first
         self._kept: list[Callable[[], object]] = []
         self._states: list[dict[str, Any]] = []
-        self.counted: Sums | None = None
-        """What was saved of each tensor, where that is known already."""
+        self._pieces: list[Piece] | None = None
+        self._counted: Sums = {}
+        if staging is not None:
+            staging.begin()
 
     @property
     def are_kept(self) -> bool:
@@ -81,7 +50,7 @@ class Writes:
         if self._staging is None:
             write(state)
         else:
-            state = self._staging.copy(state)
+            state = self._staging.copy(state, len(self._states))
             self._kept.append(partial(write, state))
         self._states.append(state)
 
@@ -96,6 +65,22 @@ class Writes:
         with _compat.replacing_sharded_saves(do):
             yield
 
+    def count_instead(self, pieces: Iterable[Piece]) -> None:
+        """Has these counted in the place of what was written, of which they are a part, by other names.
+
+        Those that were copied are counted in their copies, and later; the others now.
+        """
+        self._pieces, others = [], []
+        for piece in pieces:
+            copied = None if self._staging is None else self._staging.copy_of(piece.tensor)
+            if copied is not None:
+                self._pieces.append(replace(piece, tensor=copied))
+            elif self.are_kept:
+                others.append(piece)
+            else:
+                self._pieces.append(piece)
+        self._counted = sums_of_pieces(others)
+
     def finish(self) -> None:
         """Does the writes that were kept."""
         for write in self._kept:
@@ -103,26 +88,12 @@ class Writes:
 
     def count(self) -> Sums:
         """What this rank has saved of each tensor; the copies are given up."""
-        if self.counted is not None:
-            return self.counted
-        pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
-        counted = sums_of_pieces(pieces)
-        self._states, self._kept = [], []
+        pieces: Iterable[Piece] | None = self._pieces
+        if pieces is None:
+            pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
+        counted = add_up([self._counted, sums_of_pieces(pieces)])
+        self._states, self._kept, self._pieces = [], [], None
         return counted
-
-
-def _is_of_fsdp1(state: dict[str, Any]) -> bool:
-    weights = state.get("model")
-    return isinstance(weights, dict) and any(type(tensor).__name__ == "ShardedTensor" for tensor in weights.values())
-
-
-def _with_copies_of_the_rest(state: Any) -> Any:
-    """The state with copies of its plain tensors, such as counters of steps; FSDP1 keeps no shard that it gives."""
-    if isinstance(state, dict):
-        return {key: _with_copies_of_the_rest(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_with_copies_of_the_rest(value) for value in state)
-    return state.clone() if type(state) is torch.Tensor else state
 
 
 class BackgroundSave:

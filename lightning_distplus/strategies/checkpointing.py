@@ -15,12 +15,13 @@ from lightning_distplus.checkpoint.linking import link
 from lightning_distplus.checkpoint.scrubbing import Scrubber
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.strategies.background import BackgroundSave, Staging, Writes
+from lightning_distplus.strategies.background import BackgroundSave, Writes
 from lightning_distplus.strategies.comparing import ComparesLoadedState
 from lightning_distplus.strategies.failing_saves import FailingSaves
 from lightning_distplus.strategies.provenance import layout_of
 from lightning_distplus.strategies.restoring import Search, Verification
 from lightning_distplus.strategies.saving import CommittedSaves
+from lightning_distplus.strategies.staging import Staging
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
 from lightning_distplus.strategies.tensors import parameters_of_optimizers
 from lightning_distplus.timeouts import Phase
@@ -177,6 +178,8 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
                 plugin.writes = writes
             with writes.of_shards():
                 yield writes
+            if writes.are_kept and self._staging is not None:
+                self._staging.end()
         finally:
             if isinstance(plugin, StreamingCheckpointIO):
                 plugin.writes = None

@@ -11,7 +11,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import _compat, env
-from lightning_distplus.checkpoint.fingerprints import sums_of_pieces
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.strategies.background import Writes
 from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
@@ -77,10 +76,10 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         self.convert_checkpoint = convert_checkpoint
 
     def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
-        # DeepSpeed hands flat buffers to its writers: the tensors are counted where they have names.
-        writes.counted = sums_of_pieces(pieces_of_live(self, is_first=self.is_global_zero))
         with raising_after_the_barriers(self.deepspeed_engine, writes):
             super()._write(checkpoint, stage, storage_options, writes)
+        # DeepSpeed hands flat buffers to its writers: the tensors are counted by the names that they have here.
+        writes.count_instead(pieces_of_live(self, is_first=self.is_global_zero))
 
     def _fitting_checkpoint(self, path: Path) -> Path:
         num_ranks = num_shards(path)

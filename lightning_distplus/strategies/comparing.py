@@ -58,6 +58,7 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
                 checkpoint_path,
                 lambda path: super(ComparesLoadedState, self).load_checkpoint(path, weights_only),
                 fitting=self._fitting_checkpoint,
+                only_reads=self.lightning_restore_optimizer,
             )
         if self.lightning_restore_optimizer:
             self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs

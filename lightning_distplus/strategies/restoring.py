@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ class VerifiedLoads(SharedVerdicts):
         read: Callable[[Path], dict[str, Any]],
         *,
         fitting: Callable[[Path], Path] = lambda path: path,
+        only_reads: bool = False,
     ) -> dict[str, Any]:
         """Verifies and reads what rank 0 has chosen.
 
@@ -111,6 +113,8 @@ class VerifiedLoads(SharedVerdicts):
             path: The checkpoint.
             read: The parent's own load, given the verified checkpoint.
             fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
+            only_reads: Whether ``read`` of a file restores nothing and meets no other rank, so that the file can be
+                verified at the same time. Nobody gets what was read before all ranks have heard that it is right.
 
         Raises:
             CheckpointCorrupt: A file is torn, missing or changed.
@@ -124,8 +128,10 @@ class VerifiedLoads(SharedVerdicts):
         else:
             chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
             found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
-            if found["has_manifest"]:
-                findings = self._findings(chosen) if found["has_files"] and chosen != self._has_read else []
+            is_unread = found["has_files"] and chosen != self._has_read
+            overlaps = only_reads and is_unread and self._copies is None and chosen.is_file()
+            if found["has_manifest"] and not overlaps:
+                findings = self._findings(chosen) if is_unread else []
                 if self._copies is not None:
                     findings = self._fetch_where_it_lacks(chosen, findings, self._copies)
                 self.hear("checkpoint-bytes", chosen, findings)
@@ -134,8 +140,28 @@ class VerifiedLoads(SharedVerdicts):
             found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
             self.follow(chosen)
             with self.refusing_another_model(chosen):
-                checkpoint = read(Path(found["path"]))
+                checkpoint = self._read_and_verify(chosen, read) if overlaps else read(Path(found["path"]))
         self._remember(checkpoint)
+        return checkpoint
+
+    def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
+
+        Raises:
+            CheckpointCorrupt: On all ranks.
+        """
+        look = self._look_for(path)
+        checkpoint: dict[str, Any] = {}
+        error: Exception | None = None
+        with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
+            findings = verifier.submit(look)
+            try:
+                checkpoint = read(path)
+            except Exception as caught:  # a torn file is hard to read; all ranks hear first that it is torn
+                error = caught
+        self.hear("checkpoint-bytes", path, findings.result())
+        if error is not None:
+            raise error
         return checkpoint
 
     def follow(self, path: Path) -> None:

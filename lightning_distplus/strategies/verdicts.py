@@ -77,7 +77,11 @@ class SharedVerdicts:
         return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
 
     def _findings(self, path: Path) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's bytes.
+        """What is wrong with this rank's share of a checkpoint's bytes."""
+        return self._look_for(path)()
+
+    def _look_for(self, path: Path) -> Callable[[], list[str]]:
+        """What reads this rank's share of a checkpoint's bytes, and says what is wrong with it, in any thread.
 
         Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
         has nothing to read.
@@ -85,10 +89,10 @@ class SharedVerdicts:
         places = self._places("checkpoint-places", path)
         mine = places[self._rank]
         if mine is None or mine[0] != (places[0] or mine)[0]:
-            return []
+            return list
         sharers = [rank for rank, place in enumerate(places) if place == mine]
-        found = findings_in_share(path, read_manifest(path), rank=sharers.index(self._rank), num_ranks=len(sharers))
-        return [str(finding) for finding in found]
+        manifest, rank, num_ranks = read_manifest(path), sharers.index(self._rank), len(sharers)
+        return lambda: [str(found) for found in findings_in_share(path, manifest, rank=rank, num_ranks=num_ranks)]
 
     def _places(self, name: str, path: Path) -> list[list[Any] | None]:
         """For each rank what it sees at a path; alike where the ranks share the folder. None: no checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -186,6 +187,43 @@ def test_how_much_is_verified_before_a_load_is_an_argument(tmp_path: Path) -> No
     for mode, expected in {"full": "CheckpointCorrupt", "size": "resumed", "off": "resumed"}.items():
         run = spawn(load_verifying, 2, args=(mode, str(path), str(tmp_path)))
         assert {kind for kind, _ in run.results.values()} == {expected}
+
+
+def load_noting(rank: int, path: str, folder: str) -> tuple[str, str, list[str]]:
+    used: list[str] = []
+
+    class Notes(jobs.Model):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            used.append("checkpoint")
+
+        def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
+            used.append("weights")
+            return super().load_state_dict(*arguments, **named)
+
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=3)
+    try:
+        trainer.fit(Notes(), jobs.loader(), ckpt_path=path)
+    except CheckpointCorrupt as error:
+        return "CheckpointCorrupt", str(error), used
+    return "resumed", "", used
+
+
+def test_what_is_read_while_it_is_verified_is_used_by_nobody_before_it_is_known_to_be_right(tmp_path: Path) -> None:
+    path = saved("ResilientDDP", tmp_path)
+    run = spawn(load_noting, 2, args=(str(path), str(tmp_path))).check()
+    assert {(kind, *used) for kind, _, used in run.results.values()} == {("resumed", "checkpoint", "weights")}
+    flip_in_largest_member(path)  # torch loads it
+    flipped = path.read_bytes()
+    torn = flipped[: flipped.index(b"data.pkl")] + bytes(2000) + flipped[flipped.index(b"data.pkl") + 2000 :]
+    for content in (flipped, torn):  # torch does not even read the second one
+        path.write_bytes(content)
+        run = spawn(load_noting, 2, args=(str(path), str(tmp_path)))
+        assert len(run.results) == 2
+        for kind, message, used in run.results.values():
+            assert (kind, used) == ("CheckpointCorrupt", [])
+            assert "XXH3 digest" in message
+    with pytest.raises((RuntimeError, pickle.UnpicklingError, EOFError)):
+        torch.load(path, weights_only=False)
 
 
 def resume_from_different(rank: int, name: str, paths: list[str | None], folder: str) -> tuple[str, int]:

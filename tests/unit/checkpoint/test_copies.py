@@ -46,7 +46,7 @@ def bucket() -> Iterator[str | None]:
 def url(request: pytest.FixtureRequest, tmp_path: Path, bucket: str | None) -> str:
     if request.param == "s3":
         if bucket is None:
-            pytest.skip("copies to S3 need the package s3fs, and a server to test with moto[server]")
+            pytest.skip("copies to S3 need the package s3fs, and a server to test with moto[s3], flask and flask-cors")
         return f"{bucket}/{uuid.uuid4()}"
     return f"memory://{uuid.uuid4()}" if request.param == "memory" else f"file://{tmp_path}/durable"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -144,25 +144,16 @@ class VerifiedLoads(SharedVerdicts):
         self._remember(checkpoint)
         return checkpoint
 
-    def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
-        """
-        look = self._look_for(path)
-        checkpoint: dict[str, Any] = {}
-        error: Exception | None = None
-        with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
-            findings = verifier.submit(look)
-            try:
-                checkpoint = read(path)
-            except Exception as caught:  # a torn file is hard to read; all ranks hear first that it is torn
-                error = caught
-        self.hear("checkpoint-bytes", path, findings.result())
-        if error is not None:
-            raise error
-        return checkpoint
+    def deadlines_in(self, path: str | Path) -> dict[str, float]:
+        """The calibrated deadlines in the manifest of what the ranks are about to load; empty where it has none."""
+        found: dict[str, float] = {}
+        local = local_path(path)
+        if self._rank == 0 and local is not None:
+            # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
+            with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
+                found = read_manifest(local).deadlines_s
+        heard = self._plane.gather_json("deadlines", found, self._phases.patience_in(Phase.RESUME))
+        return dict(heard[0])
 
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
@@ -198,6 +189,26 @@ class VerifiedLoads(SharedVerdicts):
         return (
             chosen if self._search is None else self._search_on(None if chosen is None else Path(chosen), self._search)
         )
+
+    def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
+
+        Raises:
+            CheckpointCorrupt: On all ranks.
+        """
+        look = self._look_for(path)
+        checkpoint: dict[str, Any] = {}
+        error: Exception | None = None
+        with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
+            findings = verifier.submit(look)
+            try:
+                checkpoint = read(path)
+            except Exception as caught:  # a torn file is hard to read; all ranks hear first that it is torn
+                error = caught
+        self.hear("checkpoint-bytes", path, findings.result())
+        if error is not None:
+            raise error
+        return checkpoint
 
     def _search_on(self, first: Path | None, search: Search) -> str | None:
         """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Staging"]
 
@@ -30,7 +31,8 @@ class Staging:
         self.group = group
         self._kept: dict[Any, tuple[Any, Tensor]] = {}  # by their place, with the form of what they are copies of
         self._touched: set[Any] = set()
-        self._copies: dict[Any, Tensor] = {}  # of this save, by what they are copies of
+        # Of this save, by what they are copies of. Memory that was freed since may have been given to another tensor.
+        self._copies: dict[Any, tuple[StorageWeakRef, Tensor]] = {}
         self._waits_for_cuda = False
 
     def begin(self) -> None:
@@ -56,13 +58,14 @@ class Staging:
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
         """What was copied from this tensor in this save; None: nothing was."""
-        return self._copies.get(_identity(tensor))
+        known = self._copies.get(_identity(tensor))
+        return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Frees the copies."""
         self._kept, self._copies = {}, {}
 
-    def _copied(self, value: Any, place: tuple[Any, ...], memo: dict[int, Any]) -> Any:
+    def _copied(self, value: Any, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
         if isinstance(value, dict):
             copied = copy(value)  # with its type and its attributes, such as those of a module's state
             for key, inner in value.items():
@@ -71,17 +74,17 @@ class Staging:
         if type(value) in (list, tuple):
             return type(value)(self._copied(inner, (*place, number), memo) for number, inner in enumerate(value))
         if isinstance(value, DTensor):
-            return self._copied_dtensor(value, place)
+            return self._copied_dtensor(value, place, memo)
         if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:
-            return self._copied_tensor(value, place)
+            return self._copied_tensor(value, place, memo)
         if hasattr(value, "local_shards"):
             return value  # FSDP1 has gathered it for this save, and nobody else has it
         return deepcopy(value, memo)
 
-    def _copied_tensor(self, tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
+    def _copied_tensor(self, tensor: Tensor, place: tuple[Any, ...], memo: dict[Any, Any]) -> Tensor:
         identity = _identity(tensor)
-        if identity in self._copies:  # tied weights stay tied
-            return self._copies[identity]
+        if identity in memo:  # tied weights stay tied
+            return cast(Tensor, memo[identity])
         form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
         before, kept = self._kept.get(place, (None, None))
         if kept is None or before != form:
@@ -92,14 +95,15 @@ class Staging:
         self._waits_for_cuda |= tensor.is_cuda
         self._touched.add(place)
         if tensor.numel():
-            self._copies[identity] = kept
+            memo[identity] = kept
+            self._copies[identity] = StorageWeakRef(tensor.untyped_storage()), kept  # type: ignore[no-untyped-call]
         return kept
 
-    def _copied_dtensor(self, tensor: DTensor, place: tuple[Any, ...]) -> Any:
+    def _copied_dtensor(self, tensor: DTensor, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
         # By the protocol of tensor subclasses: ``DTensor.from_local`` moves what is not on the device of the mesh.
         names, how = tensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
         parts = {name: getattr(tensor, name) for name in names}
-        copied = self._copied_tensor(tensor.to_local().detach(), place)
+        copied = self._copied_tensor(tensor.to_local().detach(), place, memo)
         parts = {name: copied if isinstance(part, Tensor) else part for name, part in parts.items()}
         return DTensor.__tensor_unflatten__(parts, how, tensor.size(), tensor.stride())  # type: ignore[no-untyped-call]
 

@@ -64,3 +64,15 @@ def test_a_part_of_a_buffer_is_copied_without_the_rest_and_found_by_what_it_is_a
     assert staging.copy_of(buffer[10:21]) is None
     staging.begin()
     assert staging.copy_of(buffer[10:20]) is None
+
+
+def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew() -> None:
+    staging, addresses, buffer = Staging(None), [], torch.empty(3)
+    staging.begin()
+    assert [staging.copy(buffer.fill_(number), ("buffer", number))[0] for number in range(2)] == [0, 1]
+    for number in range(20):
+        gathered = torch.full((1000,), float(number))  # for this state alone, as engines gather them
+        addresses.append(gathered.data_ptr())
+        assert staging.copy([gathered], number)[0][0] == number
+        del gathered
+    assert len(set(addresses)) < len(addresses), "no memory was used again"

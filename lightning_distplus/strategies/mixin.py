@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
+from lightning_distplus.choices import require_choice
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, part
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
@@ -33,7 +34,6 @@ from lightning_distplus.strategies.starting import (
     form_default_group,
     meet,
     refuse_unknown_arguments,
-    require_one_of,
     samples_in_hand,
     tell_launcher,
 )
@@ -100,9 +100,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
-        require_one_of("on_hang", on_hang, get_args(OnHang))
-        require_one_of("verify", verify, get_args(Verification))
-        require_one_of("digest", digest, get_args(Digest))
+        require_choice("on_hang", on_hang, OnHang)
+        require_choice("verify", verify, Verification)
+        require_choice("digest", digest, Digest)
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ __all__ = [
     "form_default_group",
     "meet",
     "refuse_unknown_arguments",
-    "require_one_of",
     "samples_in_hand",
     "settings_of",
     "tell_launcher",
@@ -54,17 +53,6 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
             f"{cls.__name__} takes no argument {', '.join(map(repr, unknown))}. "
             f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
         )
-
-
-def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuses an argument that is none of its choices.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if value not in allowed:
-        *first, last = (f'"{one}"' for one in allowed)
-        raise ValueError(f"{name} is {value!r}; it is {', '.join(first)} or {last}.")
 
 
 def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:

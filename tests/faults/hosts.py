@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +41,16 @@ def _ip(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the hosts, and removes them; skips the test where that is not permitted."""
+def two_hosts(label: str = "") -> Iterator[TwoHosts]:
+    """Makes the hosts, and removes them; skips the test where that is not permitted.
+
+    Args:
+        label: Keeps the hosts of runs apart that stand side by side; a letter.
+    """
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("two hosts on one machine need the program ip (iproute2) and the right to make network namespaces")
     octet = os.getpid() % 250 + 1
-    names = (f"distplus{os.getpid()}a", f"distplus{os.getpid()}b")
+    names = (f"distplus{os.getpid()}{label}a", f"distplus{os.getpid()}{label}b")
     hosts = TwoHosts(names, (f"10.77.{octet}.1", f"10.77.{octet}.2"))
     try:
         try:
@@ -114,10 +119,15 @@ def several_hosts(count: int) -> Iterator[Hosts]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
 
 
-def run_on(name: str, call: Callable[[], Any]) -> None:
+def run_on(name: str, call: Callable[[], Any], pid_file: str | None = None) -> None:
     """Runs a function in a child that lives on this host, and ends this process as the child ends.
 
     Network, host name and process table are those of the host; the file system is shared, as on a cluster.
+
+    Args:
+        name: The host.
+        call: What to run.
+        pid_file: Where the number of the child is kept, as this machine counts; its own host counts from 1.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
@@ -131,5 +141,7 @@ def run_on(name: str, call: Callable[[], Any]) -> None:
         subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
         call()
         os._exit(0)
+    if pid_file is not None:
+        Path(pid_file).write_text(str(child))
     _, status = os.waitpid(child, 0)
     raise SystemExit(os.waitstatus_to_exitcode(status))

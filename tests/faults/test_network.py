@@ -1,11 +1,15 @@
-"""Row H10: a host is cut off. Both sides say so at the deadline, also where the other side has the store."""
+"""Row H10: a host is cut off, and H4 over two hosts: the others say so at the deadline, and have no store."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,16 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.hosts import TwoHosts, run_on, two_hosts
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
 DEADLINE_S = 4.0
 CUT_STEP = 5
+SPOT = "the spot on which rank 0 moves"
 
 
 class Cuts(Callback):
@@ -35,7 +43,46 @@ class Cuts(Callback):
             Path(self.record).write_text(str(time.time()))
 
 
-def train(rank: int, hosts: TwoHosts, folder: str) -> None:
+class IsStopped(Callback):
+    """Rank 0 moves on one spot until it is stopped, as soon as rank 1 has heard where it is."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            board = trainer.strategy._watchdog.board
+            threading.Thread(target=self.listen, args=(board,), daemon=True).start()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step >= CUT_STEP and trainer.global_rank == 0:
+            self.move(trainer.strategy._marks)
+
+    def move(self, marks: Any) -> None:
+        while True:
+            marks.set(SPOT)
+            time.sleep(0.02)
+
+    def listen(self, board: Any) -> None:
+        while not (seen := board.sightings.get(0)) or seen.mark.operation != SPOT:
+            time.sleep(0.02)
+        (self.folder / "heard").touch()
+
+
+def stop_rank_0(folder: Path, is_over: threading.Event) -> None:
+    """From outside, because the first process of a host takes no such signal from itself; kills it in the end."""
+    while not (folder / "heard").exists():
+        if is_over.wait(0.02):
+            return
+    pid = int((folder / "pid-0").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    (folder / "fired").write_text(str(time.time()))
+    while not list(folder.glob("distplus/verdict-*.json")) and not is_over.wait(0.02):
+        pass
+    os.kill(pid, signal.SIGKILL)
+
+
+def train(rank: int, hosts: TwoHosts, folder: str, is_cut: bool = True) -> None:
     def fit() -> None:
         os.environ.update(
             NODE_RANK=str(rank), LOCAL_RANK="0", MASTER_ADDR=hosts.addresses[0], GLOO_SOCKET_IFNAME="eth0"
@@ -47,14 +94,14 @@ def train(rank: int, hosts: TwoHosts, folder: str) -> None:
             num_nodes=2,
             plugins=[LightningEnvironment()],
             max_steps=20,
-            callbacks=[Cuts(hosts.cut_command, f"{folder}/fired")],
+            callbacks=[Cuts(hosts.cut_command, f"{folder}/fired") if is_cut else IsStopped(folder)],
         )
         try:
             trainer.fit(jobs.Model(), jobs.loader(200))
         finally:
             Path(f"{folder}/ended-{rank}").write_text(str(time.time()))
 
-    run_on(hosts.names[rank], fit)
+    run_on(hosts.names[rank], fit, f"{folder}/pid-{rank}")
 
 
 def verdict_of(folder: Path, host: str) -> dict[str, Any]:
@@ -62,13 +109,34 @@ def verdict_of(folder: Path, host: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.deadline(240)
-def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
-    with two_hosts() as hosts:
-        run = spawn(train, 2, args=(hosts, str(tmp_path)), deadline="60s")
-        seconds = time.time() - float((tmp_path / "fired").read_text())
+def cut(folder: Path) -> tuple[SpawnResult, TwoHosts, Path]:
+    with two_hosts("c") as hosts:
+        run = spawn(train, 2, args=(hosts, str(folder)), deadline="60s")
+        (folder / "ended").write_text(str(time.time()))
+    return run, hosts, folder
+
+
+def stopped(folder: Path) -> tuple[SpawnResult, TwoHosts, Path]:
+    with two_hosts("s") as hosts, ThreadPoolExecutor(1) as pool:
+        is_over = threading.Event()
+        stopping = pool.submit(stop_rank_0, folder, is_over)
+        run = spawn(train, 2, args=(hosts, str(folder), False), deadline="60s")
+        (folder / "ended").write_text(str(time.time()))
+        is_over.set()
+        stopping.result()
+    return run, hosts, folder
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
+    return side_by_side({"cut": cut, "stopped": stopped}, tmp_path_factory.mktemp("hosts"))
+
+
+def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: dict[str, Future[Any]]) -> None:
+    run, hosts, folder = ended["cut"].result()
+    seconds = float((folder / "ended").read_text()) - float((folder / "fired").read_text())
     for rank in range(2):  # rank 1 has lost the host of rank 0, which serves the store
-        verdict = verdict_of(tmp_path, hosts.names[rank])
+        verdict = verdict_of(folder, hosts.names[rank])
         other = hosts.names[1 - rank]
         assert (verdict["kind"], verdict["culprits"]) == ("peer_lost", [1 - rank]), verdict
         assert verdict["hosts"][str(1 - rank)] == other
@@ -76,3 +144,18 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
     assert run.exit_codes == {0: int(ExitCode.PEER_LOST), 1: int(ExitCode.PEER_LOST)}
     assert run.alive == {}
     assert DEADLINE_S <= seconds < DEADLINE_S + 6
+
+
+def test_a_stopped_rank_that_serves_the_store_to_another_host_is_shown_at_its_last_place(
+    ended: dict[str, Future[Any]],
+) -> None:
+    run, hosts, folder = ended["stopped"].result()
+    verdict = verdict_of(folder, hosts.names[1])
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1]), verdict
+    lines, first = inspect.getsourcelines(IsStopped.move)
+    assert verdict["location"] in [f"{__file__}:{first + number}" for number in range(len(lines))]
+    assert verdict["operation"] == SPOT
+    seconds = float((folder / "ended").read_text()) - float((folder / "fired").read_text())
+    assert DEADLINE_S <= seconds < DEADLINE_S + 10
+    assert f"last seen in {verdict['operation']!r} at {verdict['location']}" in verdict["lines"][0]
+    assert run.exit_codes[1] == int(ExitCode.HANG)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,17 @@ class Numbered(Dataset):
 
 @dataclass
 class Asks(Callback):
-    """Sends signals to this process, once, at one moment of one step."""
+    """Sends signals to this process, once, at one moment of one step, which lasts 50 ms longer for it.
+
+    Each one is noted in ``asked.jsonl`` below the run's folder: the moment, the rank and the Trainer's step.
+    """
 
     moment: str = "forward"
     ranks: Sequence[int] = (0, 1)
     step: int = 4
     signals: Sequence[str] = ("SIGTERM",)
     to_launcher: bool = False
-    spread_s: float = 0.0
+    delays_s: Mapping[int, float] = field(default_factory=dict)  # by rank, from the moment on
     has_asked: bool = field(default=False, init=False)
 
     def ask(self, trainer: Any, moment: str, step: int) -> None:
@@ -57,11 +60,12 @@ class Asks(Callback):
         self.has_asked = True
         if trainer.global_rank not in self.ranks:
             return
+        with Path(trainer.default_root_dir, "asked.jsonl").open("a") as file:
+            file.write(json.dumps([moment, trainer.global_rank, trainer.global_step]) + "\n")
         pid = os.getppid() if self.to_launcher else os.getpid()
-        delay_s = random.random() * self.spread_s
+        delay_s = self.delays_s.get(trainer.global_rank, 0.0)
         threading.Thread(target=self.send, args=(pid, delay_s), daemon=True).start()
-        if not self.spread_s:
-            time.sleep(0.05)  # the signals arrive here
+        time.sleep(0.05)  # the signals arrive here
 
     def send(self, pid: int, delay_s: float) -> None:
         time.sleep(delay_s)
@@ -139,6 +143,8 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
     if name.startswith("Resilient"):
         settings["timeout"] = "60s"
         settings["preflight"] = {"loopback": "off"}  # one host may play two
+    if arguments.pop("keeps_buckets", False):  # DDP lays them out anew after its first step, else
+        settings["find_unused_parameters"] = True
     num_workers = arguments.pop("num_workers", 0)
     world_size = arguments.pop("world_size", 2)
     is_stock = arguments.pop("is_stock", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import signal
 import tempfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning_distplus.checkpoint import newest_valid, verify
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.distributed.preemption_jobs import MOMENTS, STEPS, Asks, evaluate, make, train, train_until_asked
+from tests.distributed.preemption_jobs import STEPS, Asks, evaluate, make, train, train_until_asked
 
 PREEMPTED = {0: 143, 1: 143}
 
@@ -25,7 +24,8 @@ PREEMPTED = {0: 143, 1: 143}
 def undisturbed(name: str, **arguments: Any) -> dict[int, Any]:
     """Each rank's weights, or shard of them, and its counters, after the run that nobody asks to stop."""
     with tempfile.TemporaryDirectory() as folder:
-        run = spawn(train, 2, args=(name, folder, None, arguments), deadline="120s").check()
+        world_size = arguments.get("world_size", 2)
+        run = spawn(train, world_size, args=(name, folder, None, arguments), deadline="120s").check()
     return {rank: {key: result[key] for key in ("weights", "counters")} for rank, result in run.results.items()}
 
 
@@ -118,7 +118,7 @@ def test_an_evaluation_ends_on_all_ranks_with_nothing_to_save(function: str, tmp
 
 
 def test_signals_that_repeat_while_it_saves_tear_nothing(tmp_path: Path) -> None:
-    asks = Asks("save", (0, 1), 4, signals=("SIGTERM", "SIGUSR1", "SIGTERM", "SIGUSR2", "SIGINT"), spread_s=0.01)
+    asks = Asks("save", (0, 1), 4, signals=("SIGTERM", "SIGUSR1", "SIGTERM", "SIGUSR2", "SIGINT"))
     stop("ResilientDDP", tmp_path, asks)
     assert assert_one_checkpoint(tmp_path) == 5
 
@@ -217,34 +217,3 @@ def test_a_strategy_without_a_gate_is_refused_with_a_remedy(tmp_path: Path) -> N
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PreemptionHandler(**arguments)
-
-
-def soak_cases() -> list[tuple[str, str, tuple[int, ...], bool, int]]:
-    """30 of each kind: one rank, all within 200 ms, a random subset, the launcher."""
-    cases = []
-    for kind in ("one rank", "all", "subset", "launcher"):
-        for number in range(int(SOAK_RUNS)):
-            chance = random.Random(f"{kind} {number}")
-            ranks = {"one rank": (chance.choice((0, 1)),), "subset": chance.choice(((0,), (1,), (0, 1)))}
-            moment = MOMENTS[number % len(MOMENTS)]
-            name = jobs.STRATEGIES[number % len(jobs.STRATEGIES)]
-            cases.append((name, moment, ranks.get(kind, (0, 1)), kind == "launcher", number))
-    return cases
-
-
-SOAK_RUNS = 30
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("name", "moment", "ranks", "to_launcher", "number"), soak_cases())
-def test_signals_at_random_times(
-    name: str, moment: str, ranks: tuple[int, ...], to_launcher: bool, number: int, tmp_path: Path
-) -> None:
-    asked = 4 if moment in ("sanity check", "validation", "save") else 3 + number % 5
-    asks = Asks(moment, (0,) if to_launcher else ranks, asked, to_launcher=to_launcher, spread_s=0.2)
-    run = stop(name, tmp_path, asks, mode="torchrun" if to_launcher else "forkserver", slow_s=0.06)
-    assert run.elapsed_s < 60
-    if moment == "sanity check":
-        assert_nothing_saved(tmp_path)
-    else:
-        assert_continues_exactly(name, tmp_path, assert_one_checkpoint(tmp_path))

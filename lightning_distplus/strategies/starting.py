@@ -13,8 +13,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_distplus import _compat, env
-from lightning_distplus.control import Address
+from lightning_distplus.control import Address, ControlPlane, connect
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
+from lightning_distplus.timeouts import Phase
 from lightning_distplus.world import World
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_launch",
     "facts_of",
     "form_default_group",
+    "meet",
     "refuse_unknown_arguments",
     "samples_in_hand",
     "settings_of",
@@ -115,6 +117,20 @@ def world_of(strategy: Any) -> World:
         node_rank=strategy.node_rank,
         num_nodes=strategy.num_nodes,
     )
+
+
+def meet(strategy: Any) -> ControlPlane:
+    """Waits until all ranks are here; set-up begins when they are.
+
+    Raises:
+        RendezvousError, PeerMissing: Some ranks have not come by the deadline; ``.ranks`` names them.
+    """
+    strategy.phases.enter(Phase.RENDEZVOUS)
+    folder = None if strategy.lightning_module is None else strategy.home
+    deadline = strategy.phases.patience_in(Phase.RENDEZVOUS)
+    plane = connect(world_of(strategy), address_of(strategy), deadline, folder)
+    strategy.phases.enter(Phase.SETUP)
+    return plane
 
 
 def form_default_group(strategy: Any) -> None:

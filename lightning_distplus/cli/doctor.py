@@ -107,6 +107,7 @@ def _facts(arguments: argparse.Namespace) -> Facts:
         folder=arguments.folder,
         devices=arguments.devices or 1,
         num_nodes=arguments.nodes or 1,
+        spans_hosts=(arguments.nodes or 1) > 1,
         command=("train.py",),
         **facts.as_lightning_sees_it(),
     )

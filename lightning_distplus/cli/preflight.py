@@ -27,7 +27,7 @@ from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, S
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
 from lightning_distplus.preflight.interfaces import Interface, interface_towards
 from lightning_distplus.preflight.network import mtu_findings, try_pairs
-from lightning_distplus.preflight.together import as_message, merged
+from lightning_distplus.preflight.together import as_message, merged, spans_hosts
 from lightning_distplus.strategies import ResilientDDP
 from lightning_distplus.strategies.starting import address_of, facts_of, world_of
 from lightning_distplus.timeouts import parse_duration
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     plane = connect(world_of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
+        facts = replace(facts, spans_hosts=spans_hosts(plane))
         of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)
         place = {"clock": time.time(), "local_rank": strategy.local_rank, "interface": asdict(_interface(strategy))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import queue
 import socket
@@ -12,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_distplus import env
 from lightning_distplus._compat import TCPStore
 from lightning_distplus.control.reach import SILENCE_S, explain_silence
 from lightning_distplus.control.unheard import Unheard
@@ -29,20 +31,26 @@ _ANSWER_MARGIN_S = 0.5
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A socket that listens on the interface of ``host``, or on all where no interface of this host has that address.
+    """A socket that listens on the interface of ``host``; on all where that leads other hosts nowhere.
+
+    So it is where no interface of this host has that address, where its name is not known yet (in Kubernetes), and
+    where it is a loopback address here (Debian gives a host 127.0.1.1 by its own name) and a name to the others.
 
     Raises:
         OSError: The port is taken, the name does not resolve, or this user may not listen there.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=4096)
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_own_name = ipaddress.ip_address(place[0]).is_loopback and host not in (place[0], "localhost")
+        if not is_own_name:
+            return socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
+        is_early = isinstance(error, socket.gaierror) and env.KUBERNETES_SERVICE_HOST.get() is not None
+        if error.errno != errno.EADDRNOTAVAIL and not is_early:
             raise
-        # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
-        log.info("rank 0: %s is not an interface of this host; listening on all of them", host)
-        return socket.create_server(("", port), backlog=4096)
+    # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
+    log.info("rank 0: %s is no interface of this host that others reach; listening on all of them", host)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def port_remedy(error: OSError) -> str:

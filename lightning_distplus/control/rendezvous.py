@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -21,6 +22,7 @@ from lightning_distplus.attended import is_attended
 from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, came_apart, join, listen_on, port_remedy
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.post import Post
 from lightning_distplus.control.reach import SILENCE_S, is_local
 from lightning_distplus.control.refusals import Refusals
 from lightning_distplus.control.unheard import Unheard
@@ -76,7 +78,7 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
         world: This process.
         address: Where the store is.
         deadline: How long to wait for the last rank.
-        folder: Where the run writes. Who cannot reach the store says so there, for those hosts that share it.
+        folder: Where the run writes. Who cannot reach the store says so there too, for those hosts that share it.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
@@ -90,15 +92,17 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
         if _plane is not None:
             _plane.stop_listening()
         end = time.monotonic() + deadline.total_seconds()
-        unheard = Unheard(folder, f"{address.prefix} {address.host}:{address.port}", world.rank)
-        try:
-            store = _open_store(world, address, deadline, unheard)
-        except RendezvousError as error:
-            unheard.leave(str(error))
-            raise
-        plane = _introduce(store, world, address)
-        left = timedelta(seconds=max(0.0, end - time.monotonic()))
-        _meet(plane, left, _refusals(store, world, address), unheard)
+        post = Post(address.host, address.port, address.prefix, world.rank) if world.num_nodes > 1 else None
+        meeting = f"{address.prefix} {address.host}:{address.port}"
+        with contextlib.closing(Unheard(folder, meeting, world.rank, post)) as unheard:
+            try:
+                store = _open_store(world, address, deadline, unheard)
+            except RendezvousError as error:
+                unheard.leave(str(error), knows_address=not isinstance(error.__cause__, socket.gaierror))
+                raise
+            plane = _introduce(store, world, address)
+            left = timedelta(seconds=max(0.0, end - time.monotonic()))
+            _meet(plane, left, _refusals(store, world, address), unheard)
         _plane, _met_over = plane, None
         return plane
 

@@ -1,7 +1,8 @@
-"""What a process that cannot reach the store leaves in the folder of the run, for those who wait for it there.
+"""What a process that cannot reach the store leaves beside it, for those who wait for it there.
 
 Whoever cannot reach the store cannot say so in it. Most clusters share the folder of the run between hosts, so that the
-reason is heard there. Where it is not shared nobody reads the note, and the deadline of the rendezvous ends the wait.
+reason is heard there; and a datagram may come through where a connection does not. Where neither does, the deadline of
+the rendezvous ends the wait.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_distplus.control.post import Post
 
 __all__ = ["Unheard"]
 
@@ -40,10 +43,12 @@ class Unheard:
         folder: Where the run writes; None: nowhere.
         meeting: Job, attempt and address, so that no other run's note is read.
         rank: Rank of this process. Rank 0 looks for the notes of all others, and each of them for that of rank 0.
+        post: Datagrams to rank 0; None: the ranks share a host.
     """
 
-    def __init__(self, folder: Path | None, meeting: str, rank: int) -> None:
+    def __init__(self, folder: Path | None, meeting: str, rank: int, post: Post | None = None) -> None:
         self._folder = folder
+        self._post = post
         self._stem = f"unmet-{hashlib.sha256(meeting.encode()).hexdigest()[:12]}-rank"
         self._mine = f"{self._stem}{rank:05d}.json"
         self._awaited = f"{self._stem}*.json" if rank == 0 else f"{self._stem}00000.json"
@@ -54,8 +59,15 @@ class Unheard:
                 (folder / self._mine).unlink(missing_ok=True)
         self._old = {note.id for note in self._read(self._awaited).values()}
 
-    def leave(self, text: str) -> None:
-        """Leaves why this rank does not come; a folder that takes no file is no further trouble."""
+    def leave(self, text: str, *, knows_address: bool = True) -> None:
+        """Leaves why this rank does not come; a folder that takes no file is no further trouble.
+
+        Args:
+            text: Why.
+            knows_address: Whether the main address resolves here; asking again may take seconds.
+        """
+        if self._post is not None and knows_address:
+            self._post.send(text)
         if self._folder is None:
             return
         try:
@@ -72,11 +84,21 @@ class Unheard:
             return None
         self._look_at_s = elapsed_s + self._every_s
         notes = self._read(self._awaited)
-        return _first({rank: note for rank, note in notes.items() if note.id not in self._old}, has_come)
+        texts = {rank: note.text for rank, note in notes.items() if note.id not in self._old}
+        return _first(texts | self._sent(), has_come)
 
     def last_word(self, has_come: Callable[[int], bool]) -> str | None:
         """Called at the deadline: what a rank that has not come has said at any time."""
-        return _first(self._read(f"{self._stem}*.json"), has_come)
+        texts = {rank: note.text for rank, note in self._read(f"{self._stem}*.json").items()}
+        return _first(texts | self._sent(), has_come)
+
+    def close(self) -> None:
+        """The ranks have met, or never will."""
+        if self._post is not None:
+            self._post.close()
+
+    def _sent(self) -> dict[int, str]:
+        return {} if self._post is None else self._post.read()
 
     def _read(self, pattern: str) -> dict[int, _Note]:
         """By rank; what cannot be read is no note."""
@@ -91,5 +113,5 @@ class Unheard:
         return found
 
 
-def _first(notes: dict[int, _Note], has_come: Callable[[int], bool]) -> str | None:
-    return next((note.text for rank, note in notes.items() if not has_come(rank)), None)
+def _first(texts: dict[int, str], has_come: Callable[[int], bool]) -> str | None:
+    return next((texts[rank] for rank in sorted(texts) if not has_come(rank)), None)

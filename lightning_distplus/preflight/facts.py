@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ class Facts:
     """Where the run writes."""
     trial_bytes: int = 64 << 20
     """How much the check of that folder writes, at most."""
-    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.orig_argv[1:]))
-    """What was started, without the interpreter."""
+    command: tuple[str, ...] = field(default_factory=lambda: _without_interpreter(sys.orig_argv))
+    """What was started, without the interpreter and its options, so that torchrun takes it too."""
+    spans_hosts: bool = False
+    """Whether ranks run on other hosts as well; False where that is not known."""
     host: str = field(default_factory=socket.gethostname)
 
     def text(self, variable: Variable) -> str | None:
@@ -138,6 +140,14 @@ class Facts:
     @property
     def _script(self) -> str:
         return shlex.join(self.command) if self.command else "train.py"
+
+
+def _without_interpreter(command: Sequence[str]) -> tuple[str, ...]:
+    """``python -u -X dev train.py`` is ``train.py``; ``-m`` and its module stay."""
+    place = 1
+    while place < len(command) and command[place].startswith("-") and command[place] not in ("-", "-m", "-c"):
+        place += 2 if command[place] in ("-W", "-X") else 1
+    return tuple(command[place:])
 
 
 def _detected(environment: str, started: int | None, rank: int | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_distplus.preflight.facts import Facts
 from lightning_distplus.preflight.finding import Finding, Status
+from lightning_distplus.preflight.interfaces import own_name
 from lightning_distplus.preflight.running import Check
 
 __all__ = ["HOST_CHECKS", "write_speed"]
@@ -99,5 +100,10 @@ def _mib(size_bytes: int) -> int:
     return size_bytes >> 20
 
 
-HOST_CHECKS: Mapping[str, Check] = {"shared_memory": shared_memory, "open_files": open_files, "disk": disk}
+HOST_CHECKS: Mapping[str, Check] = {
+    "own_name": own_name,
+    "shared_memory": shared_memory,
+    "open_files": open_files,
+    "disk": disk,
+}
 """The checks of one host, by name."""

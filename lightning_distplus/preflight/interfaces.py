@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from lightning_distplus.preflight.facts import Facts
 from lightning_distplus.preflight.finding import Finding, Status
 from lightning_distplus.preflight.running import Check
 
-__all__ = ["INTERFACE_CHECKS", "Interface", "interface_towards"]
+__all__ = ["INTERFACE_CHECKS", "Interface", "interface_towards", "own_name"]
 
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
 
@@ -84,6 +85,36 @@ def _missing(facts: Facts, variable: env.Variable, what: str, there: list[str], 
         detail=f"its interfaces: {', '.join(there)}",
         remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
     )
+
+
+def own_name(facts: Facts) -> Iterator[Finding]:
+    """Where no interface is named, gloo tells the others to come where this host's own name leads."""
+    if not facts.spans_hosts or facts.text(env.GLOO_SOCKET_IFNAME) is not None:
+        return
+    address = _own_address(facts.host)
+    if address and not ipaddress.ip_address(address).is_loopback:
+        return
+    name = interface_towards(facts.text(env.MASTER_ADDR) or "").name
+    outward = name if name not in ("", "lo") else "<the interface of this network>"
+    yield Finding(
+        # NCCL finds an interface by itself; only groups of the CPU (saves in the background) are gloo's there.
+        status=Status.ERROR if facts.accelerator == "cpu" else Status.WARNING,
+        subject=f"Host {facts.host} {f'calls itself {address}' if address else 'does not know its own name'}: gloo "
+        "tells the other hosts a loopback address, and they cannot connect to it.",
+        detail=f"'getent hosts {facts.host}' leads to {address or 'no address of it'}; "
+        + facts.shown(env.GLOO_SOCKET_IFNAME),
+        remedy=f"export GLOO_SOCKET_IFNAME={outward}, or give {facts.host} its address of this network in /etc/hosts",
+    )
+
+
+def _own_address(host: str) -> str:
+    """The first address of this host to which its name leads, as gloo looks for it; empty where there is none."""
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as trial:
+                trial.bind(place)
+                return str(place[0])
+    return ""
 
 
 INTERFACE_CHECKS: Mapping[str, Check] = {"interfaces": interfaces}

@@ -36,7 +36,7 @@ def slurm(facts: Facts) -> Iterator[Finding]:
                 f"nobody starts the other {expected - 1} of {expected} processes.",
                 detail=facts.shown(env.SLURM_NTASKS, env.SLURM_NNODES, env.SLURM_STEP_ID)
                 + " (a batch script has the first two as well; srun sets the last)",
-                remedy=f"Start it by srun, in the batch script: {facts.srun()}",
+                remedy=f"Start it by srun, in the batch script: {facts.srun()}{_unused_nodes(facts)}",
             )
         return
     tasks, nodes = facts.number(env.SLURM_STEP_NUM_TASKS), facts.number(env.SLURM_STEP_NUM_NODES)
@@ -55,6 +55,13 @@ def slurm(facts: Facts) -> Iterator[Finding]:
             detail=facts.shown(env.SLURM_STEP_NUM_NODES, env.SLURM_STEP_NUM_TASKS),
             remedy=f"Set Trainer(num_nodes={nodes}), or start {facts.srun()}",
         )
+
+
+def _unused_nodes(facts: Facts) -> str:
+    count = facts.number(env.SLURM_NNODES) or 1
+    if count <= (facts.num_nodes or 1):
+        return ""
+    return f"; the job has {count} nodes: Trainer(num_nodes={count}) uses them"
 
 
 def launcher(facts: Facts) -> Iterator[Finding]:
@@ -128,8 +135,8 @@ def torchrun(facts: Facts) -> Iterator[Finding]:
     if tasks is not None and tasks > 1 and tasks != agents:
         yield Finding(
             status=Status.ERROR,
-            subject=f"srun started {tasks} torchruns, and this one knows of {agents}: they are separate runs that "
-            "write the same files.",
+            subject=f"srun and torchrun both started this process, and do not know of each other: srun counts {tasks} "
+            f"tasks and torchrun {agents} agents. They are separate runs that write the same files.",
             detail=facts.shown(env.SLURM_STEP_NUM_TASKS, env.SLURM_STEP_NUM_NODES, env.GROUP_WORLD_SIZE),
             remedy=f"One torchrun a node: srun --nodes {facts.num_nodes or 1} --ntasks-per-node 1 "
             f"{facts.torchrun('$SLURM_NODEID')}; or no torchrun: {facts.srun()}",

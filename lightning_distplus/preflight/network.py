@@ -76,8 +76,9 @@ def judge(first: Sequence[Pair], second: Sequence[Pair], hosts: Sequence[str]) -
             yield _of_link(pair, hosts, "")  # the odd one out, tried once
     for pair in (pair for pair in suspicious if pair in first):
         others = {host: _tried_with(host, pair, second) for host in (pair.low, pair.high)}
-        culprits = [host for host, other in others.items() if other in bad_second]
-        acquitted = [host for host, other in others.items() if other is not None and other not in bad_second]
+        # A pair that is only slow does not convict a host of being out of reach: a busy host is slow for a moment.
+        culprits = [host for host, other in others.items() if other in bad_second and (other.error or not pair.error)]
+        acquitted = [host for host, other in others.items() if other is not None and host not in culprits]
         for host in culprits:
             again = others[host]
             assert again is not None

@@ -15,7 +15,7 @@ from lightning_distplus.preflight.finding import Finding, Status
 from lightning_distplus.preflight.running import Check, Settings, run_checks
 from lightning_distplus.world import name_ranks
 
-__all__ = ["as_message", "gathered", "merged", "run_in_time"]
+__all__ = ["as_message", "gathered", "merged", "run_in_time", "spans_hosts"]
 
 
 def run_in_time(
@@ -53,6 +53,13 @@ def _unended(name: str, deadline: timedelta) -> Finding:
 def gathered(plane: ControlPlane, mine: Iterable[Finding], deadline: timedelta) -> list[Finding]:
     """What all ranks have found; all of them call it, and all get the same list."""
     return merged(plane.gather_json("findings", as_message(plane.world.host, mine), deadline))
+
+
+def spans_hosts(plane: ControlPlane) -> bool:
+    """Whether ranks run on other hosts than this one; one rank of another node is asked for."""
+    world = plane.world
+    other = 0 if world.node_rank > 0 else world.size - 1
+    return world.num_nodes > 1 and plane.peers_of([other])[other].host != world.host
 
 
 def as_message(host: str, findings: Iterable[Finding]) -> dict[str, Any]:

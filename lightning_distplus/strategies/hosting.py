@@ -12,7 +12,7 @@ from typing import Any
 from lightning_distplus.preflight import Facts, Finding, Status, raise_errors, run_checks
 from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.run_lock import RunLock
-from lightning_distplus.preflight.together import gathered, run_in_time
+from lightning_distplus.preflight.together import gathered, run_in_time, spans_hosts
 from lightning_distplus.strategies.sizing import memory_findings
 from lightning_distplus.strategies.starting import address_of, facts_of, settings_of
 
@@ -30,7 +30,12 @@ def check_host(strategy: Any, trainer: Any) -> None:
     """
     if strategy.preflight is False or trainer.state.fn != "fit":
         return
-    facts = replace(facts_of(strategy), folder=_folder(trainer) or Path.cwd(), trial_bytes=_TRIAL_BYTES)
+    facts = replace(
+        facts_of(strategy),
+        folder=_folder(trainer) or Path.cwd(),
+        trial_bytes=_TRIAL_BYTES,
+        spans_hosts=spans_hosts(strategy.plane),
+    )
     is_first = strategy.local_rank == 0
     found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
     _raise_together(strategy, facts, found)

@@ -31,6 +31,12 @@ class TwoHosts:
         """Takes the link of one host down."""
         _ip("-n", self.names[node], "link", "set", "eth0", "down")
 
+    def drop(self, *what: str) -> None:
+        """Drops what comes to node 0 over the link, as a firewall does: all of it, or what a rule of ``ip`` names."""
+        _ip("-n", self.names[0], "rule", "add", "pref", "2", "lookup", "local")
+        _ip("-n", self.names[0], "rule", "del", "pref", "0")  # which stands before any other
+        _ip("-n", self.names[0], "rule", "add", "pref", "1", "iif", "eth0", *what, "blackhole")
+
     @property
     def cut_command(self) -> list[str]:
         return ["ip", "-n", self.names[1], "link", "set", "eth0", "down"]

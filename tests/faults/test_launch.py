@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +85,11 @@ MISTAKES = {
             "srun --nodes 2 --ntasks-per-node 2 python",
         ),
     ),
+    "S4: a batch script without srun, and num_nodes forgotten": Mistake(
+        each=SLURM,
+        num_nodes=1,
+        says=("with no srun step: nobody starts the other 1 of 2", "the job has 2 nodes: Trainer(num_nodes=2) uses"),
+    ),
     "S5: srun started another number than SLURM_NTASKS": Mistake(
         each={**SLURM, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2},
         by_process=(_slurm_task(0), _slurm_task(1)),
@@ -100,7 +107,7 @@ MISTAKES = {
             "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2,
         },
         num_nodes=1,
-        says=("srun started 2 torchruns, and this one knows of 1", "srun --nodes 1 --ntasks-per-node 1 torchrun"),
+        says=("srun counts 2 tasks and torchrun 1 agents", "srun --nodes 1 --ntasks-per-node 1 torchrun"),
     ),
     "torchrun with the right product and more processes than devices": Mistake(
         each={**TORCHRUN, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
@@ -154,19 +161,53 @@ def start(rank: int, mistake: Mistake, folder: str) -> None:
             raise
 
 
+def start_all(rank: int, folder: str) -> None:
+    """Each wrong launch in a process of its own, one after the other; notes how it ended."""
+    for number, mistake in enumerate(MISTAKES.values()):
+        child = os.fork()
+        if child == 0:
+            try:
+                start(rank, mistake, f"{folder}/{number}")
+            except BaseException:
+                end_as_uncaught()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        Path(folder, str(number), f"code{rank}").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def end_as_uncaught() -> None:
+    """Ends this process as the interpreter would."""
+    try:
+        sys.excepthook(*sys.exc_info())
+    except SystemExit as stop:
+        sys.stderr.flush()
+        os._exit(int(stop.code or 0))
+    os._exit(1)
+
+
+@pytest.fixture(scope="module")
+def all_mistakes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """Where the processes of each wrong launch have left what they said, and what the user sees of each of the two."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for number in range(len(MISTAKES)):
+        (folder / str(number)).mkdir()
+    return folder, spawn(start_all, 2, args=(str(folder),), deadline="150s").check().logs
+
+
+@pytest.mark.deadline(180)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_wrong_launch_ends_at_once_with_its_evidence_and_the_command_to_run(name: str, tmp_path: Path) -> None:
-    mistake = MISTAKES[name]
-
-    run = spawn(start, 2, args=(mistake, str(tmp_path)), deadline="40s")
-
-    assert run.exit_codes == {0: ExitCode.PREFLIGHT, 1: ExitCode.PREFLIGHT}, run.logs
+def test_a_wrong_launch_ends_at_once_with_its_evidence_and_the_command_to_run(
+    name: str, all_mistakes: tuple[Path, dict[int, str]]
+) -> None:
+    everything, logs = all_mistakes
+    folder = everything / str(list(MISTAKES).index(name))
     for rank in range(2):
-        seconds, text = (tmp_path / f"rank{rank}").read_text().split("\n", 1)
+        assert (folder / f"code{rank}").read_text() == str(int(ExitCode.PREFLIGHT)), logs[rank]
+        seconds, text = (folder / f"rank{rank}").read_text().split("\n", 1)
         assert float(seconds) < BOUND_S
-        for words in (*mistake.says, "seen:", "do:", "here: host ", "variables: "):
+        for words in (*MISTAKES[name].says, "seen:", "do:", "here: host ", "variables: "):
             assert words in text, text
-        assert text in run.logs[rank]  # what the user sees
+        assert text in logs[rank]  # what the user sees
 
 
 def fit_and_say_who_started(folder: str) -> str:

@@ -81,6 +81,10 @@ def well(low: int, high: int) -> Pair:
     return Pair(low=low, high=high, round_trip_ms=0.1, mb_per_s=1000.0)
 
 
+def slow(low: int, high: int) -> Pair:
+    return Pair(low=low, high=high, round_trip_ms=0.1, mb_per_s=10.0)
+
+
 def cut(low: int, high: int) -> Pair:
     return Pair(low=low, high=high, error="RuntimeError: timed out")
 
@@ -90,8 +94,7 @@ def test_the_second_round_pairs_suspects_with_hosts_that_were_well() -> None:
     assert second_round([well(0, 1), cut(2, 3)], 4) == [(0, 2), (1, 3)]
     assert second_round([well(0, 1), well(2, 3)], 5) == [(0, 4)]
     assert second_round([cut(0, 1)], 2) == []
-    slow = Pair(low=2, high=3, round_trip_ms=0.1, mb_per_s=10.0)
-    assert second_round([well(0, 1), slow], 4) == [(0, 2), (1, 3)]
+    assert second_round([well(0, 1), slow(2, 3)], 4) == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ def test_the_second_round_pairs_suspects_with_hosts_that_were_well() -> None:
         ([well(0, 1), well(2, 3)], [], 4, []),
         ([well(0, 1), cut(2, 3)], [well(0, 2), well(1, 3)], 4, ["Hosts h2 and h3 do not reach each other."]),
         ([well(0, 1), cut(2, 3)], [cut(0, 2), well(1, 3)], 4, ["Host h2 cannot be reached by the others."]),
+        ([well(0, 1), cut(2, 3)], [slow(0, 2), well(1, 3)], 4, ["Hosts h2 and h3 do not reach each other."]),
         ([cut(0, 1)], [], 2, ["Hosts h0 and h1 do not reach each other."]),
         ([well(0, 1)], [cut(0, 2)], 3, ["Hosts h0 and h2 do not reach each other."]),
     ],

@@ -74,12 +74,14 @@ def undisturbed() -> list[dict[str, object]]:
     return [{"weights": run.results[rank]["weights"], "step": STEPS} for rank in (0, 1)]
 
 
-def assert_comes_back(folder: Path, *kills: tuple[int, int, str]) -> None:
+def assert_comes_back(folder: Path, *kills: tuple[int, int, str], start: str = "warm") -> None:
     plan = FaultPlan()
     for rank, step, where in kills:
         plan = plan.kill(rank, step=step, where=where)
-    code, log = launch(folder, str(folder), plan=plan, options=("--max-restarts", str(len(kills))))
+    options = ("--max-restarts", str(len(kills)), "--start", start)
+    code, log = launch(folder, str(folder), plan=plan, options=options)
     assert code == 0, log
+    assert [path.read_text() for path in folder.glob("began-*")] == [start] * 2 * (1 + len(kills))
     assert (folder / "faults").read_text().count("\n") == len(kills)
     assert results(folder) == undisturbed()
     events = read_events(folder / "distplus")
@@ -94,6 +96,12 @@ def assert_comes_back(folder: Path, *kills: tuple[int, int, str]) -> None:
 @pytest.mark.deadline(240)  # four starts of two interpreters
 def test_killed_ranks_come_back_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     assert_comes_back(tmp_path, (1, 2, "before_optimizer_step"), (0, 6, "after_backward"), (1, 9, "batch_start"))
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(150)
+def test_ranks_that_start_cold_come_back_too(tmp_path: Path) -> None:
+    assert_comes_back(tmp_path, (1, 4, "batch_start"), start="cold")
 
 
 @pytest.mark.soak

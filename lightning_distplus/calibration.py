@@ -1,4 +1,4 @@
-"""``timeout="auto"``: deadlines that follow what steps, validations and saves take, on all ranks."""
+"""``timeout="auto"``: deadlines that follow what each phase of a run takes, on all ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,31 @@ _MOST_GATES = 1000
 _REVIEW_EVERY_S = 10.0
 _FACTOR = 20.0
 _FLOOR = timedelta(seconds=60)
+_FLOOR_SHARE = 0.25  # of the default, for what a cache makes quick: it may have to be compiled or read again
 _FALL = 0.2  # how much of the way down to what is measured now a deadline goes at each review
 _LATE_SHARE = 0.25  # of a deadline; a run of which a part takes longer is reviewed at the next gate
 _LEAST_CHANGE = 0.1
-_MEASURED = (Phase.STEP, Phase.VALIDATION, Phase.CHECKPOINT)
+_CACHED = (Phase.SETUP, Phase.RESUME)
+_MEASURED = (*_CACHED, Phase.STEP, Phase.VALIDATION, Phase.CHECKPOINT)
+_KEPT = {
+    Phase.RENDEZVOUS: "the default: no checkpoint is read before it",
+    Phase.DATA: "the default: no checkpoint is read before it",
+    Phase.TEARDOWN: "the default: no checkpoint is saved after it",
+}
+_FLOORS = {phase: Timeouts().deadline(phase) * _FLOOR_SHARE if phase in _CACHED else _FLOOR for phase in _MEASURED}
 
 
 class Calibration:
-    """The largest duration of each phase over all ranks, times a factor, at least a minute, at most the static default.
+    """The largest duration of each phase over all ranks, times a factor, with a floor, at most the static default.
 
     A run that becomes slower gets its longer deadline at once, one that becomes faster step by step (an exponential
     moving average). A hang in the first steps is bounded by the static defaults, and so is every later one: no deadline
-    is ever longer. A phase that has not occurred keeps its default.
+    is ever longer. A phase that has not occurred keeps its default. One that occurs once in a run (set-up,
+    resume) is measured for the run that resumes.
 
     Args:
         factor: How much longer than the longest a deadline is.
-        floor: The shortest deadline.
+        floors: The shortest deadline of each phase that is measured.
         gates: After how many steps the ranks compare for the first time, and at least from one review to the next.
         review_every_s: About how many seconds lie between two reviews.
     """
@@ -43,12 +52,12 @@ class Calibration:
         self,
         *,
         factor: float = _FACTOR,
-        floor: timedelta = _FLOOR,
+        floors: Mapping[Phase, timedelta] = _FLOORS,
         gates: int = MEASURED_GATES,
         review_every_s: float = _REVIEW_EVERY_S,
     ) -> None:
         self._factor = factor
-        self._floor = floor
+        self._floors = floors
         self._review_every_s = review_every_s
         self._gates = self._gates_left = gates
         self._seen_s: dict[str, float] = {}
@@ -89,6 +98,7 @@ class Calibration:
             elif self._differs(phase, found[0]):
                 self.deadlines_s[name], self.reasons[name] = found
                 has_changed = True
+        self._explain_kept()
         self._gates_left = self._gates_to_next()
         return has_changed
 
@@ -101,12 +111,13 @@ class Calibration:
         now, before = seconds[slowest], self._longest_s.get(phase.value, 0.0)
         longest = now if now >= before else before + _FALL * (now - before)
         self._longest_s[phase.value] = longest
-        wanted, limit = timedelta(seconds=self._factor * longest), Timeouts().deadline(phase)
+        wanted = timedelta(seconds=self._factor * longest)
+        floor, limit = self._floors[phase], Timeouts().deadline(phase)
         basis = f"the longest, {now:.2f} s on rank {slowest}"
         if longest != now:
             basis = f"{longest:.2f} s, on the way down to {basis}"
-        bound = "; that is the least" if wanted < self._floor else "; the default is the most" if wanted > limit else ""
-        return min(max(self._floor, wanted), limit).total_seconds(), f"{self._factor:g} times {basis}{bound}"
+        bound = "; that is the least" if wanted < floor else "; the default is the most" if wanted > limit else ""
+        return min(max(floor, wanted), limit).total_seconds(), f"{self._factor:g} times {basis}{bound}"
 
     def _differs(self, phase: Phase, seconds: float) -> bool:
         last = self.deadlines_s.get(phase.value)
@@ -119,10 +130,15 @@ class Calibration:
         return max(self._gates, min(_MOST_GATES, math.ceil(gates)))
 
     def adopt(self, deadlines_s: Mapping[str, float]) -> None:
-        """Takes over what an earlier run has found."""
-        self.deadlines_s = dict(deadlines_s)
-        self._longest_s = {name: seconds / self._factor for name, seconds in deadlines_s.items()}
+        """Takes over what an earlier run has found; a phase that it has not found keeps its default."""
+        known = {phase.value for phase in _MEASURED}
+        self.deadlines_s = {name: seconds for name, seconds in deadlines_s.items() if name in known}
+        self._longest_s = {name: seconds / self._factor for name, seconds in self.deadlines_s.items()}
         self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it")
+        self._explain_kept()
+
+    def _explain_kept(self) -> None:
+        self.reasons |= {phase.value: why for phase, why in _KEPT.items()}
 
     def timeouts(self) -> Timeouts:
         """The defaults, with what was found in their place."""
@@ -134,7 +150,7 @@ class Calibration:
         return f"timeout='auto': {', '.join(found)}"
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of the event ``calibrated``: the deadlines of all measured phases, and why."""
+        """The fields of the event ``calibrated``: the deadline of each phase, and why."""
         deadlines = self.timeouts()
         return {
             "deadlines_s": {name: deadlines.deadline(Phase(name)).total_seconds() for name in self.reasons},

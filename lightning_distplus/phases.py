@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,14 +28,34 @@ class Phases:
     Args:
         timeouts: The deadlines; None leaves torch's time-outs alone.
         on_hang: With ``"report"`` the groups wait for a day.
+        on_left: Told each phase that has ended, and how long it was, in seconds.
     """
 
-    def __init__(self, timeouts: Timeouts | None, on_hang: OnHang = "abort") -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts | None,
+        on_hang: OnHang = "abort",
+        on_left: Callable[[Phase, float], None] = lambda phase, seconds: None,
+    ) -> None:
         self._timeouts = timeouts
         self._on_hang = on_hang
-        self.current = Phase.SETUP
+        self._on_left = on_left
+        self._current = Phase.SETUP
+        self._since = time.monotonic()
         self._in_force = self._deadline
         self._spared: list[dist.ProcessGroup] = []
+
+    @property
+    def current(self) -> Phase:
+        """The phase in which this rank is."""
+        return self._current
+
+    @current.setter
+    def current(self, phase: Phase) -> None:
+        if phase is not self._current:
+            left, since = self._current, self._since
+            self._current, self._since = phase, time.monotonic()
+            self._on_left(left, self._since - since)
 
     @property
     def patience(self) -> timedelta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_distplus.callbacks.batches import BatchShapes
 from lightning_distplus.callbacks.checks import make_checks
@@ -10,6 +10,7 @@ from lightning_distplus.callbacks.monitor import GateMonitor, OnDivergence
 from lightning_distplus.callbacks.plan import RngPolicy
 from lightning_distplus.callbacks.spikes import OnSpike
 from lightning_distplus.callbacks.stragglers import OnStraggler
+from lightning_distplus.choices import require_choice
 from lightning_distplus.errors import CheckpointMismatch
 
 __all__ = ["OnDivergence", "OnLocalFailure", "RankDivergenceMonitor"]
@@ -72,11 +73,11 @@ class RankDivergenceMonitor(GateMonitor):
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1.")
-        _require_one_of("on_divergence", on_divergence, get_args(OnDivergence))
-        _require_one_of("on_local_failure", on_local_failure, get_args(OnLocalFailure))
-        _require_one_of("on_spike", on_spike, get_args(OnSpike))
-        _require_one_of("on_straggler", on_straggler, get_args(OnStraggler))
-        _require_one_of("batch_shapes", batch_shapes, get_args(BatchShapes))
+        require_choice("on_divergence", on_divergence, OnDivergence)
+        require_choice("on_local_failure", on_local_failure, OnLocalFailure)
+        require_choice("on_spike", on_spike, OnSpike)
+        require_choice("on_straggler", on_straggler, OnStraggler)
+        require_choice("batch_shapes", batch_shapes, BatchShapes)
         self.every_n_steps = every_n_steps
         self.parameters_every_n_steps = parameters_every_n_steps
         self.on_divergence = on_divergence
@@ -120,8 +121,3 @@ class RankDivergenceMonitor(GateMonitor):
         self.skips.load_state_dict(state_dict["skips"])
         for check in self.checks:
             check.load_state_dict(state_dict["checks"].get(type(check).__name__, {}))
-
-
-def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(map(repr, allowed))}.")

@@ -36,8 +36,8 @@ class StragglerMonitor(GateMonitor):
     """Warns of a rank for which all others wait in every step: slow data, a slow callback, a slow host.
 
     Rank 0 and the straggler say so in their logs, and every ledger has a line; no run is ended. It looks at the time of
-    the host, which for work on a GPU is that of issuing it. Beside a ``RankDivergenceMonitor``, which has the same
-    check, it does nothing. Not above 64 ranks.
+    the host, which for work on a GPU is that of issuing it. Beside a ``RankDivergenceMonitor``, or another one of its
+    kind, that one runs this check in the place of its own. Not above 64 ranks.
 
     Args:
         share: How much of a step the others have to wait for it, beside 50 ms at least.
@@ -54,11 +54,12 @@ class StragglerMonitor(GateMonitor):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Meets the ranks, or hands its check to the monitor that does."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        beside = [one for one in callbacks if isinstance(one, GateMonitor) and not isinstance(one, StragglerMonitor)]
-        if beside:
-            beside[0].take_over(self.checks)
-        else:
+        monitors = [one for one in callbacks if isinstance(one, GateMonitor)]
+        first = min(monitors, key=lambda one: isinstance(one, StragglerMonitor))
+        if first is self:
             super().setup(trainer, pl_module, stage)
+        else:
+            first.take_over(self.checks)
 
 
 class StragglerCheck(Check):

@@ -25,6 +25,7 @@ class SaveInfo:
         packages: Versions by package name.
         layout: How the ranks share data and model.
         configuration: A digest of the configuration.
+        deadlines_s: What ``timeout="auto"`` has found, by phase, for the run that resumes.
         parent: Path and manifest digest of the checkpoint before this one, as ``catalog.reference`` gives them.
     """
 
@@ -35,6 +36,7 @@ class SaveInfo:
     packages: dict[str, str] = field(default_factory=installed_packages)
     layout: dict[str, Any] = field(default_factory=dict)
     configuration: str | None = None
+    deadlines_s: dict[str, float] = field(default_factory=dict)
     parent: dict[str, str] | None = None
 
     def __post_init__(self) -> None:

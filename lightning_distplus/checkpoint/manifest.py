@@ -9,6 +9,7 @@
   "strategy": "ResilientFSDP",
   "layout": {"data_parallel": 8},      how they share data and model; the axes of a device mesh by name
   "configuration": "32 hex digits",    digest of settings, model and hyperparameters, or null
+  "deadlines_s": {"step": 60.0},       of timeout="auto", for the run that resumes: seconds by phase
   "parent": {                          the checkpoint before this one in the run, or null
     "path": "/runs/a/step=1100.ckpt",
     "manifest_xxh3_128": "32 lower-case hex digits"
@@ -84,6 +85,7 @@ class Manifest:
     data: dict[str, Any] | None = None
     layout: dict[str, Any] = field(default_factory=dict)
     configuration: str | None = None
+    deadlines_s: dict[str, float] = field(default_factory=dict)
     parent: dict[str, str] | None = None
     tensors: dict[str, str] | None = None
     version: int = VERSION
@@ -141,6 +143,9 @@ class Manifest:
             layout=_take({"layout": {}, **document}, source, "layout", "an object", lambda v: isinstance(v, dict)),
             configuration=_take(
                 {"configuration": None, **document}, source, "configuration", "a string or null", _is_text_or_null
+            ),
+            deadlines_s=_take(
+                {"deadlines_s": {}, **document}, source, "deadlines_s", "an object of seconds", _is_deadlines
             ),
             parent=_take(
                 {"parent": None, **document}, source, "parent", "null or an object with path and digest", _is_parent
@@ -212,6 +217,10 @@ def _is_integer(value: Any, least: int = 0) -> bool:
 
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_deadlines(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_time(seconds) and seconds > 0 for seconds in value.values())
 
 
 def _is_text_map(value: Any) -> bool:

@@ -263,6 +263,7 @@ class StagedSave:
             data=info.data,
             layout=info.layout,
             configuration=info.configuration,
+            deadlines_s=info.deadlines_s,
             parent=info.parent,
             tensors=tensors,
         )

@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from lightning_distplus.choices import require_choice
 from lightning_distplus.data.mixture import endless
 
 __all__ = ["Combine", "Combined", "CombinedOrder", "Part"]
@@ -49,8 +50,7 @@ class Combined:
     """
 
     def __init__(self, parts: Mapping[str, Part], mode: Combine, structure: type = dict) -> None:
-        if mode not in ("max_size_cycle", "min_size"):
-            raise ValueError(f'combine is {mode!r}; it is "max_size_cycle" or "min_size".')
+        require_choice("combine", mode, Combine)
         self.parts = dict(parts)
         self._structure = structure
         for name, part in self.parts.items():

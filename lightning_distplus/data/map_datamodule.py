@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_distplus.choices import require_choice
 from lightning_distplus.data.combined import Combine, Combined
 from lightning_distplus.data.combined_loader import CombinedLoader, side_by_side
 from lightning_distplus.data.datamodule import ExactDataModule
@@ -132,8 +133,7 @@ class ResumableDataModule(ExactDataModule):
             lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
             start_sample=start_sample,
         )
-        if uneven not in ("drop", "pad", "error"):
-            raise ValueError(f'uneven is {uneven!r}; it is one of "drop", "pad", "error".')
+        require_choice("uneven", uneven, Uneven)
         self._given = {"train": train_dataset, "val": val_dataset}
         self._val_batch_size = val_batch_size or batch_size
         self._shuffle = shuffle

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class CalibratesDeadlines:
-    """Notes how long steps, validations and saves take, and puts the deadlines that follow in force on all ranks."""
+    """Notes how long each phase takes, and puts the deadlines that follow in force on all ranks."""
 
     timeouts: Timeouts | None
     phases: Phases
+    copy_to: str | None
     _plane: ControlPlane | None
     _calibration: Calibration | None
     _gate_passed_at: float | None = None
@@ -79,9 +80,18 @@ class CalibratesDeadlines:
             self._put_in_force()
             log.info("rank %d: %s", self._plane.world.rank, self._calibration.describe())
 
+    def _note_left(self, phase: Phase, seconds: float) -> None:
+        """A phase has ended: notes those that occur once. All others are measured between two of their own moments."""
+        if self._calibration is not None and phase in (Phase.SETUP, Phase.RESUME):
+            self._calibration.note(phase, seconds)
+
     def _adopt_deadlines(self, found: Mapping[str, float]) -> None:
-        """Takes over the deadlines of the checkpoint that was loaded."""
-        if self._calibration is not None and found:
+        """Takes over the deadlines of the checkpoint from which this run resumes. All ranks have just met."""
+        if self._calibration is None:
+            return
+        if self.copy_to is not None:  # what was quick from the folder may have to be fetched
+            found = {name: seconds for name, seconds in found.items() if name != Phase.RESUME.value}
+        if found and found != self._calibration.deadlines_s:
             self._calibration.adopt(found)
             self._put_in_force()
 

@@ -67,6 +67,13 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
         self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
 
+    def _agree_on_resume(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from; its calibrated deadlines hold from here on, as the load itself has one."""
+        chosen = self._committed_saves.agree_on_path(path)
+        if chosen is not None and self._calibration is not None:
+            self._adopt_deadlines(self._committed_saves.deadlines_in(chosen))
+        return chosen
+
     def _fitting_checkpoint(self, path: Path) -> Path:
         """What this run can read of a verified checkpoint; rank 0 is asked.
 

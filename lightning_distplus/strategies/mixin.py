@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
 from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, connect, part
+from lightning_distplus.choices import require_choice
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, part
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
 from lightning_distplus.events import EventLog, folder_of_run
@@ -31,11 +32,10 @@ from lightning_distplus.strategies.starting import (
     address_of,
     check_launch,
     form_default_group,
+    meet,
     refuse_unknown_arguments,
-    require_one_of,
     samples_in_hand,
     tell_launcher,
-    world_of,
 )
 from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
@@ -100,9 +100,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
-        require_one_of("on_hang", on_hang, get_args(OnHang))
-        require_one_of("verify", verify, get_args(Verification))
-        require_one_of("digest", digest, get_args(Digest))
+        require_choice("on_hang", on_hang, OnHang)
+        require_choice("verify", verify, Verification)
+        require_choice("digest", digest, Digest)
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = preflight
@@ -115,7 +115,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self.digest: Digest = digest
         self.copy_to = copy_to
         self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
-        self.phases = Phases(self.timeouts, on_hang)
+        self.phases = Phases(self.timeouts, on_hang, self._note_left)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
         self._marks = Marks(phase=lambda: self.phases.current.value)
@@ -166,12 +166,10 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""
         install_exit_codes()
         self._has_failed = False
-        self.phases.enter(Phase.SETUP)
         check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
-        folder = None if self.lightning_module is None else self.home
-        self._plane = connect(world_of(self), address_of(self), self.phases.patience_in(Phase.RENDEZVOUS), folder)
+        self._plane = meet(self)
         self._plane.listen()
         self._marks.forget()
         self._plane.place_of = lambda error: place_of_failure(self._marks, error)
@@ -195,7 +193,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             super().setup_environment()
         self.phases.apply()
         if self.lightning_module is not None:
-            bound_preparation(self.lightning_module.trainer, self._preparation_barrier, self._committed_saves)
+            bound_preparation(self.lightning_module.trainer, self._preparation_barrier, self._agree_on_resume)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self._marks.set("prepare_data")

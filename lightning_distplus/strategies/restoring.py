@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -137,6 +137,17 @@ class VerifiedLoads(SharedVerdicts):
                 checkpoint = read(Path(found["path"]))
         self._remember(checkpoint)
         return checkpoint
+
+    def deadlines_in(self, path: str | Path) -> dict[str, float]:
+        """The calibrated deadlines in the manifest of what the ranks are about to load; empty where it has none."""
+        found: dict[str, float] = {}
+        local = local_path(path)
+        if self._rank == 0 and local is not None:
+            # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
+            with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
+                found = read_manifest(local).deadlines_s
+        heard = self._plane.gather_json("deadlines", found, self._phases.patience_in(Phase.RESUME))
+        return dict(heard[0])
 
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""

@@ -118,6 +118,7 @@ class CommittedSaves(VerifiedLoads):
             data=_plain(data),
             layout=dict(layout or {}),
             configuration=configuration,
+            deadlines_s=dict(deadlines_s or {}),
             parent=self._parent,
         )
         staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync, with_sha256=self._with_sha256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_distplus import _compat, env
-from lightning_distplus.control import Address
+from lightning_distplus.control import Address, ControlPlane, connect
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
+from lightning_distplus.timeouts import Phase
 from lightning_distplus.world import World
 
 __all__ = [
@@ -22,8 +23,8 @@ __all__ = [
     "check_launch",
     "facts_of",
     "form_default_group",
+    "meet",
     "refuse_unknown_arguments",
-    "require_one_of",
     "samples_in_hand",
     "settings_of",
     "tell_launcher",
@@ -52,17 +53,6 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
             f"{cls.__name__} takes no argument {', '.join(map(repr, unknown))}. "
             f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
         )
-
-
-def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuses an argument that is none of its choices.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if value not in allowed:
-        *first, last = (f'"{one}"' for one in allowed)
-        raise ValueError(f"{name} is {value!r}; it is {', '.join(first)} or {last}.")
 
 
 def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
@@ -127,6 +117,20 @@ def world_of(strategy: Any) -> World:
         node_rank=strategy.node_rank,
         num_nodes=strategy.num_nodes,
     )
+
+
+def meet(strategy: Any) -> ControlPlane:
+    """Waits until all ranks are here; set-up begins when they are.
+
+    Raises:
+        RendezvousError, PeerMissing: Some ranks have not come by the deadline; ``.ranks`` names them.
+    """
+    strategy.phases.enter(Phase.RENDEZVOUS)
+    folder = None if strategy.lightning_module is None else strategy.home
+    deadline = strategy.phases.patience_in(Phase.RENDEZVOUS)
+    plane = connect(world_of(strategy), address_of(strategy), deadline, folder)
+    strategy.phases.enter(Phase.SETUP)
+    return plane
 
 
 def form_default_group(strategy: Any) -> None:

@@ -10,16 +10,17 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.first_word import FirstWord
 from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.watchdog import Marks
 
 __all__ = ["bound_preparation", "put_in", "take_out"]
 
 
-def bound_preparation(trainer: Any, barrier: Callable[[], PreparationBarrier], saves: CommittedSaves) -> None:
+def bound_preparation(
+    trainer: Any, barrier: Callable[[], PreparationBarrier], agree: Callable[[Any], str | None]
+) -> None:
     """Gives the wait for ``prepare_data`` a deadline, and all ranks the same checkpoint to resume from."""
     _compat.replace_preparation_barrier(trainer, barrier)
-    _compat.agree_on_resume(trainer, saves.agree_on_path)
+    _compat.agree_on_resume(trainer, agree)
 
 
 def put_in(

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_distplus import env
+from lightning_distplus.choices import require_choice
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +57,8 @@ class Fault:
     """The parameter in which a bit flips or a gradient becomes NaN; None takes the first one with elements."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"Fault.kind is {self.kind!r}; it is one of {', '.join(get_args(Kind))}.")
-        if self.where not in get_args(Where):
-            raise ValueError(f"Fault.where is {self.where!r}; it is one of {', '.join(get_args(Where))}.")
+        require_choice("Fault.kind", self.kind, Kind)
+        require_choice("Fault.where", self.where, Where)
         if self.rank < 0 or self.step < 0:
             raise ValueError(f"Fault.rank is {self.rank} and Fault.step is {self.step}; neither is negative.")
         if self.duration_s is not None and self.duration_s <= 0:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lightning_distplus import env as environment
+from lightning_distplus.choices import require_choice
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.testing.launchers import Mode, Started, preload, prepare, rank_variables, start
 from lightning_distplus.testing.rank import DUMP_SIGNAL, Job
@@ -136,8 +137,7 @@ def spawn(
 def _refuse_mistakes(world_size: int, mode: str, max_restarts: int) -> None:
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; a job has at least one rank.")
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode is {mode!r}; it is one of {', '.join(get_args(Mode))}.")
+    require_choice("mode", mode, Mode)
     if max_restarts and mode != "torchrun":
         raise ValueError(f'max_restarts is {max_restarts}, but only mode="torchrun" restarts ranks; mode is {mode!r}.')
 

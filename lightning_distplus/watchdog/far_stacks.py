@@ -61,12 +61,13 @@ class StackPrinter:
         for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX):
             if not catches_signal(os.getpid(), number):
                 file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open as long as it is armed
+                _ignore(number)  # what `disarm` goes back to
                 faulthandler.register(number, file=file, all_threads=False, chain=False)
                 return cls(number=number, descriptor=file.fileno(), thread=threading.get_native_id()), file
         return None
 
     def disarm(self, file: IO[bytes]) -> None:
-        """Takes the handler out again. A peer that asks too late would end this process, so it looks first."""
+        """Takes the handler out again. A peer looks before it asks; who asks too late even so is ignored."""
         faulthandler.unregister(self.number)
         file.close()
 
@@ -118,6 +119,13 @@ def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummar
         _signal_thread(pid, printer.thread if is_rank else pid, printer.number)
         return _parse(_read_new(path, begin))
     return []
+
+
+def _ignore(number: int) -> None:
+    """``signal.signal(number, SIG_IGN)`` from any thread."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(number, int(signal.SIG_IGN))
 
 
 def _signal_thread(pid: int, thread: int, number: int) -> None:

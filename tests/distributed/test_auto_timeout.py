@@ -67,7 +67,7 @@ class SlowsDown(Callback):
 def slow_down(folder: str) -> list[float]:
     strategy, slows = jobs.strategy("ResilientDDP", timeout="auto"), SlowsDown()
     strategy._calibration = Calibration(
-        factor=FACTOR, floor=timedelta(seconds=1), gates=STEPS_TO_REVIEW, review_every_s=0
+        factor=FACTOR, floors=dict.fromkeys(Phase, timedelta(seconds=1)), gates=STEPS_TO_REVIEW, review_every_s=0
     )
     trainer = jobs.trainer(strategy, 2, folder, max_steps=LATE_STEP + 2, callbacks=[slows])
     trainer.fit(jobs.Model(), jobs.loader())

@@ -73,3 +73,33 @@ def test_a_run_that_resumes_goes_on_from_the_deadlines_of_the_checkpoint() -> No
     assert calibration.timeouts().step.total_seconds() == 200
     assert "from the checkpoint" in calibration.reasons["step"]
     assert step_s(calibration, 4.0) == pytest.approx(20 * (10 - 0.2 * 6))
+
+
+def test_what_occurs_once_has_a_quarter_of_its_default_at_least_and_is_kept_until_it_occurs_again() -> None:
+    calibration = Calibration()
+    calibration.settle([{"setup": 2.0, "resume": 60.0}, {"setup": 3.0, "resume": 70.0}])
+    assert calibration.deadlines_s == {"setup": 450, "resume": 1400}
+    assert calibration.reasons["setup"] == "20 times the longest, 3.00 s on rank 1; that is the least"
+    assert not calibration.settle([{}, {}])
+    assert calibration.deadlines_s == {"setup": 450, "resume": 1400}
+
+
+def test_a_checkpoint_of_three_phases_leaves_the_others_their_defaults_until_they_are_measured() -> None:
+    calibration = Calibration()
+    calibration.note(Phase.RESUME, 90.0)
+    calibration.adopt({"step": 200.0, "validation": 100.0, "checkpoint": 90.0, "of_a_later_release": 7.0})
+    assert set(calibration.deadlines_s) == {"step", "validation", "checkpoint"}
+    assert calibration.timeouts().resume == Timeouts().resume
+    calibration.settle([calibration.take()])
+    assert calibration.timeouts().resume.total_seconds() == 1800
+    assert calibration.timeouts().step.total_seconds() == 200
+
+
+def test_each_phase_is_told_with_a_reason_also_where_it_keeps_its_default() -> None:
+    calibration = Calibration()
+    calibration.settle([{"step": 1.0}])
+    told = calibration.to_event()
+    assert set(told["reasons"]) == set(told["deadlines_s"]) == {phase.value for phase in Phase}
+    assert told["reasons"]["resume"] == "the default: none in the first 50 steps"
+    assert told["reasons"]["data"] == "the default: no checkpoint is read before it"
+    assert told["deadlines_s"]["data"] == 7200

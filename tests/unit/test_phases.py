@@ -74,3 +74,15 @@ def test_without_deadlines_torch_keeps_its_own_and_the_control_plane_waits_as_lo
     assert phases.group_timeout is None
     assert phases.patience == timedelta(minutes=30)
     assert phases.patience_in(Phase.RENDEZVOUS) == timedelta(minutes=10)
+
+
+def test_each_phase_that_ends_is_told_once_with_its_length() -> None:
+    left: list[tuple[Phase, float]] = []
+    phases = Phases(TIMEOUTS, on_left=lambda phase, seconds: left.append((phase, seconds)))
+    phases.enter(Phase.SETUP)
+    phases.enter(Phase.RESUME)
+    phases.enter_after_meeting(Phase.SETUP)
+    phases.enter_after_meeting(Phase.SETUP)
+    phases.current = Phase.STEP
+    assert [phase for phase, _ in left] == [Phase.SETUP, Phase.RESUME, Phase.SETUP]
+    assert all(0 <= seconds < 60 for _, seconds in left)

@@ -27,6 +27,7 @@ MANIFEST = Manifest(
     data={"consumed_samples": 96},
     layout={"data_parallel": 2, "sharding": "FULL_SHARD"},
     configuration="0123456789abcdef" * 2,
+    deadlines_s={"step": 60.0, "checkpoint": 180.5},
     parent={"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "b" * 32},
     tensors={"weights/net.0.weight": f"float32 12 {'c' * 32}"},
 )
@@ -62,13 +63,14 @@ def test_unknown_field_is_ignored() -> None:
 
 def test_a_manifest_of_before_fields_were_added_is_read() -> None:
     document = json.loads(MANIFEST.to_json())
-    for name in ("layout", "configuration", "parent", "tensors"):
+    for name in ("layout", "configuration", "deadlines_s", "parent", "tensors"):
         del document[name]
     del document["files"][1]["blocks_64_mib"]
 
     manifest = Manifest.from_json(json.dumps(document))
 
     assert (manifest.layout, manifest.configuration, manifest.parent) == ({}, None, None)
+    assert manifest.deadlines_s == {}
     assert (manifest.tensors, manifest.files[1].blocks_64_mib) == (None, ())
 
 
@@ -95,6 +97,8 @@ def test_unknown_version_is_refused_naming_both_sides() -> None:
         ("data", [1]),
         ("layout", None),
         ("configuration", 7),
+        ("deadlines_s", {"step": 0}),
+        ("deadlines_s", {"step": "1m"}),
         ("parent", "step=8.ckpt"),
         ("parent", {"path": "/runs/a/step=8.ckpt"}),
         ("parent", {"path": "/runs/a/step=8.ckpt", "manifest_xxh3_128": "B" * 32}),

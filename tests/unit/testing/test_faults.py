@@ -39,24 +39,24 @@ def test_killed_rank_ends_with_sigkill_and_the_record_survives() -> None:
 
 
 def test_stopped_rank_is_reported_as_stopped_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().stop(1, step=2), deadline=1)
+    result = _outcome(FaultPlan().stop(1, step=2), deadline=3)
 
     assert result.alive == {1: "stopped"}
     with pytest.raises(
-        AssertionError, match=r"After 1 s these ranks had not ended and were killed: rank 1 \(stopped\)"
+        AssertionError, match=r"After 3 s these ranks had not ended and were killed: rank 1 \(stopped\)"
     ):
         result.check()
 
 
 def test_hanging_rank_shows_its_stack_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().hang(1, step=2), deadline=1)
+    result = _outcome(FaultPlan().hang(1, step=2), deadline=3)
 
     assert result.alive == {1: "running"}
     assert "in _steps" in result.logs[1]
 
 
 def test_rank_that_hangs_with_the_gil_shows_its_stack_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().hang_gil(1, step=2), deadline=1)
+    result = _outcome(FaultPlan().hang_gil(1, step=2), deadline=3)
 
     assert result.alive == {1: "running"}
     assert "in _hold_gil" in result.logs[1]

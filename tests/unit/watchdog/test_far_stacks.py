@@ -171,6 +171,18 @@ def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_the_question()
         printer.disarm(file)
 
 
+def test_a_question_that_comes_too_late_ends_nothing() -> None:
+    pid = os.fork()
+    if pid == 0:
+        armed = StackPrinter.arm()
+        assert armed is not None
+        armed[0].disarm(armed[1])
+        os.kill(os.getpid(), armed[0].number)  # by a peer that has looked before
+        os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
 def test_two_printers_of_one_process_take_different_signals() -> None:
     found = [StackPrinter.arm() for _ in range(2)]
     numbers = {one[0].number for one in found if one is not None}

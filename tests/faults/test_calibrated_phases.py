@@ -1,0 +1,165 @@
+"""``timeout="auto"`` in a run that resumes: each phase has the deadline that the run before has found for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_distplus.calibration import Calibration
+from lightning_distplus.checkpoint.catalog import read_manifest
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.testing import SpawnResult, spawn
+from lightning_distplus.timeouts import Phase, Timeouts
+from tests.distributed import jobs
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
+
+FACTOR = 3
+FLOORS = dict.fromkeys(Phase, timedelta(seconds=4))
+PHASES = ("resume", "setup", "validation", "checkpoint")
+FOR_EVER_S = 1000.0
+LAST_STEP = 12
+Ended = tuple[SpawnResult, Path]
+
+
+class Pauses(jobs.Model):
+    """Rank 1 pauses once in some phases.
+
+    Args:
+        phases: In which.
+        share: For how long, of the phase's deadline; None: for ever.
+        folder: Where it says when a pause has begun.
+    """
+
+    def __init__(self, phases: tuple[str, ...], share: float | None, folder: str) -> None:
+        super().__init__()
+        self.phases, self.share, self.folder = list(phases), share, Path(folder)
+        self.paused: dict[str, float] = {}
+
+    def pause(self, phase: str) -> None:
+        if phase not in self.phases or self.trainer.global_rank == 0:
+            return
+        deadline_s = self.trainer.strategy.phases.deadline.total_seconds()
+        assert self.trainer.strategy.phases.current.value == phase
+        self.phases.remove(phase)
+        self.paused[phase] = deadline_s
+        (self.folder / "fired").write_text(json.dumps([time.time(), deadline_s]))
+        time.sleep(FOR_EVER_S if self.share is None else self.share * deadline_s)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.pause("resume")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pause("setup")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.pause("validation")
+        super().validation_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.pause("checkpoint")
+
+
+def fit(
+    folder: str, ckpt_path: str | None, max_steps: int, phases: tuple[str, ...] = (), share: float | None = None
+) -> dict[str, float]:
+    """Trains with a validation and a save before each review of the deadlines."""
+    strategy = jobs.strategy("ResilientDDP", timeout="auto")
+    strategy._calibration = Calibration(factor=FACTOR, floors=FLOORS, gates=3)
+    saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer = jobs.trainer(
+        strategy,
+        2,
+        folder,
+        max_steps=max_steps,
+        callbacks=[saves],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+        val_check_interval=2,
+        limit_val_batches=1,
+    )
+    model = Pauses(phases, share, folder)
+    trainer.fit(model, jobs.loader(400), jobs.loader(8), ckpt_path=ckpt_path)
+    return model.paused
+
+
+def hang(phase: str, ckpt_path: Path, folder: Path) -> Ended:
+    result = spawn(fit, 2, args=(str(folder), str(ckpt_path), LAST_STEP, (phase,)), deadline="90s")
+    (folder / "ended").write_text(str(time.time()))
+    return result, folder
+
+
+def slow(ckpt_path: Path, folder: Path) -> Ended:
+    return spawn(fit, 2, args=(str(folder), str(ckpt_path), LAST_STEP, PHASES, 1 / 4), deadline="90s"), folder
+
+
+def fit_twice(folder: str) -> None:
+    """The second run measures what the first one cannot: a load."""
+    fit(folder, None, 4)
+    fit(folder, f"{folder}/saved/step=4.ckpt", 8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated")
+    spawn(fit_twice, 2, args=(str(folder),)).check()
+    return folder / "saved/step=8.ckpt"
+
+
+@pytest.fixture(scope="module")
+def ended(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
+    calls: dict[str, Callable[[Path], Ended]] = {
+        "slow": partial(slow, checkpoint),
+        "resume": partial(hang, "resume", checkpoint),
+    }
+    return side_by_side(calls, tmp_path_factory.mktemp("resumed"))
+
+
+def check_hang(phase: str, ended: Ended, checkpoint: Path) -> None:
+    result, folder = ended
+    fired, deadline_s = json.loads((folder / "fired").read_text())
+    assert deadline_s == read_manifest(checkpoint).deadlines_s[phase]
+    assert deadline_s < Timeouts().deadline(Phase(phase)).total_seconds() / 10
+    (path,) = folder.glob("distplus/verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0]), verdict
+    assert verdict["phase"] == phase
+    assert verdict["location"].startswith(f"{__file__}:")
+    assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
+    assert deadline_s <= float((folder / "ended").read_text()) - fired < deadline_s + 10
+
+
+def test_a_hang_in_a_load_ends_at_the_deadline_that_the_run_before_has_measured(
+    ended: dict[str, Future[Ended]], checkpoint: Path
+) -> None:
+    check_hang("resume", ended["resume"].result(), checkpoint)
+
+
+def test_phases_that_are_slower_than_before_end_nothing(ended: dict[str, Future[Ended]], checkpoint: Path) -> None:
+    result, folder = ended["slow"].result()
+    result.check()
+    found = read_manifest(checkpoint).deadlines_s
+    assert set(found) >= set(PHASES)
+    # The first save and validation come after the first review, which may have changed what was found by a little.
+    assert set(result.results[1]) == set(PHASES)
+    assert result.results[1]["resume"] == found["resume"]
+    assert result.results[1]["setup"] == found["setup"]
+    assert not list(folder.glob("distplus/verdict-*"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_hang_in_any_phase_ends_at_its_deadline(phase: str, number: int, checkpoint: Path, tmp_path: Path) -> None:
+    check_hang(phase, hang(phase, checkpoint, tmp_path), checkpoint)

@@ -1,6 +1,6 @@
 """One rank of the job of ``benchmarks.hangs``, below one of its launchers: ``hang_job.py ARM FAULT FOLDER SECONDS``.
 
-It runs in the environment of the arm: only that of ``ours`` and ``launch`` holds this package.
+It runs in the environment of the arm: only that of ``ours``, ``warm`` and ``cold`` holds this package.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(arm: str, fault: str, folder: Path, deadline_s: float) -> None:
         ModelCheckpoint(dirpath=folder / "saved", filename="{step:04d}", every_n_train_steps=5, save_top_k=-1),
     ]
     strategy: Any = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=deadline_s))
-    if arm in ("ours", "launch"):
+    if arm in ("ours", "warm", "cold"):
         from lightning_distplus import ResilientDDP
 
         strategy = ResilientDDP(timeout={"step": deadline_s, "setup": "60s"})

@@ -12,16 +12,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from socket import socket
 
 from benchmarks.figures import Figure, median
+from lightning_distplus.liveness import children
 
 __all__ = ["Outcome", "has_rivals", "measure", "run"]
 
@@ -58,13 +61,18 @@ def run(quick: bool) -> list[Figure]:
     arms = ("ours", "stock", *(("nvrx", "torchft") if has_rivals() else ()))
     cases = [(arm, fault) for _ in range(1 if quick else 3) for fault in _FAULTS for arm in arms]
     with ThreadPoolExecutor(_AT_ONCE) as at_once:
-        seen = list(zip(cases, at_once.map(lambda case: measure(*case), cases), strict=True))
+        seen = list(zip(cases, at_once.map(_measure, cases), strict=True))
     return [
         figure
         for arm in arms
         for fault in _FAULTS
         for figure in _figures(arm, fault, [outcome for case, outcome in seen if case == (arm, fault)])
     ]
+
+
+def _measure(case: tuple[str, str]) -> Outcome:
+    arm, fault = case
+    return measure(arm, fault, _LONGEST_TORCHFT_S if arm == "torchft" else _LONGEST_S)
 
 
 def _figures(arm: str, fault: str, outcomes: list[Outcome]) -> list[Figure]:
@@ -89,8 +97,15 @@ def _figures(arm: str, fault: str, outcomes: list[Outcome]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def measure(arm: str, fault: str) -> Outcome:
-    """One run of one arm with one fault; the arm "launch" is ours below ``distplus launch``."""
+def measure(arm: str, fault: str, longest_s: float = _LONGEST_S, after_fault_s: float = inf) -> Outcome:
+    """One run of one arm with one fault; the arms "warm" and "cold" are ours below ``distplus launch --start``.
+
+    Args:
+        arm: Whose launcher and strategy.
+        fault: What happens to rank 1.
+        longest_s: How long the run may take.
+        after_fault_s: How long after its fault it is given up.
+    """
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         home = Path(folder)
         output = home / "output"
@@ -102,18 +117,24 @@ def measure(arm: str, fault: str) -> Outcome:
                 ],
                 stdout=file, stderr=subprocess.STDOUT, cwd=_JOB.parents[1], env=_environment(arm),
             )  # fmt: skip
-            longest_s = _LONGEST_TORCHFT_S if arm == "torchft" else _LONGEST_S
-            flagged_at = _watch(process, home, output if arm == "nvrx" else None, longest_s)
+            flagged_at = _watch(process, home, output if arm == "nvrx" else None, longest_s, after_fault_s)
         return _outcome(home, output.read_text(), flagged_at)
 
 
-def _watch(process: subprocess.Popen[bytes], home: Path, output: Path | None, longest_s: float) -> float | None:
+def _watch(
+    process: subprocess.Popen[bytes], home: Path, output: Path | None, longest_s: float, after_fault_s: float
+) -> float | None:
     """Waits until a later attempt trains, then ends the job; when the launcher first spoke of a silent rank."""
     flagged_at, end = None, time.time() + longest_s
     while process.poll() is None and time.time() < end:
         if output is not None and flagged_at is None and _FLAGGED.search(output.read_text()):
             flagged_at = time.time()
-        if any(what == "step" and attempt > 0 for _, what, _, attempt in _journal(home)):
+        journal = _journal(home)
+        if any(what == "step" and attempt > 0 for _, what, _, attempt in journal):
+            break
+        if any(what == "fault" and at + after_fault_s < time.time() for at, what, _, _ in journal):
+            for rank in children(process.pid):  # torchrun would wait for them for 30 s
+                os.kill(rank, signal.SIGKILL)
             break
         time.sleep(0.05)
     process.terminate()
@@ -149,8 +170,8 @@ def _journal(home: Path) -> list[tuple[float, str, int, int]]:
 
 
 def _launcher(arm: str, home: Path) -> list[str]:
-    if arm == "launch":
-        options = ["--nproc", "2", "--max-restarts", "1", "--log-dir", str(home / "logs")]
+    if arm in ("warm", "cold"):
+        options = ["--nproc", "2", "--max-restarts", "1", "--start", arm, "--log-dir", str(home / "logs")]
         return [sys.executable, "-c", _LAUNCH, *options, "--"]
     python = _rivals_python() if arm in _RIVALS else sys.executable
     if arm == "torchft":

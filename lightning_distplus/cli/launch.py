@@ -36,16 +36,27 @@ def main(argv: Sequence[str]) -> int:
     if env.OMP_NUM_THREADS.get() is None and arguments.nproc > 1:
         env.OMP_NUM_THREADS.set(1)  # as torchrun does: the ranks of a host share its cores
 
+    if min(arguments.nnodes) < max(arguments.nnodes):
+        env.DISTPLUS_ELASTIC.set(1)
+    if arguments.start == "cold":
+        return _supervise(arguments, resuming(command))
+
+    from lightning_distplus.launch.warm import Warm
+
+    with Warm(arguments.preload) as warm:  # it imports while this process does
+        following = resuming(command)
+        return _supervise(arguments, lambda has_saved: warm.command(following(has_saved)))
+
+
+def _supervise(arguments: Any, command: Callable[[bool], list[str]]) -> int:
     from lightning_distplus.launch.agent import Hosts
     from lightning_distplus.launch.policy import RestartPolicy
     from lightning_distplus.launch.supervisor import Job, supervise
 
     min_nodes, max_nodes = arguments.nnodes
-    if min_nodes < max_nodes:
-        env.DISTPLUS_ELASTIC.set(1)
     return supervise(
         Job(
-            command=resuming(command),
+            command=command,
             hosts=Hosts(
                 min_nodes=min_nodes,
                 max_nodes=max_nodes,
@@ -82,6 +93,11 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     add("--window", type=_duration, help="time in which restarts count, such as 1d (default: the whole job)")
     add("--same-step", type=int, default=3, help="give up after so many attempts at one step (default: 3)")
     add("--quarantine", action="store_true", help="set the samples of a batch apart that ends --same-step attempts")
+    add(
+        "--start", choices=("warm", "cold"), default="warm",
+        help="warm: fork the ranks from a process that has imported torch and Lightning; cold: an interpreter for each",
+    )  # fmt: skip
+    add("--preload", action="append", default=[], metavar="MODULE", help="import it too before the fork; repeatable")
     add("--log-dir", type=Path, default=Path("distplus-logs"), help="one file per rank and attempt")
     split = list(argv).index("--") if "--" in argv else len(argv)
     arguments = parser.parse_args(list(argv[:split]))

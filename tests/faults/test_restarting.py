@@ -75,12 +75,14 @@ def undisturbed() -> list[dict[str, object]]:
     return [{"weights": run.results[rank]["weights"], "step": STEPS} for rank in (0, 1)]
 
 
-def assert_comes_back(folder: Path, *kills: tuple[int, int, str]) -> None:
+def assert_comes_back(folder: Path, *kills: tuple[int, int, str], start: str = "warm") -> None:
     plan = FaultPlan()
     for rank, step, where in kills:
         plan = plan.kill(rank, step=step, where=where)
-    code, log = launch(folder, str(folder), plan=plan, options=("--max-restarts", str(len(kills))))
+    options = ("--max-restarts", str(len(kills)), "--start", start)
+    code, log = launch(folder, str(folder), plan=plan, options=options)
     assert code == 0, log
+    assert [path.read_text() for path in folder.glob("began-*")] == [start] * 2 * (1 + len(kills))
     assert (folder / "faults").read_text().count("\n") == len(kills)
     assert results(folder) == undisturbed()
     events = read_events(folder / "distplus")
@@ -106,6 +108,12 @@ def test_ranks_killed_at_random_come_back(number: int, tmp_path: Path) -> None:
     steps = sorted(chance.sample(range(1, STEPS), KILLS))
     assert_comes_back(tmp_path, *((chance.choice((0, 1)), step, chance.choice(places)) for step in steps))
     print(f"soak: distplus launch, run {number}: {KILLS} kills at steps {steps}, weights bit for bit equal")
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(150)
+def test_ranks_that_start_cold_come_back_too(tmp_path: Path) -> None:
+    assert_comes_back(tmp_path, (1, 4, "batch_start"), start="cold")
 
 
 @pytest.mark.deadline(150)

@@ -1,0 +1,238 @@
+"""The process from which the ranks of a host are forked: imports once, then waits for those who stand in for them.
+
+It has one thread and has touched no device; where an import has changed that, it forks nothing, and the ranks start as
+interpreters of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from lightning_distplus import env
+from lightning_distplus.launch.as_python import run
+from lightning_distplus.launch.stand_in import END, FORKED, peer_of
+from lightning_distplus.launch.warm import HELD_BACK
+from lightning_distplus.liveness import end_with_parent
+
+__all__ = ["Server", "main"]
+
+_LAUNCHER = 0  # standard input, of which the launcher holds the other end
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
+_THREADS_END_S = 1.0
+_ASKING_S = 5.0
+
+
+def main(listener: int, modules: Sequence[str]) -> None:
+    """Serves until the launcher and the last rank are gone. In a rank, it returns when the rank's command has ended."""
+    first_path, variables = sys.path[0], env.snapshot()
+    gc.disable()  # it finds nothing while modules are imported
+    for module in modules:
+        _import(module)
+    gc.freeze()  # no collection in a rank writes to the memory that all of them share
+    reason = why_not()
+    if reason:
+        _warn(f"{reason}; each rank starts as an interpreter of its own")
+    set_by_modules = dict(env.snapshot().items() - variables.items())
+    task = Server(socket.socket(fileno=listener), forks=not reason).serve()
+    if task is None:
+        os._exit(0)  # what modules have registered for the end is for the ranks
+    env.restore({**task.variables, **set_by_modules})
+    _forget_the_server()
+    gc.enable()
+    run(task.command, first_path)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a module does when it is imported
+        _warn(f"cannot import {module} beforehand: {type(error).__name__}: {error}; each rank imports it by itself")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"distplus launch: {text}\n")
+    sys.stderr.flush()
+
+
+def why_not() -> str:
+    """Why no rank may be forked from this process; empty where nothing is in the way."""
+    held = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    if devices := sorted(name for name in held if name.startswith(_DEVICES)):
+        return f"a module that is imported beforehand has opened {devices[0]}, which a forked rank could not use"
+    if pid := os.fork():  # OpenBLAS, which expects forks, ends its threads for each of them
+        os.waitpid(pid, 0)
+    else:
+        os._exit(0)
+    until = time.monotonic() + _THREADS_END_S
+    while len(threads := list(Path("/proc/self/task").iterdir())) > 1:
+        if time.monotonic() > until:
+            return f"modules that are imported beforehand have started {len(threads) - 1} threads"
+        time.sleep(0.01)
+    return ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank is to run, as the agent has started the process that stands in for it."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    folder: Path
+    cores: set[int]
+
+    @classmethod
+    def of(cls, pid: int, name: str) -> Task:
+        """Reads it from /proc."""
+        process = Path(f"/proc/{pid}")
+        words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")[:-1]]
+        lines = [os.fsdecode(line) for line in (process / "environ").read_bytes().split(b"\0")]
+        variables = {name: value for name, found, value in (line.partition("=") for line in lines) if found}
+        return cls(words[words.index(name) + 1 :], variables, (process / "cwd").readlink(), os.sched_getaffinity(pid))
+
+
+@dataclass
+class _Rank:
+    link: socket.socket
+    is_asked_to_end: bool = False
+
+
+class Server:
+    """Forks ranks, hands signals to them and tells how they end.
+
+    Args:
+        listener: Where those connect who stand in for ranks.
+        forks: Whether ranks may be forked from this process.
+    """
+
+    def __init__(self, listener: socket.socket, *, forks: bool) -> None:
+        self._listener = listener
+        self._forks = forks
+        self._name = os.fsdecode(listener.getsockname()[1:])
+        self._ranks: dict[int, _Rank] = {}
+        self._has_launcher = True
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> Task | None:
+        """Returns in each rank, and here when nobody is left."""
+        while self._has_launcher or self._ranks:
+            links = {rank.link: pid for pid, rank in self._ranks.items()}
+            launcher: list[int | socket.socket] = [_LAUNCHER, self._listener] if self._has_launcher else []
+            ready = wait([self._woken, *links, *launcher])
+            if self._woken in ready:
+                self._woken.recv(4096)
+                self._reap()
+            for link, pid in links.items():
+                if link in ready and pid in self._ranks:
+                    self._pass_on(pid, link.recv(4096))
+            if _LAUNCHER in ready:
+                self._has_launcher = False
+            elif self._listener in ready and (task := self._fork()) is not None:
+                return task
+        return None
+
+    def _fork(self) -> Task | None:
+        link, _ = self._listener.accept()
+        link.settimeout(_ASKING_S)
+        pid, user = peer_of(link)
+        streams: list[int] = []
+        with contextlib.suppress(OSError, ValueError):  # it has gone again
+            if user == os.getuid():
+                _, streams, _, _ = socket.recv_fds(link, len(FORKED), 3)
+                task = Task.of(pid, self._name)
+                if self._forks and len(streams) == 3 and _same_threads(task):
+                    return self._start(link, task, streams)
+        for stream in streams:
+            os.close(stream)
+        link.close()
+        return None
+
+    def _start(self, link: socket.socket, task: Task, streams: Sequence[int]) -> Task | None:
+        sys.stderr.flush()
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            link.close()
+            _become(task, streams, server)
+            return task
+        self._ranks[pid] = _Rank(link)
+        link.send(FORKED)
+        for stream in streams:
+            os.close(stream)
+        return None
+
+    def _close(self) -> None:
+        """What a rank must not hold: the others would seem to live as long as it."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for one in (self._listener, self._woken, self._waker, *(rank.link for rank in self._ranks.values())):
+            one.close()
+
+    def _pass_on(self, pid: int, numbers: bytes) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            for number in numbers:
+                os.kill(pid, number)
+                self._ranks[pid].is_asked_to_end |= number == signal.SIGTERM
+            if not numbers:  # the agent has killed the process that stands in for it
+                os.kill(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while self._ranks and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            rank = self._ranks.pop(ended.si_pid)
+            if rank.is_asked_to_end:  # and so are the processes that it leaves: the agent means its whole group
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ended.si_pid, signal.SIGTERM)
+            _, status = os.waitpid(ended.si_pid, 0)
+            with contextlib.suppress(OSError):
+                rank.link.send(END.pack(os.waitstatus_to_exitcode(status)))
+            rank.link.close()
+
+
+def _same_threads(task: Task) -> bool:
+    """Whether libraries would start as many threads as they have counted here: by a variable, or by the cores."""
+    return env.OMP_NUM_THREADS.get() is not None or task.cores == os.sched_getaffinity(0)
+
+
+def _become(task: Task, streams: Sequence[int], server: int) -> None:
+    """Makes this fork the process that the agent has started: its session, streams, folder and cores."""
+    os.setsid()
+    end_with_parent()
+    if os.getppid() != server:
+        os._exit(1)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(task.folder)
+    os.sched_setaffinity(0, task.cores)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def _forget_the_server() -> None:
+    """What modules took from the variables, or from chance, when they were imported; ``random`` sees to itself."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "lightning_utilities.core.rank_zero" in sys.modules:
+        sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = env.RANK.integer() or 0
+    if "torchmetrics.utilities.prints" in sys.modules:
+        sys.modules["torchmetrics.utilities.prints"].rank_zero_only.rank = env.LOCAL_RANK.integer() or 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,311 @@
+"""Ranks that are forked from a warm process are what an interpreter of their own would be, and end like it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus import env
+from lightning_distplus.launch import warm as warm_module
+from lightning_distplus.launch import warm_server
+from lightning_distplus.launch.warm import Warm
+from lightning_distplus.liveness import children
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "tests" / "distributed" / "warm_rank.py"
+SET_BY_MODULES = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+OWN_FRAMES = re.compile(r'  File "<frozen runpy>".*\n')  # python's own, above those of a module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[Warm]:
+    with env.changed(OMP_NUM_THREADS=1, PYTHONPATH=str(ROOT)):
+        one = Warm()
+    with one:
+        yield one
+
+
+def start(command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+    """As torchrun's agent starts a rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, cwd=ROOT, start_new_session=True, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(command: Sequence[str], **variables: str) -> tuple[int, str, str]:
+    process = start(command, **variables)
+    out, err = process.communicate("a line of input", timeout=120)
+    return process.returncode, out, OWN_FRAMES.sub("", err)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def is_there(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], list[str]]:
+    def write(text: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return [str(path), "--one", ""]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[str(JOB), "--one", "", "two words"], ["-m", "tests.distributed.warm_rank", "-x"]],
+    ids=["script", "module"],
+)
+def test_a_warm_rank_finds_what_an_interpreter_of_its_own_finds(command: list[str], warm: Warm) -> None:
+    seen = []
+    for each in (warm.command(command), command):
+        code, out, err = run(each, RANK="3", WITH_EQUALS="a=b\nc")
+        assert code == 0, err
+        first, end = out.splitlines()
+        assert end == "at the end"
+        seen.append(json.loads(first))
+    is_warm, is_cold = seen
+    assert set(is_warm["variables"]) - set(is_cold["variables"]) <= SET_BY_MODULES
+    is_warm["variables"] = {name: is_warm["variables"].get(name) for name in is_cold["variables"]}
+    assert is_warm == is_cold
+    assert (is_warm["squares"], is_warm["input"]) == ([0, 1, 4, 9], "a line of input")
+
+
+ENDINGS = {
+    "the last line": "print('done')",
+    "a code": "import sys; print('out'); sys.exit(3)",
+    "a message": "import sys; sys.exit('what went wrong')",
+    "none": "raise SystemExit",
+    "at once": "import os; os._exit(5)",
+    "an error": "def inner():\n    raise ValueError('of the user')\ninner()",
+    "an error within another": "try:\n    1 / 0\nexcept ArithmeticError as error:\n    raise KeyError(1) from error",
+    "an error of ours": "from lightning_distplus.ending import install_exit_codes\ninstall_exit_codes()\n"
+    "from lightning_distplus.errors import PeerLost\nraise PeerLost([1], 'gone')",
+    "a hook": "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_lineno)\n1/0",
+    "a wrong line": "print('a'\n",
+    "an interrupt": "raise KeyboardInterrupt",
+    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
+    "SIGTERM": "import os; os.kill(os.getpid(), 15)",
+    "SIGSEGV": "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.kill(os.getpid(), 11)",
+    "a thread that goes on": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()\nprint('early')",
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_warm_rank_ends_as_an_interpreter_of_its_own(
+    name: str, warm: Warm, script: Callable[[str], list[str]]
+) -> None:
+    command = script(ENDINGS[name])
+    code, out, err = run(warm.command(command))
+    expected = run(command)
+    if name == "an interrupt":  # the frames of whoever has called the script are shown
+        assert "KeyboardInterrupt" in err
+        err = expected[2]
+    assert (code, out, err) == expected
+
+
+@pytest.mark.parametrize("command", [["nowhere.py"], ["-m", "nowhere"], ["-m", "nowhere.at.all"]])
+def test_a_command_that_is_not_there_is_refused_with_pythons_words(command: list[str], warm: Warm) -> None:
+    code, out, err = run(warm.command(command))
+    expected_code, expected_out, expected_err = run(command)
+    assert (code, out) == (expected_code, expected_out)
+    assert err.split(": ")[1:] == expected_err.split(": ")[1:]
+
+
+def test_ranks_share_modules_but_not_chance_and_know_their_rank(warm: Warm, script: Callable[[str], list[str]]) -> None:
+    command = script("""
+        import sys
+        held = {"torch", "lightning.pytorch", "lightning_distplus.strategies.fsdp"} & set(sys.modules)
+        import random, numpy, torch
+        from lightning.pytorch.utilities import rank_zero_only
+        print(len(held), __import__("gc").isenabled(), rank_zero_only.rank, hash("text"),
+              torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand())
+        import os
+        import lightning_distplus.cli.training
+        print(*sorted(f"{name}={value!r}" for name, value in os.environ.items() if name != "RANK"))
+    """)
+    lines = [
+        run(one, RANK=rank)[1].splitlines()
+        for one, rank in zip((*[warm.command(command)] * 2, command), "121", strict=True)
+    ]
+    assert lines[0][1] == lines[1][1] == lines[2][1]  # the variables, with those that modules set
+    first, second, cold = (line.split() for line, _ in lines)
+    assert first[:3] == ["3", "True", "1"]
+    assert second[:3] == ["3", "True", "2"]
+    assert cold[:3] == ["0", "True", "1"]
+    for chances in zip(first[4:], second[4:], cold[4:], strict=True):
+        assert len(set(chances)) == 3
+    assert first[3] == second[3]  # they have one hash seed
+
+
+SLEEPER = """
+    import os, signal, subprocess, sys, time
+    told = []
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, lambda number, frame: told.append(number))
+    child = subprocess.Popen(["sleep", "1000"])
+    print(os.getpid(), child.pid, flush=True)
+    while signal.SIGQUIT not in told:
+        time.sleep(0.01)
+    print(sorted(told))
+    child.kill()
+    sys.exit(7)
+"""
+
+
+def begin(warm: Warm, command: list[str]) -> tuple[subprocess.Popen[str], int, int]:
+    process = start(warm.command(command))
+    assert process.stdout is not None
+    rank, child = map(int, process.stdout.readline().split())
+    return process, rank, child
+
+
+def test_signals_to_the_process_that_stands_in_reach_the_rank(warm: Warm, script: Callable[[str], list[str]]) -> None:
+    process, _, _ = begin(warm, script(SLEEPER))
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.strip(), err) == (7, "[1, 2, 3, 10, 12]", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_agents_last_signals_end_the_rank_and_what_it_has_started(
+    number: signal.Signals, warm: Warm, script: Callable[[str], list[str]]
+) -> None:
+    process, rank, child = begin(warm, script(SLEEPER))
+    os.killpg(process.pid, number)  # as torchrun's agent does
+    process.communicate(timeout=60)
+    assert process.returncode == -number
+    wait_for(lambda: not is_there(rank) and not is_there(child), "something is left")
+
+
+def test_a_rank_that_is_killed_ends_the_process_that_stands_in(warm: Warm, script: Callable[[str], list[str]]) -> None:
+    process, rank, child = begin(warm, script(SLEEPER))
+    os.kill(rank, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def server_of(warm: Warm) -> subprocess.Popen[bytes]:
+    return warm._server
+
+
+def test_the_process_that_forks_has_one_thread_and_no_device(warm: Warm) -> None:
+    pid = server_of(warm).pid
+    assert run(warm.command(["-m", "tests.distributed.warm_rank"]))[0] == 0  # it serves by now
+    assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+    held = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    assert not [name for name in held if name.startswith("/dev/") and name != "/dev/null"]
+    assert "libcuda" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_module, "PRELOADED", ())
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("source", "says", "is_forked"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()",
+         "have started 1 threads; each rank starts as an interpreter of its own", False),
+        ("opened = open('/dev/full')", "", True),
+        ("raise RuntimeError('no licence')", "cannot import preloads beforehand: RuntimeError: no licence", True),
+        ("import os; os._exit(1)", "", False),
+    ],
+    ids=["thread", "nothing", "error", "crash"],
+)  # fmt: skip
+def test_a_module_that_forbids_the_fork_costs_one_warning_and_the_rank_starts_cold(
+    source: str, says: str, is_forked: bool, tmp_path: Path, script: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "preloads.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    command = script("import os; print('warm_server' in open('/proc/self/cmdline').read())")
+    with Warm(["preloads"]) as one:
+        answers = [run(one.command(command))[:2] for _ in range(2)]
+    assert answers == [(0, f"{is_forked}\n")] * 2
+    err = capfd.readouterr().err
+    assert err.count("distplus launch: ") == bool(says), err
+    assert says in err
+
+
+def test_a_device_that_is_open_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_server, "_DEVICES", ("/dev/full",))
+    with Path("/dev/full").open():
+        assert "has opened /dev/full, which a forked rank could not use" in warm_server.why_not()
+
+
+LAUNCHER = """
+    import subprocess, sys, time
+    from lightning_distplus.launch import warm
+    warm.PRELOADED = ()
+    one = warm.Warm()
+    command = [sys.executable, *one.command(sys.argv[1:])]
+    process = subprocess.Popen(command, start_new_session=True)
+    print(one._server.pid, process.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server"])
+def test_nothing_outlives_the_launcher_or_the_process_that_forks(
+    victim: str, tmp_path: Path, script: Callable[[str], list[str]]
+) -> None:
+    launcher_file = tmp_path / "launcher.py"
+    launcher_file.write_text(textwrap.dedent(LAUNCHER))
+    launcher = start([str(launcher_file), *script("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")])
+    assert launcher.stdout is not None
+    server, stand_in = map(int, launcher.stdout.readline().split())
+    rank = int(launcher.stdout.readline())
+    try:
+        if victim == "server":
+            os.kill(server, signal.SIGKILL)
+            wait_for(lambda: not is_there(rank) and not is_there(stand_in), "the rank is left")
+        else:
+            launcher.kill()
+            time.sleep(0.2)
+            assert is_there(rank)  # as under torchrun it ends when it misses its store
+            os.kill(rank, signal.SIGTERM)
+            wait_for(lambda: not any(map(is_there, (rank, stand_in, server))), "something is left")
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_process_ends_with_the_launchers_interest_in_it() -> None:
+    with Warm() as one:
+        pid = server_of(one).pid
+    assert pid not in children(os.getpid())

@@ -6,11 +6,12 @@ import os
 import struct
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
 
-__all__ = ["InHand", "SampleNote"]
+__all__ = ["InHand", "SampleNote", "launcher_has_ended"]
 
 _HEAD = struct.Struct("<IIII")  # CRC-32 of what follows, global rank, numbers, numbers per id (0: an id is a number)
 _REGION_BYTES = 1 << 20  # of each rank; memory is taken for what is written only
@@ -83,3 +84,9 @@ class SampleNote:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def launcher_has_ended() -> bool:
+    """Whether ``distplus launch`` has started this rank and is gone, and with it the store that it served."""
+    path = env.DISTPLUS_IN_HAND.get()
+    return path is not None and path != "" and not Path(path).parents[1].exists()

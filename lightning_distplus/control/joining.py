@@ -18,6 +18,7 @@ from lightning_distplus._compat import TCPStore
 from lightning_distplus.control.reach import SILENCE_S, explain_silence
 from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import PeerMissing, RendezvousError
+from lightning_distplus.in_hand import launcher_has_ended
 from lightning_distplus.world import World
 
 __all__ = ["CONNECT_EVERY_S", "await_port", "came_apart", "join", "listen_on", "port_remedy"]
@@ -91,6 +92,11 @@ def await_port(world: World, host: str, port: int, deadline: timedelta, unheard:
             reason = explain_silence(world, host, port, error) if _is_silent(begin) else None
             if reason is not None:
                 raise RendezvousError(reason) from error
+            if launcher_has_ended():
+                raise RendezvousError(
+                    f"Rank {world.rank} on {world.host}: 'distplus launch', which has started this rank and served the "
+                    f"store at {host}:{port}, has ended. Start it again."
+                ) from error
             if told := unheard.look(time.monotonic() - begin):
                 raise RendezvousError(explain_silence(world, host, port, error) or came_apart(told)) from error
             if time.monotonic() >= end:

@@ -64,6 +64,11 @@ def launch(
     return code, log.read_text()
 
 
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 def results(folder: Path) -> list[dict[str, object]]:
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -114,6 +119,30 @@ def test_ranks_killed_at_random_come_back(number: int, tmp_path: Path) -> None:
 @pytest.mark.deadline(150)
 def test_ranks_that_start_cold_come_back_too(tmp_path: Path) -> None:
     assert_comes_back(tmp_path, (1, 4, "batch_start"), start="cold")
+
+
+@pytest.mark.deadline(150)
+def test_ranks_whose_launcher_is_killed_before_they_meet_do_not_outlive_it(tmp_path: Path) -> None:
+    ranks: list[int] = []
+
+    def kill(launcher: subprocess.Popen[str]) -> None:
+        until = time.monotonic() + 100
+        while len(ranks) < 2:
+            assert time.monotonic() < until
+            ranks[:] = [
+                one for one in children(launcher.pid) if b"launch_jobs" in Path(f"/proc/{one}/cmdline").read_bytes()
+            ]
+            time.sleep(0.02)
+        launcher.kill()
+
+    code, _ = launch(tmp_path, str(tmp_path), options=("--start", "cold"), then=kill)
+    assert code == -signal.SIGKILL
+    until = time.monotonic() + 100  # they import first
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    for log in sorted((tmp_path / "logs" / "launcher").rglob("*.err")):
+        assert "'distplus launch', which has started this rank and served the store at 127.0.0.1:" in log.read_text()
 
 
 @pytest.mark.deadline(150)
@@ -199,9 +228,7 @@ class Hosts:
     def kill(self, name: str) -> None:
         """The host is gone, launcher and rank."""
         pid = self.launchers[name].pid
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
-        ranks = [int(rank) for task in tasks for rank in task.read_text().split()]
-        for one in (pid, *ranks):
+        for one in (pid, *children(pid)):
             os.kill(one, signal.SIGKILL)
 
     def wait_for_step(self, step: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.in_hand import InHand, SampleNote
+from lightning_distplus.in_hand import InHand, SampleNote, launcher_has_ended
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +51,13 @@ def test_without_a_launcher_nothing_is_written() -> None:
     note([3])
     os.environ["DISTPLUS_IN_HAND"] = "/proc/self/fd/9999"
     note([3])
+
+
+def test_a_rank_knows_whether_its_launcher_has_ended() -> None:
+    assert not launcher_has_ended()  # nobody has started it
+    launcher = InHand(2)
+    assert not launcher_has_ended()
+    launcher.close()
+    assert not launcher_has_ended()  # its process is there
+    os.environ["DISTPLUS_IN_HAND"] = "/proc/4194305/fd/3"  # no number of a process is as high
+    assert launcher_has_ended()

@@ -156,6 +156,6 @@ def test_a_stopped_rank_that_serves_the_store_to_another_host_is_shown_at_its_la
     assert verdict["location"] in [f"{__file__}:{first + number}" for number in range(len(lines))]
     assert verdict["operation"] == SPOT
     seconds = float((folder / "ended").read_text()) - float((folder / "fired").read_text())
-    assert DEADLINE_S <= seconds < DEADLINE_S + 10
+    assert DEADLINE_S - 0.5 < seconds < DEADLINE_S + 10  # the deadline begins with a mark, just before the fault
     assert f"last seen in {verdict['operation']!r} at {verdict['location']}" in verdict["lines"][0]
     assert run.exit_codes[1] == int(ExitCode.HANG)

@@ -19,7 +19,7 @@ import pytest
 from lightning_distplus import env
 from lightning_distplus.launch import warm as warm_module
 from lightning_distplus.launch import warm_server
-from lightning_distplus.launch.warm import Warm
+from lightning_distplus.launch.warm import HELD_BACK, Warm
 from lightning_distplus.liveness import children
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +33,19 @@ SET_BY_MODULES = {
 OWN_FRAMES = re.compile(r'  File "<frozen runpy>".*\n')  # python's own, above those of a module
 
 
+@pytest.fixture(scope="module")
+def heeds_signals() -> Iterator[None]:
+    """A shell leaves SIGINT and SIGQUIT ignored in what it starts in the background, and so would be what we start."""
+    ignored = [number for number in HELD_BACK if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def warm() -> Iterator[Warm]:
+def warm(heeds_signals: None) -> Iterator[Warm]:
     with env.changed(OMP_NUM_THREADS=1, PYTHONPATH=str(ROOT)):
         one = Warm()
     with one:

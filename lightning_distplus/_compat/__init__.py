@@ -15,6 +15,13 @@ from lightning_distplus._compat.fsdp import (
     loading_unsharded_models,
     replacing_sharded_saves,
 )
+from lightning_distplus._compat.fsdp_state import (
+    FlatPlace,
+    flat_places,
+    plain_name,
+    state_in_parts,
+    why_gathered,
+)
 from lightning_distplus._compat.groups import (
     HashStore,
     PrefixStore,
@@ -28,7 +35,12 @@ from lightning_distplus._compat.groups import (
     read_group_timeout,
     set_group_timeout,
 )
-from lightning_distplus._compat.modules import inner_schedulers, non_persistent_buffers, register_ddp_comm_hook
+from lightning_distplus._compat.modules import (
+    inner_schedulers,
+    non_persistent_buffers,
+    register_ddp_comm_hook,
+    wrapper_tensor,
+)
 from lightning_distplus._compat.probing import restore_method, warn_once, wrap_method
 from lightning_distplus._compat.signals import (
     add_to_worker_signals,
@@ -56,6 +68,7 @@ from lightning_distplus._compat.workers import prepare_workers
 
 __all__ = [
     "HYBRID_GRAD_OP",
+    "FlatPlace",
     "FlatUnit",
     "HashStore",
     "PrefixStore",
@@ -69,6 +82,7 @@ __all__ = [
     "default_store",
     "discard_next_deepspeed_step",
     "fake_default_group",
+    "flat_places",
     "flat_units",
     "flight_recorder_dumps",
     "full_state_dict_without_offload",
@@ -84,6 +98,7 @@ __all__ = [
     "non_persistent_buffers",
     "num_collectives",
     "on_terminate",
+    "plain_name",
     "prepare_workers",
     "process_groups",
     "read_group_timeout",
@@ -100,9 +115,12 @@ __all__ = [
     "restore_sigterm_notifier",
     "restore_worker_signals",
     "set_group_timeout",
+    "state_in_parts",
     "synced_metrics",
     "tensor_parallel_size",
     "validates_now",
     "warn_once",
+    "why_gathered",
     "wrap_method",
+    "wrapper_tensor",
 ]

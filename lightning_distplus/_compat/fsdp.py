@@ -92,6 +92,8 @@ class FlatUnit:
     """What stands before the names of the sections in the names of the whole model."""
     start: int
     """At which element of the flat parameter ``local`` begins."""
+    module: Any
+    """The unit itself."""
 
 
 def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
@@ -121,5 +123,5 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
             shard = f"shard {dist.get_rank(unit.process_group)}"
         local = getattr(flat, "_local_shard", flat.data)
         start = 0 if shard == "" else dist.get_rank(unit.process_group) * local.numel()
-        found.append(FlatUnit(flat, local, sections, shard, f"{prefix}." if prefix else "", start))
+        found.append(FlatUnit(flat, local, sections, shard, f"{prefix}." if prefix else "", start, unit))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from lightning_distplus._compat.probing import warn_once
 
-__all__ = ["inner_schedulers", "non_persistent_buffers", "register_ddp_comm_hook"]
+__all__ = ["inner_schedulers", "non_persistent_buffers", "register_ddp_comm_hook", "wrapper_tensor"]
 
 
 def inner_schedulers(scheduler: Any) -> list[Any]:
@@ -37,3 +38,8 @@ def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> N
         warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
         return
     register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+def wrapper_tensor(kind: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """A tensor of a subclass that has a shape, and the dtype and device of another tensor, but no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.consolidating import is_sharded
 from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.ungathered import SavesWithoutGathering
 
 __all__ = ["ResilientFSDP"]
 
@@ -134,7 +135,7 @@ class _FSDPPrecisionOnCPU(FSDPPrecision):
         return super().forward_context()
 
 
-class ResilientFSDP(ResilientStrategy, _FSDPOnAnyDevice):
+class ResilientFSDP(ResilientStrategy, SavesWithoutGathering, _FSDPOnAnyDevice):
     """``FSDPStrategy`` with deadlines, a step gate and committed checkpoints.
 
     Args:
@@ -147,3 +148,6 @@ class ResilientFSDP(ResilientStrategy, _FSDPOnAnyDevice):
 
     def __init__(self, *, state_dict_type: Literal["full", "sharded"] = "sharded", **kwargs: Any) -> None:
         super().__init__(state_dict_type=state_dict_type, **kwargs)
+
+    def _announcing(self, save: Callable[..., None]) -> Callable[..., None]:
+        return super()._announcing(self._without_gathering(save))

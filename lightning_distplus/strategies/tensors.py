@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.fingerprints import Piece
+from lightning_distplus.checkpoint.flat_parts import FlatPart
 from lightning_distplus.checkpoint.reading_back import named_tensors
 
 __all__ = ["parameters_of_optimizers", "pieces_of_live", "pieces_of_saved"]
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 # -- saved -------------------------------------------------------------------------------------------------------------
@@ -34,7 +33,10 @@ def pieces_of_saved(state: Mapping[str, Any], *, is_first: bool) -> Iterator[Pie
         is_first: Whether this rank answers for what all ranks hold alike.
     """
     for name, value in named_tensors(state):
-        if hasattr(value, "local_shards"):  # of FSDP1
+        if isinstance(value, FlatPart):  # of FSDP1
+            if value.is_first_copy:
+                yield Piece.of_flat(name, value.flat, value.start, value.numel())
+        elif hasattr(value, "local_shards"):  # of FSDP1, gathered
             for shard in value.local_shards():
                 yield Piece(name, shard.tensor, tuple(shard.metadata.shard_offsets), tuple(value.size()))
         elif isinstance(value, DTensor):
@@ -56,7 +58,9 @@ def _part(name: str, tensor: DTensor, *, only_first_copy: bool = False) -> Itera
 
 def parameters_of_optimizers(strategy: Any) -> list[list[str]]:
     """The names of the parameters of each optimizer, in the order of its numbers."""
-    names = {id(parameter): _plain(name) for name, parameter in strategy.lightning_module.named_parameters()}
+    names = {
+        id(parameter): _compat.plain_name(name) for name, parameter in strategy.lightning_module.named_parameters()
+    }
     return [
         [
             names.get(id(parameter), f"parameter {number}")
@@ -66,12 +70,6 @@ def parameters_of_optimizers(strategy: Any) -> list[list[str]]:
         ]
         for optimizer in strategy.optimizers
     ]
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 # -- live --------------------------------------------------------------------------------------------------------------
@@ -88,13 +86,13 @@ def pieces_of_live(strategy: Any, *, is_first: bool = True) -> Iterator[Piece]:
     units = _compat.flat_units(model) if isinstance(model, torch.nn.Module) else []
     sections = _Sections(units)
     for name, parameter in module.named_parameters():
-        if _plain(name) not in sections.by_name:
-            yield from _held(f"weights/{_plain(name)}", parameter, is_first)
+        if _compat.plain_name(name) not in sections.by_name:
+            yield from _held(f"weights/{_compat.plain_name(name)}", parameter, is_first)
     for prefix, part in module.named_modules():
         unsaved = _compat.non_persistent_buffers(part)
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in unsaved:
-                yield from _held(f"weights/{_plain(name)}", buffer, is_first)
+                yield from _held(f"weights/{_compat.plain_name(name)}", buffer, is_first)
     for unit in units:
         yield from sections.pieces("weights/{}", unit, unit.local)
     for number, optimizer in enumerate(strategy.optimizers):
@@ -175,5 +173,5 @@ class _Sections:
         first = 0
         for name, numel in unit.sections:
             if name != "padding":
-                yield _plain(unit.prefix + name), first, numel
+                yield _compat.plain_name(unit.prefix + name), first, numel
             first += numel

@@ -20,9 +20,14 @@ NUM_PARAMETERS = 4
 
 
 class WholeState(Callback):
-    """The digest of every parameter and moment, whole, at the begin and the end of a run."""
+    """The digest of every parameter and moment, whole, at the begin and the end of a run, where it saves them.
 
-    def __init__(self) -> None:
+    Args:
+        target: The checkpoint.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
         self.loaded: dict[str, str] = {}
         self.saved: dict[str, str] = {}
 
@@ -32,6 +37,7 @@ class WholeState(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.saved = whole_state(trainer)
+        trainer.save_checkpoint(self.target)
 
 
 def whole_state(trainer: Any) -> dict[str, str]:
@@ -60,12 +66,11 @@ def state_of_zero(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def resume_and_save(
     name: str, world_size: int, source: str | None, target: str, steps: int, arguments: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    state = WholeState()
+    state = WholeState(target)
     trainer = jobs.trainer(
         jobs.strategy(name, **arguments), world_size, str(Path(target).parent), max_steps=steps, callbacks=[state]
     )
     trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=source)
-    trainer.save_checkpoint(target)
     return state.loaded, state.saved
 
 

@@ -40,6 +40,18 @@ NAMES = [
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
     "torch.distributed.fsdp._common_utils:FSDP_FLATTENED",
+    "torch.distributed.fsdp._state_dict_utils:_should_unshard_params",
+    "torch.distributed.fsdp._state_dict_utils:_sharded_post_state_dict_hook",
+    "torch.distributed.fsdp._state_dict_utils:_common_unshard_post_state_dict_hook",
+    "torch.distributed.fsdp._state_dict_utils:_pre_state_dict_hook",
+    "torch.distributed.fsdp._state_dict_utils:_post_state_dict_hook",
+    "torch.distributed.fsdp._state_dict_utils:FSDP_PREFIX",
+    "torch.distributed.fsdp._state_dict_utils:FLAT_PARAM",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._post_state_dict_hook",
+    "torch.distributed._checkpointable:_Checkpointable.__create_write_items__",
+    "torch.distributed._checkpointable:_Checkpointable.__create_chunk_list__",
+    "torch.distributed._checkpointable:_Checkpointable.__get_tensor_shard__",
+    "torch:Tensor._make_wrapper_subclass",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale",
     "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
@@ -383,6 +395,36 @@ def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) ->
     assert _compat.flat_units(inner) == []
     assert all(map(_compat.is_fsdp_shard, inner.parameters()))
     assert not any(map(_compat.is_fsdp_shard, nn.Linear(2, 2).parameters()))
+
+
+def test_a_model_whose_fsdp_is_not_known_is_gathered(group: None, monkeypatch, caplog) -> None:
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    assert _compat.why_gathered(nn.Linear(2, 2)) == "", "nothing is sharded"
+    model = FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    (unit,) = _compat.flat_units(model)
+    assert all(hasattr(model, name) for name in _compat.fsdp_state._OF_UNIT)
+    assert all(hasattr(unit.parameter, name) for name in _compat.fsdp_state._OF_PARAMETER)
+    assert _compat.why_gathered(model) == "", "one rank shards nothing"
+    assert not _warnings(caplog)
+
+    unknown = "this version of torch is not known"
+    monkeypatch.delattr(unit.parameter, "_contiguities")
+    assert [_compat.why_gathered(model) for _ in range(2)] == [unknown, unknown]
+    utils = importlib.import_module("torch.distributed.fsdp._state_dict_utils")
+    monkeypatch.delattr(utils, "_should_unshard_params")
+    assert [_compat.why_gathered(model) for _ in range(2)] == [unknown, unknown]
+    assert len(_warnings(caplog)) == 2
+
+
+def test_a_tensor_without_memory_has_the_form_of_another() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_: object) -> None: ...
+
+    made = _compat.wrapper_tensor(Wrapper, (1000, 1000, 1000), torch.ones(2, dtype=torch.float16))
+    assert (type(made), made.shape, made.dtype) == (Wrapper, (1000, 1000, 1000), torch.float16)
 
 
 def test_buffers_that_are_not_saved_are_known() -> None:

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_distplus import _compat
@@ -60,7 +63,9 @@ class Writes:
         group = None if self._staging is None else self._staging.group
 
         def do(state: dict[str, Any], path: Path) -> None:
-            self.do(lambda kept: save_shards(kept, checkpoint_id=path, process_group=group), state)
+            self.do(
+                lambda kept: save_shards(kept, checkpoint_id=path, planner=_FirstCopies(), process_group=group), state
+            )
 
         with _compat.replacing_sharded_saves(do):
             yield
@@ -94,6 +99,22 @@ class Writes:
         counted = add_up([self._counted, sums_of_pieces(pieces)])
         self._states, self._kept, self._pieces = [], [], None
         return counted
+
+
+class _FirstCopies(DefaultSavePlanner):
+    """Has the lowest rank write what is not sharded: its copy is that of the fingerprints.
+
+    Buffers may differ between the ranks of FSDP, as BatchNorm's do, and torch takes the copy of the rank that has least
+    to write (torch 2.13, ``_dedup_save_plans.py`` 45).
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, written = [], set()
+        for plan in all_plans:
+            items = [one for one in plan.items if one.type is WriteItemType.SHARD or one.index not in written]
+            written |= {one.index for one in items if one.type is not WriteItemType.SHARD}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 class BackgroundSave:

@@ -374,7 +374,11 @@ def test_what_does_not_fit_on_one_rank_is_gathered_on_all(tmp_path: Path) -> Non
 
 
 class Hooked(jobs.Model):
-    """Saves without one parameter, and asks for the weights as the parent gives them."""
+    """Saves without one parameter, and asks for the weights as the parent gives them. Its buffer is of its rank."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.register_buffer("place", torch.full((3,), self.trainer.global_rank))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.num_collectives = _compat.num_collectives()
@@ -421,15 +425,17 @@ def test_a_save_gathers_nothing_and_who_asks_without_saving_gets_what_the_parent
 ) -> None:
     result = spawn(save_twice, 2, args=(str(tmp_path), async_save), deadline="60s").check()
     for found in result.results.values():
-        assert found["kinds"] == [{"ShardedTensor"}, {"FlatPart"}, {"ShardedTensor"}]
-        assert found["shapes"] == [(16, jobs.NUM_FEATURES), (16,), (1, 16), (1,)]
+        assert found["kinds"] == [{"ShardedTensor", "Tensor"}, {"FlatPart", "Tensor"}, {"ShardedTensor", "Tensor"}]
+        assert found["shapes"] == [(3,), (16, jobs.NUM_FEATURES), (16,), (1, 16), (1,)]
         assert found["collectives"] == [0, 0]
     assert not any("gathers the state of FSDP" in log for log in result.logs.values())
-    expected = read(tmp_path / "parent.ckpt")
+    expected = read(tmp_path / "parent.ckpt") | {"model.place": (torch.int64, [0, 0, 0])}
     assert expected.keys() == read(tmp_path / "mine.ckpt").keys()
-    assert len(expected) == 3 + 4 * 3
+    assert len(expected) == 1 + 3 + 4 * 3
     assert read(tmp_path / "mine.ckpt") == expected
     weights = {name: value for name, value in expected.items() if name.startswith("model.")}
     assert read(tmp_path / "weights.ckpt") == weights
-    assert len(read_manifest(tmp_path / "mine.ckpt").tensors) == len(expected)
+    fingerprints = read_manifest(tmp_path / "mine.ckpt").tensors
+    assert len(fingerprints) == len(expected)
+    assert tensor_findings(tmp_path / "mine.ckpt", fingerprints) == []
     assert newest_valid(tmp_path) is not None

@@ -247,10 +247,8 @@ class StagedSave:
         if reads_back:
             self._read_back(tensors)
         manifest = Manifest(
-            global_step=info.global_step,
-            epoch=info.epoch,
+            **vars(info),
             world_size=len(shares),
-            strategy=info.strategy,
             files=tuple(
                 FileEntry(
                     path, size_bytes, found["xxh3_128"], blocks_64_mib=tuple(found["blocks"]), sha256=found["sha256"]
@@ -259,12 +257,6 @@ class StagedSave:
                 for found in [digests[path]]
             ),
             committed_at=time.time(),
-            packages=info.packages,
-            data=info.data,
-            layout=info.layout,
-            configuration=info.configuration,
-            deadlines_s=info.deadlines_s,
-            parent=info.parent,
             tensors=tensors,
         )
         publish(self.stage, manifest, sync=self._sync)

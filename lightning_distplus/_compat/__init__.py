@@ -4,7 +4,7 @@ When an upstream name has vanished, the feature behind it is switched off with o
 ``tests/unit/test_compat.py`` fails loudly for every name, so that we hear of it first.
 """
 
-from lightning_distplus._compat.deepspeed import discard_next_deepspeed_step, loading_universal
+from lightning_distplus._compat.deepspeed import calls_torch_save, discard_next_deepspeed_step, loading_universal
 from lightning_distplus._compat.evidence import flight_recorder_dumps, on_terminate
 from lightning_distplus._compat.fake import fake_default_group
 from lightning_distplus._compat.fsdp import (
@@ -30,6 +30,7 @@ from lightning_distplus._compat.groups import (
 )
 from lightning_distplus._compat.modules import inner_schedulers, non_persistent_buffers, register_ddp_comm_hook
 from lightning_distplus._compat.probing import restore_method, warn_once, wrap_method
+from lightning_distplus._compat.serialization import without_crc
 from lightning_distplus._compat.signals import (
     add_to_worker_signals,
     replace_sigterm_notifier,
@@ -64,6 +65,7 @@ __all__ = [
     "accumulates",
     "add_to_worker_signals",
     "agree_on_resume",
+    "calls_torch_save",
     "ddp_arguments",
     "default_group_timeout",
     "default_store",
@@ -104,5 +106,6 @@ __all__ = [
     "tensor_parallel_size",
     "validates_now",
     "warn_once",
+    "without_crc",
     "wrap_method",
 ]

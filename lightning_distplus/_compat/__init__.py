@@ -4,7 +4,7 @@ When an upstream name has vanished, the feature behind it is switched off with o
 ``tests/unit/test_compat.py`` fails loudly for every name, so that we hear of it first.
 """
 
-from lightning_distplus._compat.deepspeed import discard_next_deepspeed_step, loading_universal
+from lightning_distplus._compat.deepspeed import calls_torch_save, discard_next_deepspeed_step, loading_universal
 from lightning_distplus._compat.evidence import flight_recorder_dumps, on_terminate
 from lightning_distplus._compat.fake import fake_default_group
 from lightning_distplus._compat.fsdp import (
@@ -42,6 +42,7 @@ from lightning_distplus._compat.modules import (
     wrapper_tensor,
 )
 from lightning_distplus._compat.probing import restore_method, warn_once, wrap_method
+from lightning_distplus._compat.serialization import without_crc
 from lightning_distplus._compat.signals import (
     add_to_worker_signals,
     replace_sigterm_notifier,
@@ -77,6 +78,7 @@ __all__ = [
     "accumulates",
     "add_to_worker_signals",
     "agree_on_resume",
+    "calls_torch_save",
     "ddp_arguments",
     "default_group_timeout",
     "default_store",
@@ -121,6 +123,7 @@ __all__ = [
     "validates_now",
     "warn_once",
     "why_gathered",
+    "without_crc",
     "wrap_method",
     "wrapper_tensor",
 ]

@@ -8,7 +8,14 @@ from typing import Any
 
 from lightning_distplus._compat.probing import warn_once
 
-__all__ = ["discard_next_deepspeed_step", "loading_universal"]
+__all__ = ["calls_torch_save", "discard_next_deepspeed_step", "loading_universal"]
+
+
+def calls_torch_save(engine: Any) -> bool:
+    """Whether a checkpoint engine of DeepSpeed hands the path that it is given to ``torch.save``, and no more."""
+    from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
+
+    return type(engine) is getattr(torch_checkpoint_engine, "TorchCheckpointEngine", None)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from lightning_distplus.checkpoint.info import SaveInfo, info_like
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
-    from lightning_distplus.checkpoint.protocol import Gather, commit, gather_alone
+    from lightning_distplus.checkpoint.protocol import commit
     from lightning_distplus.checkpoint.retention import is_last_valid, rotate
     from lightning_distplus.checkpoint.torn import quarantine
 
@@ -52,7 +52,8 @@ __all__ = [
 
 _HOMES = {
     "info": ("SaveInfo", "info_like"),
-    "protocol": ("Gather", "commit", "gather_alone"),
+    "protocol": ("commit",),
+    "voting": ("Gather", "gather_alone"),
     "manifest": ("FileEntry", "Manifest"),
     "torn": ("quarantine",),
     "retention": ("is_last_valid", "rotate"),

@@ -12,7 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal
 
-from lightning_distplus.checkpoint.files import bytes_digest, digest_file, discard, remove_tree
+from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
+from lightning_distplus.checkpoint.files import discard, remove_tree
 from lightning_distplus.checkpoint.layout import (
     MANIFEST,
     MARKER,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus.checkpoint.catalog import read_manifest, reference
-from lightning_distplus.checkpoint.files import bytes_digest, digest_file, remove_tree
+from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
+from lightning_distplus.checkpoint.files import remove_tree
 from lightning_distplus.checkpoint.layout import MANIFEST, MARKER, META, Stage, meta_folder, new_nonce
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.checkpoint.swap import publish

@@ -1,24 +1,17 @@
-"""Durable and tolerant file operations: listing, digests, fsync, atomic writes, removal."""
+"""Durable and tolerant file operations: listing, fsync, atomic writes, removal."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 __all__ = [
-    "BLOCK_BYTES",
-    "FileDigest",
     "Sync",
-    "bytes_digest",
-    "digest_block",
-    "digest_file",
     "discard",
     "list_files",
     "list_folders",
@@ -33,10 +26,6 @@ logger = logging.getLogger(__name__)
 Sync: TypeAlias = Callable[[int], None]
 """Forces what an open file or folder holds to the disk, given its descriptor: ``os.fsync``, or a seam of a test."""
 
-BLOCK_BYTES = 64 << 20
-"""Larger files have a digest of each such block as well, so that several ranks can share the reading."""
-
-_CHUNK_BYTES = 256 << 10  # stays in the second cache from the read to the digest
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -56,87 +45,6 @@ def list_files(payload: Path) -> dict[str, int]:
 def list_folders(payload: Path) -> list[Path]:
     """The payload's folders, itself included; none for a single file."""
     return [Path(folder) for folder, _, _ in os.walk(payload, onerror=_raise)] if payload.is_dir() else []
-
-
-def bytes_digest(content: bytes) -> str:
-    """XXH3 128-bit digest in hex."""
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-@dataclass(frozen=True)
-class FileDigest:
-    """Size of a file, XXH3 128-bit digest of its content, and of its blocks where it has more than one."""
-
-    size_bytes: int
-    xxh3_128: str
-    blocks: tuple[str, ...] = ()
-    sha256: str = ""
-    """The SHA-256 digest, where it was asked for."""
-
-
-def digest_file(
-    path: Path,
-    *,
-    sync: Sync | None = None,
-    on_bytes: Callable[[int], object] | None = None,
-    with_blocks: bool = False,
-    with_sha256: bool = False,
-) -> FileDigest:
-    """The digest of what can be read at ``path``.
-
-    Args:
-        path: The file.
-        sync: Forces its content to the disk as well; None: nobody does.
-        on_bytes: Told how many bytes were read, after each part.
-        with_blocks: Whether the blocks of a large file get digests of their own.
-        with_sha256: Whether the content gets a SHA-256 digest as well.
-    """
-    import xxhash
-
-    whole, block = xxhash.xxh3_128(), xxhash.xxh3_128()
-    cryptographic = hashlib.sha256() if with_sha256 else None
-    blocks: list[str] = []
-    buffer = bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    size_bytes = block_bytes = 0
-    with path.open("rb", buffering=0) as file:
-        with_blocks = with_blocks and os.fstat(file.fileno()).st_size > BLOCK_BYTES
-        while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, BLOCK_BYTES - block_bytes)]):
-            whole.update(view[:num_bytes])
-            if cryptographic is not None:
-                cryptographic.update(view[:num_bytes])
-            size_bytes += num_bytes
-            if with_blocks:
-                block.update(view[:num_bytes])
-                block_bytes += num_bytes
-                if block_bytes == BLOCK_BYTES:
-                    blocks.append(block.hexdigest())
-                    block, block_bytes = xxhash.xxh3_128(), 0
-            if on_bytes is not None:
-                on_bytes(num_bytes)
-        if sync is not None:
-            sync(file.fileno())
-    if block_bytes:
-        blocks.append(block.hexdigest())
-    sha256 = "" if cryptographic is None else cryptographic.hexdigest()
-    return FileDigest(size_bytes, whole.hexdigest(), tuple(blocks), sha256)
-
-
-def digest_block(path: Path, number: int) -> str:
-    """The digest of one block of a file, as far as it can be read."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    view = memoryview(bytearray(_CHUNK_BYTES))
-    left_bytes = BLOCK_BYTES
-    with path.open("rb", buffering=0) as file:
-        file.seek(number * BLOCK_BYTES)
-        while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, left_bytes)]):
-            digest.update(view[:num_bytes])
-            left_bytes -= num_bytes
-    return digest.hexdigest()
 
 
 def write_file(path: Path, content: bytes, *, sync: Sync | None) -> None:
@@ -171,7 +79,8 @@ def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:
             raise
         shutil.copyfile(source, destination)
         if sync is not None:
-            digest_file(destination, sync=sync)
+            with destination.open("rb") as copied:
+                sync(copied.fileno())
 
 
 def discard(path: Path) -> None:

@@ -19,6 +19,7 @@ def check_unmanifested(path: Path) -> tuple[FileFinding, ...]:
     """What is wrong with a checkpoint that nobody has committed; nothing, as far as that can be told.
 
     torch writes zip files with a CRC of each member and never reads it back (pytorch issue 126952): it is read here.
+    A file whose members all have the CRC 0 was written without (``torch.serialization.set_crc32_options``).
     """
     if path.is_dir():
         if not any((path / sign).exists() for sign in _DIRECTORY_SIGNS):
@@ -39,7 +40,7 @@ def _check_archive(file: Path) -> FileFinding | None:
         if head == _PICKLE:
             return None
         with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
+            bad = archive.testzip() if any(member.CRC for member in archive.infolist()) else None
     except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, ValueError) as error:
         return FileFinding(str(file), "a whole zip file, as torch.save writes it", f"{type(error).__name__} ({error})")
     return None if bad is None else FileFinding(str(file), f"the CRC of its member {bad}", "another CRC")

@@ -12,39 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from lightning_distplus.checkpoint.files import Sync, digest_file, discard, list_files, remove_tree, write_file
+from lightning_distplus.checkpoint.digests import DigestedWrites, digest_file
+from lightning_distplus.checkpoint.files import Sync, discard, list_files, remove_tree, write_file
 from lightning_distplus.checkpoint.info import SaveInfo
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.checkpoint.swap import publish
 from lightning_distplus.checkpoint.torn import claim
-from lightning_distplus.errors import CheckpointCorrupt, ExitCode, SaveFailed
+from lightning_distplus.checkpoint.voting import Gather, agree
+from lightning_distplus.errors import CheckpointCorrupt
 
-__all__ = ["Count", "Gather", "StagedSave", "commit", "gather_alone", "stage"]
-
-_MAX_ERROR_CHARACTERS = 4000
+__all__ = ["Count", "StagedSave", "commit", "stage"]
 
 Count: TypeAlias = Callable[[], dict[str, Any]]
 """Counts what this rank has saved of each tensor, as `fingerprints.sums_of_pieces` does."""
-
-
-class Gather(Protocol):
-    """Collects one JSON-able value of each rank, on all ranks, in rank order.
-
-    A rank calls with the same sequence of names as the others; names come again in the next save. The implementation
-    has a deadline of its own and raises a `PeerError` when a rank does not answer.
-    """
-
-    def __call__(self, name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
-        """Returns the values of all ranks."""
-        ...
-
-
-def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
-    """The `Gather` of a job with one process."""
-    return [value]
 
 
 def commit(
@@ -89,9 +72,13 @@ def stage(
     gather: Gather,
     sync: Sync | None = os.fsync,
     with_sha256: bool = False,
+    digested: DigestedWrites | None = None,
 ) -> StagedSave:
-    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet."""
-    save = StagedSave(target, rank, gather, sync, with_sha256)
+    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
+
+    Files that ``write`` opens with ``digested`` are not read again for their digests.
+    """
+    save = StagedSave(target, rank, gather, sync, with_sha256, digested)
     with save.cleaning_up():
         save.begin()
         save.agree("probe", save.probe)
@@ -102,13 +89,22 @@ def stage(
 class StagedSave:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
-    def __init__(self, target: Path, rank: int, gather: Gather, sync: Sync | None, with_sha256: bool = False) -> None:
+    def __init__(
+        self,
+        target: Path,
+        rank: int,
+        gather: Gather,
+        sync: Sync | None,
+        with_sha256: bool = False,
+        digested: DigestedWrites | None = None,
+    ) -> None:
         self.stage = Stage(target.absolute(), new_nonce())
         self.manifest: Manifest | None = None
         self._rank = rank
         self._gather = gather
         self._sync = sync
         self._with_sha256 = with_sha256
+        self._digested = digested or DigestedWrites(sync)
         self._world_size = 1
 
     def commit(
@@ -140,9 +136,10 @@ class StagedSave:
         with self.cleaning_up():
             if finish is not None:
                 self.agree("finish", finish)
-            sizes = self.agree("list", lambda: self.list_payload() if is_first else None)[0]
-            shares = self.agree("digest", lambda: self.digest_share(sizes, count))
-            self.agree("publish", lambda: self.publish(sizes, shares, info, reads_back) if is_first else None)
+            lists = self.agree("list", lambda: [self._digested.found(self._root), is_first and self.list_payload()])
+            sizes, written = lists[0][1], {path: found for by_rank, _ in lists for path, found in by_rank.items()}
+            shares = self.agree("digest", lambda: self.digest_share(sizes, written, count))
+            self.agree("publish", lambda: self.publish(sizes, written, shares, info, reads_back) if is_first else None)
         return self.manifest
 
     @contextmanager
@@ -162,30 +159,12 @@ class StagedSave:
         self._world_size = len(stages)
 
     def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
-        """Runs the action; returns every rank's result, or raises on every rank if it failed on any.
+        """Runs a phase; returns every rank's result.
 
         Raises:
             SaveFailed: It failed somewhere.
         """
-        failure: BaseException | None = None
-        result: Any = None
-        try:
-            result = action()
-        except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
-            failure = error
-        ballot = {"result": result} if failure is None else _lament(failure, self._rank)
-        try:
-            ballots = self._gather(f"checkpoint {phase}", ballot)
-        except Exception as lost:
-            if failure is None:
-                raise
-            raise lost from failure
-        failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
-        if not failed:
-            return [ballot.get("result") for ballot in ballots]
-        if isinstance(failure, KeyboardInterrupt | SystemExit):
-            raise failure
-        raise self._error(phase, failed, len(ballots)) from failure
+        return agree(phase, action, target=self.stage.target, rank=self._rank, gather=self._gather)
 
     def probe(self) -> None:
         """Writes a byte into the stage and takes it away.
@@ -216,8 +195,13 @@ class StagedSave:
             )
         return sizes
 
-    def digest_share(self, sizes: dict[str, int], count: Count) -> dict[str, Any]:
-        """Digests of this rank's share of the files, as far as it sees them; its fingerprints go into the stage.
+    def digest_share(self, sizes: dict[str, int], written: dict[str, dict[str, Any]], count: Count) -> dict[str, Any]:
+        """Digests of this rank's share of the other files, as far as it sees them; its fingerprints go into the stage.
+
+        Args:
+            sizes: Of the files that rank 0 sees.
+            written: The digests that some rank has taken while it wrote.
+            count: Counts what this rank has saved of each tensor.
 
         Raises:
             FileNotFoundError: This rank wrote files that rank 0 does not see.
@@ -228,29 +212,35 @@ class StagedSave:
                 f"Rank {self._rank} sees {strange[0]} and {len(strange) - 1} more in {self.stage.payload}, which rank "
                 "0 does not see. Save to a folder that all hosts share."
             )
-        digests = self._digest([path for path in self._share(sizes) if path in seen], sizes)
+        others = {path: size_bytes for path, size_bytes in sizes.items() if path not in written}
+        digests = self._digest([path for path in self._share(others) if path in seen], sizes)
         return {"digests": digests, "has_tensors": self._leave_tensors(count)}
 
     def publish(
-        self, sizes: dict[str, int], shares: list[dict[str, Any]], info: SaveInfo, reads_back: bool = False
+        self,
+        sizes: dict[str, int],
+        written: dict[str, dict[str, Any]],
+        shares: list[dict[str, Any]],
+        info: SaveInfo,
+        reads_back: bool = False,
     ) -> None:
         """Writes the manifest and moves the stage in place, on rank 0.
 
         Raises:
             CheckpointCorrupt: What was read back is not what was counted.
         """
-        digests: dict[str, dict[str, Any]] = {}
+        digests = dict(written)
         for share in shares:
             digests.update(share["digests"])
         digests.update(self._digest([path for path in sizes if path not in digests], sizes))
+        for path, size_bytes in sizes.items():
+            self._require_size(path, size_bytes, digests[path]["size_bytes"])
         tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
         if reads_back:
             self._read_back(tensors)
         manifest = Manifest(
-            global_step=info.global_step,
-            epoch=info.epoch,
+            **vars(info),
             world_size=len(shares),
-            strategy=info.strategy,
             files=tuple(
                 FileEntry(
                     path, size_bytes, found["xxh3_128"], blocks_64_mib=tuple(found["blocks"]), sha256=found["sha256"]
@@ -259,12 +249,6 @@ class StagedSave:
                 for found in [digests[path]]
             ),
             committed_at=time.time(),
-            packages=info.packages,
-            data=info.data,
-            layout=info.layout,
-            configuration=info.configuration,
-            deadlines_s=info.deadlines_s,
-            parent=info.parent,
             tensors=tensors,
         )
         publish(self.stage, manifest, sync=self._sync)
@@ -280,20 +264,27 @@ class StagedSave:
         # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
         return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
 
+    @property
+    def _root(self) -> Path:
+        """To which the paths of the files are relative."""
+        return self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
+
     def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
         """By path the digest of the file, and those of its blocks."""
-        root = self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
         digests: dict[str, dict[str, Any]] = {}
         for path in paths:
-            found = digest_file(root / path, sync=self._sync, with_blocks=True, with_sha256=self._with_sha256)
+            file = self._root / path
+            found = digest_file(file, sync=self._sync, with_blocks=True, with_sha256=self._with_sha256)
+            self._require_size(path, sizes[path], found.size_bytes)
             digests[path] = asdict(found)
-            if found.size_bytes != sizes[path]:
-                raise OSError(
-                    f"{root / path} had {sizes[path]} bytes when the save ended on all ranks and has "
-                    f"{found.size_bytes} bytes now. Something still writes to it: remove a checkpoint plugin that "
-                    "writes in the background."
-                )
         return digests
+
+    def _require_size(self, path: str, listed_bytes: int, found_bytes: int) -> None:
+        if found_bytes != listed_bytes:
+            raise OSError(
+                f"{self._root / path} had {listed_bytes} bytes when the save ended on all ranks and has {found_bytes} "
+                "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
+            )
 
     def _leave_tensors(self, count: Count) -> bool:
         """Leaves what this rank has counted of each tensor in the stage, for rank 0; whether there is anything."""
@@ -321,31 +312,3 @@ class StagedSave:
 
     def _tensors_of(self, rank: int) -> Path:
         return self.stage.folder / META / f"tensors-{rank}.json"
-
-    def _error(self, phase: str, failed: dict[int, dict[str, Any]], world_size: int) -> SaveFailed:
-        failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
-        first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
-        others = sorted(set(range(world_size)) - failed.keys())
-        error = SaveFailed(
-            f"The checkpoint {self.stage.target} is not saved: rank {first} failed first, in phase '{phase}', with "
-            f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
-            "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
-            ranks=failed,
-        )
-        if self._rank in failed:
-            error.exit_code = ExitCode.FAILED  # the cause is here, not with a peer
-        return error
-
-
-def _lament(error: BaseException, rank: int) -> dict[str, Any]:
-    """A rank's ballot for its error.
-
-    torch's distributed checkpoint raises one error on all ranks, a `BaseException` that holds those of the ranks that
-    failed.
-    """
-    failures = getattr(error, "failures", None)
-    is_told = isinstance(failures, dict) and rank not in failures
-    if isinstance(failures, dict) and rank in failures:
-        error = failures[rank][0]
-    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
-    return {"error": text, "failed_at": time.time(), "is_told": is_told}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus.checkpoint.catalog import FileFinding, check_file, reference, verify
-from lightning_distplus.checkpoint.files import BLOCK_BYTES, digest_block
+from lightning_distplus.checkpoint.digests import BLOCK_BYTES, digest_block
 from lightning_distplus.checkpoint.layout import MANIFEST, meta_folder
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 

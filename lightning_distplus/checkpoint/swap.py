@@ -7,9 +7,9 @@ import logging
 import os
 from pathlib import Path
 
+from lightning_distplus.checkpoint.digests import bytes_digest
 from lightning_distplus.checkpoint.files import (
     Sync,
-    bytes_digest,
     discard,
     list_folders,
     remove_tree,

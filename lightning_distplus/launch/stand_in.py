@@ -15,13 +15,17 @@ import struct
 import sys
 from types import FrameType
 
-__all__ = ["END", "FORKED", "peer_of"]
+__all__ = ["END", "FORKED", "HERE", "PASSED_ON", "peer_of", "receive"]
 
+HERE = b"?"
+"""What the server says when it has imported its modules and waits for the question."""
 FORKED = b"+"
-"""What the server says when there is a rank; anything else means that there is none."""
+"""What it says when there is a rank; anything else means that there is none."""
 END = struct.Struct("i")
 """How a rank has ended, as ``subprocess`` writes it: its exit code, or a signal as a negative number."""
-_PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that are meant for a rank. The server, which is to outlive it, holds them back."""
+_IMPORTS_S = 600.0
 _PEER = struct.Struct("3i")
 
 
@@ -31,23 +35,47 @@ def peer_of(link: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
+def receive(link: socket.socket, size: int) -> bytes:
+    """What has come from the other end; nothing where it has gone, also with words of ours unread."""
+    try:
+        return link.recv(size)
+    except ConnectionResetError:
+        return b""
+
+
 def _main(name: str, *command: str) -> None:
     with socket.socket(socket.AF_UNIX) as link:
         if _ask(link, name):
-            for number in _PASSED_ON:
+            for number in PASSED_ON:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, _PassOn(link))
-            _end_like(link.recv(END.size))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+            _end_like(receive(link, END.size))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - as the agent has been told
 
 
 def _ask(link: socket.socket, name: str) -> bool:
-    """Asks for a rank with the standard streams of this process; the server reads all else from /proc."""
-    with contextlib.suppress(OSError):  # it has ended: out of memory, or a module that crashed it
+    """Asks for a rank with the standard streams of this process; the server reads all else from /proc.
+
+    From the question on, signals wait until it is known whom they are for.
+    """
+    link.settimeout(_IMPORTS_S)
+    try:
         link.connect(f"\0{name}")
-        if peer_of(link)[1] == os.getuid():
-            socket.send_fds(link, [FORKED], [0, 1, 2])
-            return link.recv(1) == FORKED
+        if peer_of(link)[1] != os.getuid() or link.recv(len(HERE)) != HERE:
+            return False
+        link.settimeout(None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        socket.send_fds(link, [FORKED], [0, 1, 2])
+        return receive(link, len(FORKED)) == FORKED
+    except TimeoutError:
+        sys.stderr.write(
+            f"distplus launch: what is imported beforehand has taken {_IMPORTS_S:g} s and goes on; this rank starts as "
+            "an interpreter of its own\n"
+        )
+    except OSError:  # the server has ended: out of memory, or a module that crashed it
+        pass
     return False
 
 

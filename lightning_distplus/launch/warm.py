@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from lightning_distplus.launch.stand_in import PASSED_ON
+
 __all__ = ["PRELOADED", "Warm"]
 
 PRELOADED = (
@@ -22,7 +24,6 @@ PRELOADED = (
     "lightning_distplus.strategies.model_parallel",
 )
 """With torch, Lightning and what they import; DeepSpeed only where the user names it."""
-HELD_BACK = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_WAITING = 1024
 _END_S = 1.0
 
@@ -71,7 +72,7 @@ class Warm:
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
     """The server is to outlive its ranks, which may be saving; it lets them have these signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from lightning_distplus import env
 from lightning_distplus.launch.as_python import run
-from lightning_distplus.launch.stand_in import END, FORKED, peer_of
-from lightning_distplus.launch.warm import HELD_BACK
+from lightning_distplus.launch.stand_in import END, FORKED, HERE, PASSED_ON, peer_of, receive
 from lightning_distplus.liveness import end_with_parent
 
 __all__ = ["Server", "main"]
@@ -89,6 +88,7 @@ class Task:
     command: Sequence[str]
     variables: Mapping[str, str]
     folder: Path
+    """Of that process, as a name of /proc: it may have been deleted since."""
     cores: set[int]
 
     @classmethod
@@ -98,7 +98,7 @@ class Task:
         words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")[:-1]]
         lines = [os.fsdecode(line) for line in (process / "environ").read_bytes().split(b"\0")]
         variables = {name: value for name, found, value in (line.partition("=") for line in lines) if found}
-        return cls(words[words.index(name) + 1 :], variables, (process / "cwd").readlink(), os.sched_getaffinity(pid))
+        return cls(words[words.index(name) + 1 :], variables, process / "cwd", os.sched_getaffinity(pid))
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Server:
                 self._reap()
             for link, pid in links.items():
                 if link in ready and pid in self._ranks:
-                    self._pass_on(pid, link.recv(4096))
+                    self._pass_on(pid, receive(link, 4096))
             if _LAUNCHER in ready:
                 self._has_launcher = False
             elif self._listener in ready and (task := self._fork()) is not None:
@@ -146,18 +146,25 @@ class Server:
 
     def _fork(self) -> Task | None:
         link, _ = self._listener.accept()
+        asked = self._asked(link)
+        if asked is None:
+            link.close()
+            return None
+        return self._start(link, *asked)
+
+    def _asked(self, link: socket.socket) -> tuple[Task, list[int]] | None:
+        """What shall be run on which streams; None: it cannot be forked here, or whoever has asked is gone."""
         link.settimeout(_ASKING_S)
-        pid, user = peer_of(link)
         streams: list[int] = []
-        with contextlib.suppress(OSError, ValueError):  # it has gone again
+        with contextlib.suppress(OSError, ValueError):
+            pid, user = peer_of(link)
             if user == os.getuid():
+                link.send(HERE)
                 _, streams, _, _ = socket.recv_fds(link, len(FORKED), 3)
                 task = Task.of(pid, self._name)
                 if self._forks and len(streams) == 3 and _same_threads(task):
-                    return self._start(link, task, streams)
-        for stream in streams:
-            os.close(stream)
-        link.close()
+                    return task, streams
+        _close_all(streams)
         return None
 
     def _start(self, link: socket.socket, task: Task, streams: Sequence[int]) -> Task | None:
@@ -165,14 +172,18 @@ class Server:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._close()
-            link.close()
-            _become(task, streams, server)
+            try:
+                self._close()
+                link.close()
+                _become(task, streams, server)
+            except BaseException as error:  # a second server would be worse than no rank
+                _warn(f"a rank cannot start: {type(error).__name__}: {error}")
+                os._exit(1)
             return task
         self._ranks[pid] = _Rank(link)
-        link.send(FORKED)
-        for stream in streams:
-            os.close(stream)
+        _close_all(streams)
+        with contextlib.suppress(OSError):  # who has asked is gone, which the next look at the link finds
+            link.send(FORKED)
         return None
 
     def _close(self) -> None:
@@ -193,7 +204,10 @@ class Server:
 
     def _reap(self) -> None:
         while self._ranks and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            rank = self._ranks.pop(ended.si_pid)
+            rank = self._ranks.pop(ended.si_pid, None)
+            if rank is None:  # a module has started it when it was imported
+                os.waitpid(ended.si_pid, 0)
+                continue
             if rank.is_asked_to_end:  # and so are the processes that it leaves: the agent means its whole group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(ended.si_pid, signal.SIGTERM)
@@ -201,6 +215,11 @@ class Server:
             with contextlib.suppress(OSError):
                 rank.link.send(END.pack(os.waitstatus_to_exitcode(status)))
             rank.link.close()
+
+
+def _close_all(streams: Sequence[int]) -> None:
+    for stream in streams:
+        os.close(stream)
 
 
 def _same_threads(task: Task) -> bool:
@@ -219,7 +238,7 @@ def _become(task: Task, streams: Sequence[int], server: int) -> None:
         os.close(stream)
     os.chdir(task.folder)
     os.sched_setaffinity(0, task.cores)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def _forget_the_server() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -11,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+import torch
 
 from lightning_distplus import _compat
+from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
 from lightning_distplus.errors import PeerMissing
+from lightning_distplus.strategies.shards import save_shards
 from lightning_distplus.strategies.staging import Staging
 from lightning_distplus.strategies.tensors import pieces_of_saved
 
@@ -28,18 +28,23 @@ __all__ = ["BackgroundSave", "Writes"]
 class Writes:
     """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
 
+    What is written at once is counted by another thread meanwhile.
+
     Args:
         staging: Makes the copies; None: the writes are done at once.
         is_first: Whether this rank answers for what all ranks hold alike.
     """
 
     def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
+        self.digested: DigestedWrites | None = None
+        """Takes digests of the files while they are written; None where nothing is committed."""
         self._staging = staging
         self._is_first = is_first
         self._kept: list[Callable[[], object]] = []
         self._states: list[dict[str, Any]] = []
-        self._pieces: list[Piece] | None = None
-        self._counted: Sums = {}
+        self._counts_others = False
+        self._pieces: list[Piece] = []
+        self._counts: list[Future[Sums]] = []
         if staging is not None:
             staging.begin()
 
@@ -50,12 +55,32 @@ class Writes:
 
     def do(self, write: Callable[[Any], object], state: dict[str, Any]) -> None:
         """``write(state)``, now or, with the state as it is now, later."""
-        if self._staging is None:
-            write(state)
-        else:
+        if self._staging is not None:
             state = self._staging.copy(state, len(self._states))
             self._kept.append(partial(write, state))
-        self._states.append(state)
+            self._states.append(state)
+            return
+        if not self._counts_others:
+            self._count_meanwhile(lambda: pieces_of_saved(state, is_first=self._is_first))
+        write(state)
+
+    def save_file(self, state: dict[str, Any], path: Path) -> None:
+        """``torch.save(state, path)``, now or later."""
+
+        def save(kept: dict[str, Any]) -> None:
+            with self.open(path) as file:
+                torch.save(kept, file)
+
+        self.do(save, state)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Any]:
+        """What ``torch.save`` takes for a new file in this block; its digest is taken while it is written."""
+        if self.digested is None:
+            yield path
+        else:
+            with self.digested.open(path) as stream:
+                yield stream
 
     @contextmanager
     def of_shards(self) -> Iterator[None]:
@@ -63,28 +88,32 @@ class Writes:
         group = None if self._staging is None else self._staging.group
 
         def do(state: dict[str, Any], path: Path) -> None:
-            self.do(
-                lambda kept: save_shards(kept, checkpoint_id=path, planner=_FirstCopies(), process_group=group), state
-            )
+            self.do(lambda kept: save_shards(kept, path, self.digested, group), state)
 
         with _compat.replacing_sharded_saves(do):
             yield
 
-    def count_instead(self, pieces: Iterable[Piece]) -> None:
-        """Has these counted in the place of what was written, of which they are a part, by other names.
+    @contextmanager
+    def counting_instead(self, pieces: Callable[[], Iterable[Piece]]) -> Iterator[None]:
+        """Has these counted in the place of what is written in this block, of which they are a part, by other names.
 
-        Those that were copied are counted in their copies, and later; the others now.
+        Those that are copied are counted in their copies, and later; the others now.
         """
-        self._pieces, others = [], []
-        for piece in pieces:
-            copied = None if self._staging is None else self._staging.copy_of(piece.tensor)
-            if copied is not None:
-                self._pieces.append(replace(piece, tensor=copied))
-            elif self.are_kept:
+        self._counts_others = True
+        if self._staging is None:
+            self._count_meanwhile(pieces)
+            yield
+            return
+        yield
+        others = []
+        for piece in pieces():
+            copied = self._staging.copy_of(piece.tensor)
+            if copied is None:
                 others.append(piece)
             else:
-                self._pieces.append(piece)
-        self._counted = sums_of_pieces(others)
+                self._pieces.append(replace(piece, tensor=copied))
+        self._count_meanwhile(lambda: others)
+        self._counts[-1].result()  # before they are changed
 
     def finish(self) -> None:
         """Does the writes that were kept."""
@@ -93,28 +122,17 @@ class Writes:
 
     def count(self) -> Sums:
         """What this rank has saved of each tensor; the copies are given up."""
-        pieces: Iterable[Piece] | None = self._pieces
-        if pieces is None:
+        pieces: Iterable[Piece] = self._pieces
+        if not self._counts_others:
             pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
-        counted = add_up([self._counted, sums_of_pieces(pieces)])
-        self._states, self._kept, self._pieces = [], [], None
+        counted = add_up([*(count.result() for count in self._counts), sums_of_pieces(pieces)])
+        self._states, self._kept, self._pieces, self._counts = [], [], [], []
         return counted
 
-
-class _FirstCopies(DefaultSavePlanner):
-    """Has the lowest rank write what is not sharded: its copy is that of the fingerprints.
-
-    Buffers may differ between the ranks of FSDP, as BatchNorm's do, and torch takes the copy of the rank that has least
-    to write (torch 2.13, ``_dedup_save_plans.py`` 45).
-    """
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, written = [], set()
-        for plan in all_plans:
-            items = [one for one in plan.items if one.type is WriteItemType.SHARD or one.index not in written]
-            written |= {one.index for one in items if one.type is not WriteItemType.SHARD}
-            plans.append(replace(plan, items=items))
-        return super().create_global_plan(plans)
+    def _count_meanwhile(self, pieces: Callable[[], Iterable[Piece]]) -> None:
+        with_thread = ThreadPoolExecutor(1, "distplus-counter")
+        self._counts.append(with_thread.submit(lambda: sums_of_pieces(pieces())))
+        with_thread.shutdown(wait=False)
 
 
 class BackgroundSave:

@@ -76,10 +76,12 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         self.convert_checkpoint = convert_checkpoint
 
     def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
-        with raising_after_the_barriers(self.deepspeed_engine, writes):
-            super()._write(checkpoint, stage, storage_options, writes)
         # DeepSpeed hands flat buffers to its writers: the tensors are counted by the names that they have here.
-        writes.count_instead(pieces_of_live(self, is_first=self.is_global_zero))
+        with (
+            writes.counting_instead(lambda: pieces_of_live(self, is_first=self.is_global_zero)),
+            raising_after_the_barriers(self.deepspeed_engine, writes),
+        ):
+            super()._write(checkpoint, stage, storage_options, writes)
 
     def _fitting_checkpoint(self, path: Path) -> Path:
         num_ranks = num_shards(path)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_distplus import _compat
 from lightning_distplus.strategies.background import Writes
 
 __all__ = ["raising_after_the_barriers"]
@@ -57,7 +58,14 @@ class _NotingWriter:
         self._note(self.inner.makedirs, *arguments, **named)
 
     def save(self, state_dict: Any, path: Any, **named: Any) -> None:
-        self._note(self._writes.do, lambda state: self.inner.save(state, path, **named), state_dict)
+        self._note(self._writes.do, lambda state: self._save(state, path, named), state_dict)
+
+    def _save(self, state: Any, path: Any, named: dict[str, Any]) -> None:
+        if not _compat.calls_torch_save(self.inner):
+            self.inner.save(state, path, **named)
+            return
+        with self._writes.open(Path(path)) as file, _compat.without_crc():
+            self.inner.save(state, file, **named)
 
     def is_decoupled(self) -> bool:
         """Yes: so that the engine leaves the commit and the file ``latest`` to `finish`."""

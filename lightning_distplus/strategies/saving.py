@@ -13,11 +13,13 @@ from typing import Any
 
 from lightning_distplus.checkpoint.catalog import remove
 from lightning_distplus.checkpoint.copies import Copier
+from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.info import SaveInfo
-from lightning_distplus.checkpoint.protocol import Gather, StagedSave, stage
+from lightning_distplus.checkpoint.protocol import StagedSave, stage
 from lightning_distplus.checkpoint.retention import is_last_valid
 from lightning_distplus.checkpoint.scrubbing import Scrubber
+from lightning_distplus.checkpoint.voting import Gather
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
@@ -121,7 +123,16 @@ class CommittedSaves(VerifiedLoads):
             deadlines_s=dict(deadlines_s or {}),
             parent=self._parent,
         )
-        staged = stage(path, write, rank=self._rank, gather=self._gather, sync=self.sync, with_sha256=self._with_sha256)
+        writes.digested = DigestedWrites(self.sync, with_sha256=self._with_sha256)
+        staged = stage(
+            path,
+            write,
+            rank=self._rank,
+            gather=self._gather,
+            sync=self.sync,
+            with_sha256=self._with_sha256,
+            digested=writes.digested,
+        )
         begun = None
         how: dict[str, Any] = {"count": writes.count, "reads_back": self._reads_back}
         if not writes.are_kept:

@@ -33,7 +33,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         if self.writes is None:
             torch.save(checkpoint, path)
         else:
-            self.writes.do(lambda state: torch.save(state, path), checkpoint)
+            self.writes.save_file(checkpoint, Path(path))
 
 
 def stream_single_files(strategy: Strategy) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_distplus.checkpoint.catalog import verify
 from lightning_distplus.checkpoint.info import info_like
 from lightning_distplus.checkpoint.layout import leftovers_of, universal_for
-from lightning_distplus.checkpoint.protocol import commit, gather_alone
+from lightning_distplus.checkpoint.protocol import commit
+from lightning_distplus.checkpoint.voting import gather_alone
 
 __all__ = ["convert", "converted_beside", "is_universal", "num_shards", "weights_of_zero", "write_whole"]
 

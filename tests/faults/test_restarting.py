@@ -24,6 +24,7 @@ import torch
 from lightning_distplus import newest_valid
 from lightning_distplus.data.audit_merge import audit
 from lightning_distplus.events import read_events
+from lightning_distplus.liveness import children
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
 
@@ -62,11 +63,6 @@ def launch(
         finally:
             launcher.kill()
     return code, log.read_text()
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def results(folder: Path) -> list[dict[str, object]]:

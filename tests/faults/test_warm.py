@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import env
+from lightning_distplus.launch import stand_in, warm_server
 from lightning_distplus.launch import warm as warm_module
-from lightning_distplus.launch import warm_server
-from lightning_distplus.launch.warm import HELD_BACK, Warm
+from lightning_distplus.launch.stand_in import PASSED_ON
+from lightning_distplus.launch.warm import Warm
 from lightning_distplus.liveness import children
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,7 @@ OWN_FRAMES = re.compile(r'  File "<frozen runpy>".*\n')  # python's own, above t
 @pytest.fixture(scope="module")
 def heeds_signals() -> Iterator[None]:
     """A shell leaves SIGINT and SIGQUIT ignored in what it starts in the background, and so would be what we start."""
-    ignored = [number for number in HELD_BACK if signal.getsignal(number) is signal.SIG_IGN]
+    ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, signal.SIG_DFL)
     yield
@@ -219,6 +221,136 @@ def test_the_agents_last_signals_end_the_rank_and_what_it_has_started(
     wait_for(lambda: not is_there(rank) and not is_there(child), "something is left")
 
 
+STOPS_WHO_ASKS = """
+import os, signal, time
+from pathlib import Path
+forks = []
+
+def stop_who_asks():
+    forks.append(1)
+    pid = Path(os.environ["PID_FILE"])
+    while len(forks) > 1 and not pid.exists():  # the first fork is the server's own
+        time.sleep(0.01)
+    if len(forks) > 1:
+        os.kill(int(pid.read_text()), signal.SIGSTOP)
+
+os.register_at_fork(before=stop_who_asks)
+"""
+
+
+@pytest.fixture
+def preloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Warm]:
+    """A process that imports only a module with this source."""
+
+    def begin(source: str) -> Warm:
+        (tmp_path / "preloads.py").write_text(source)
+        monkeypatch.setattr(warm_module, "PRELOADED", ())
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+        return Warm(["preloads"])
+
+    return begin
+
+
+def test_a_signal_that_comes_while_the_rank_is_forked_reaches_it(
+    preloading: Callable[[str], Warm], script: Callable[[str], list[str]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pid_file = tmp_path / "pid"
+    monkeypatch.setenv("PID_FILE", str(pid_file))
+    with preloading(STOPS_WHO_ASKS) as warm:
+        process = start(warm.command(script(SLEEPER)))
+        (tmp_path / "written").write_text(str(process.pid))
+        (tmp_path / "written").rename(pid_file)
+        assert process.stdout is not None
+        assert process.stdout.readline()  # the rank is there, and whoever has asked has not heard of it
+        for number in (signal.SIGUSR1, signal.SIGQUIT, signal.SIGCONT):
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.strip(), err) == (7, f"[{signal.SIGQUIT:d}, {signal.SIGUSR1:d}]", "")
+
+
+ASKER = """
+import os, signal, socket, sys, time
+from pathlib import Path
+when, server, name, script = sys.argv[1:]
+link = socket.socket(socket.AF_UNIX)
+link.connect(f"\\0{name}")
+if when != "at once":
+    assert link.recv(1) == b"?"
+    if when == "before the fork":
+        os.kill(int(server), signal.SIGSTOP)
+    socket.send_fds(link, [b"+"], [0, 1, 2])
+    if when == "after the fork":
+        assert link.recv(1, socket.MSG_PEEK) == b"+"
+        while not Path(script).with_suffix(".pid").exists():
+            time.sleep(0.01)
+link.close()  # with what the server has said unread
+os.kill(int(server), signal.SIGCONT)
+print("gone", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "before the fork", "after the fork"])
+def test_whoever_asks_and_goes_takes_only_its_own_rank_along(
+    when: str, warm: Warm, script: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    asker, pid_file = tmp_path / "asker.py", tmp_path / "script.pid"
+    asker.write_text(ASKER)
+    path, *_ = script("""
+        import os, sys, time
+        from pathlib import Path
+        written = Path(__file__).with_suffix(".new")
+        written.write_text(str(os.getpid()))
+        written.rename(Path(__file__).with_suffix(".pid"))
+        time.sleep(len(sys.argv) * 1000)
+    """)
+    asking = start([str(asker), when, str(server_of(warm).pid), warm._name, path])
+    try:
+        if when == "after the fork":
+            wait_for(pid_file.exists, "no rank was forked")
+            rank = int(pid_file.read_text())
+            wait_for(lambda: not is_there(rank), "the rank is left")
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "gone\n"
+        code, out, err = run(warm.command(["-m", "tests.distributed.warm_rank"]))
+        assert code == 0, err
+        assert out.endswith("at the end\n")
+        wait_for(lambda: not children(server_of(warm).pid), "a rank is left")
+        assert server_of(warm).poll() is None
+    finally:
+        asking.kill()
+        asking.communicate()
+
+
+def test_a_rank_starts_cold_where_the_imports_do_not_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stand_in, "_IMPORTS_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as link:
+        listener.bind("")
+        listener.listen()
+        assert not stand_in._ask(link, os.fsdecode(listener.getsockname()[1:]))
+    assert capfd.readouterr().err == (
+        "distplus launch: what is imported beforehand has taken 0.2 s and goes on; this rank starts as an interpreter "
+        "of its own\n"
+    )
+
+
+def test_a_rank_runs_in_a_folder_that_is_deleted(
+    warm: Warm, script: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    command = script("import os; print(os.readlink('/proc/self/cwd'), os.listdir('.'))")
+    ended = []
+    gone = tmp_path / "gone"
+    begins = "import os, sys; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); "
+    for each in (command, warm.command(command)):
+        begin = f"{begins}os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        ended.append(run(["-c", begin, str(gone), *each]))
+    assert ended[0] == ended[1]
+    assert ended[0][:2] == (0, f"{gone} (deleted) []\n")
+
+
 def test_a_rank_that_is_killed_ends_the_process_that_stands_in(warm: Warm, script: Callable[[str], list[str]]) -> None:
     process, rank, child = begin(warm, script(SLEEPER))
     os.kill(rank, signal.SIGKILL)
@@ -245,7 +377,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_module, "PRELOADED", ())
 
 
-@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     ("source", "says", "is_forked"),
     [
@@ -254,17 +385,16 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         ("opened = open('/dev/full')", "", True),
         ("raise RuntimeError('no licence')", "cannot import preloads beforehand: RuntimeError: no licence", True),
         ("import os; os._exit(1)", "", False),
+        ("import subprocess; child = subprocess.Popen(['true'])", "", True),
     ],
-    ids=["thread", "nothing", "error", "crash"],
+    ids=["thread", "nothing", "error", "crash", "child"],
 )  # fmt: skip
 def test_a_module_that_forbids_the_fork_costs_one_warning_and_the_rank_starts_cold(
-    source: str, says: str, is_forked: bool, tmp_path: Path, script: Callable[[str], list[str]],
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    source: str, says: str, is_forked: bool, script: Callable[[str], list[str]], preloading: Callable[[str], Warm],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    (tmp_path / "preloads.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     command = script("import os; print('warm_server' in open('/proc/self/cmdline').read())")
-    with Warm(["preloads"]) as one:
+    with preloading(source) as one:
         answers = [run(one.command(command))[:2] for _ in range(2)]
     assert answers == [(0, f"{is_forked}\n")] * 2
     err = capfd.readouterr().err

@@ -6,7 +6,9 @@ import importlib
 import inspect
 import logging
 import signal
+import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,6 +453,35 @@ def test_an_engine_reads_universal_checkpoints_in_a_block_only() -> None:
     assert not DeepSpeedEngine.load_universal_checkpoint(engine)
     with pytest.raises(RuntimeError, match="load_universal"), _compat.loading_universal(SimpleNamespace()):
         pass
+
+
+def test_a_file_has_no_crc_in_a_block_and_in_its_thread_only(tmp_path: Path, monkeypatch, caplog) -> None:
+    def has_crc(name: str) -> bool:
+        torch.save({"weight": torch.ones(3)}, tmp_path / name)
+        return any(member.CRC for member in zipfile.ZipFile(tmp_path / name).infolist())
+
+    with _compat.without_crc(), ThreadPoolExecutor(1) as other:
+        assert not has_crc("without")
+        assert other.submit(has_crc, "other").result()
+    assert has_crc("after")
+    assert torch.equal(torch.load(tmp_path / "without")["weight"], torch.ones(3))
+    serialization = importlib.import_module("lightning_distplus._compat.serialization")
+    serialization._is_of_one_thread.cache_clear()
+    monkeypatch.setattr(serialization, "config", SimpleNamespace())
+    with _compat.without_crc():
+        assert has_crc("as it is")
+    serialization._is_of_one_thread.cache_clear()
+    assert len(_warnings(caplog)) == 1
+
+
+def test_deepspeeds_own_checkpoint_engine_is_known() -> None:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class Other(TorchCheckpointEngine):
+        pass
+
+    assert _compat.calls_torch_save(TorchCheckpointEngine())
+    assert not _compat.calls_torch_save(Other())
 
 
 def test_shards_are_handed_over_in_a_block_instead_of_being_written(monkeypatch, caplog) -> None:

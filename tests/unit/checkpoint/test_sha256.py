@@ -12,7 +12,7 @@ import pytest
 from lightning_distplus import ResilientDDP, newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.files import bytes_digest
+from lightning_distplus.checkpoint.digests import bytes_digest
 from lightning_distplus.checkpoint.layout import MANIFEST, MARKER, meta_folder
 from lightning_distplus.cli.verify import main as distplus_verify
 

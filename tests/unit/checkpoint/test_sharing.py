@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import files, sharing, verify
+from lightning_distplus.checkpoint import digests, sharing, verify
 from lightning_distplus.checkpoint.sharing import findings_in_share
 
 BLOCK_BYTES = 1000
@@ -16,7 +16,7 @@ BLOCK_BYTES = 1000
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, sharing):
+    for module in (digests, sharing):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("lightning_distplus.checkpoint.manifest.BLOCK_BYTES", BLOCK_BYTES)
 

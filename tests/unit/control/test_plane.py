@@ -165,8 +165,8 @@ def test_one_rank_alone_passes_everything(make_ranks, soon) -> None:
     plane.farewell(soon)
 
 
-@pytest.mark.deadline(300)  # half a second; a thousand threads share one interpreter's lock, and on a busy machine 20 s
-def test_a_thousand_ranks_complete_a_barrier(make_ranks) -> None:
+@pytest.mark.deadline(300)
+def test_a_thousand_ranks_complete_a_barrier_within_three_seconds_of_a_core(make_ranks) -> None:
     ranks = make_ranks(1000)
     all_started = threading.Event()
     deadline = timedelta(seconds=120)
@@ -180,7 +180,9 @@ def test_a_thousand_ranks_complete_a_barrier(make_ranks) -> None:
         futures = ranks.start(meet)
     finally:
         threading.stack_size(0)
+    begin = time.process_time()
     all_started.set()
 
     assert [future.result(200) for future in futures] == [None] * 1000
+    assert time.process_time() - begin < 3
     assert ranks.num_keys() == 0

@@ -127,7 +127,7 @@ def test_no_process_survives_the_deadline_nor_a_rank_that_has_ended() -> None:
 
     assert result.alive == {1: "running"}
     assert result.exit_codes == {0: 0, 1: -signal.SIGKILL}
-    assert result.elapsed_s < 30  # rank 1 sleeps for 60
+    assert result.elapsed_s < 5.5
     assert not _processes("1234.5")
 
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 __all__ = [
     "Sync",
     "discard",
+    "forget",
     "list_files",
     "list_folders",
     "remove_tree",
@@ -68,6 +69,13 @@ def sync_folder(folder: Path, *, sync: Sync | None) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def forget(file: Path) -> None:
+    """Has the page cache let go of what is on the disk, where the system can do that, so that it is read from there."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_distplus.checkpoint.digests import DigestedWrites, digest_file
-from lightning_distplus.checkpoint.files import Sync, discard, list_files, remove_tree, write_file
+from lightning_distplus.checkpoint.files import Sync, discard, forget, list_files, remove_tree, write_file
 from lightning_distplus.checkpoint.info import SaveInfo
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
@@ -122,7 +122,8 @@ class StagedSave:
             info: What goes into the manifest; rank 0's is used.
             finish: Writes what the first half has left to be written.
             count: Counts what this rank has saved of each tensor.
-            reads_back: Whether rank 0 reads the tensors from the stage and compares them with what was counted.
+            reads_back: Whether rank 0 reads the stage from the disk, and compares its tensors with what was counted,
+                and its bytes with those that were handed to the system.
             gather: How the ranks exchange their outcomes from now on.
 
         Returns:
@@ -237,7 +238,7 @@ class StagedSave:
             self._require_size(path, size_bytes, digests[path]["size_bytes"])
         tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
         if reads_back:
-            self._read_back(tensors)
+            self._read_back(tensors, written)
         manifest = Manifest(
             **vars(info),
             world_size=len(shares),
@@ -301,10 +302,14 @@ class StagedSave:
 
         return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
 
-    def _read_back(self, tensors: dict[str, str] | None) -> None:
-        from lightning_distplus.checkpoint.reading_back import tensor_findings
+    def _read_back(self, tensors: dict[str, str] | None, written: dict[str, dict[str, Any]]) -> None:
+        from lightning_distplus.checkpoint.reading_back import byte_findings, tensor_findings
 
-        if findings := tensor_findings(self.stage.payload, tensors or {}):
+        by_file = {self._root / path: found["xxh3_128"] for path, found in written.items()}
+        for file in by_file:
+            forget(file)  # else it is read from memory
+        findings = tensor_findings(self.stage.payload, tensors or {}) + byte_findings(by_file)
+        if findings:
             raise CheckpointCorrupt(
                 f"What was just written to {self.stage.target} is not what was in memory: {findings[0]} (and "
                 f"{len(findings) - 1} more). Look at the disk and the memory of this host, and save again."

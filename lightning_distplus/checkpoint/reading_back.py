@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as they lie on the disk, compared with the fingerprints of what was saved."""
+"""What lies on the disk, compared with fingerprints of tensors, and digests of bytes, that were saved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_distplus.checkpoint.catalog import FileFinding
 from lightning_distplus.checkpoint.consolidating import is_sharded, tensors_of_shards
+from lightning_distplus.checkpoint.digests import digest_file
 from lightning_distplus.checkpoint.fingerprints import Piece, Sums, differing, sums_of_pieces
 
-__all__ = ["named_tensors", "tensor_findings"]
+__all__ = ["byte_findings", "named_tensors", "tensor_findings"]
 
 _OURS = "lightning_distplus"  # where a checkpoint holds what we add, the names of the parameters among it
 _IS_OPTIMIZER = re.compile(r"optimizer_\d+")
@@ -35,6 +36,16 @@ def tensor_findings(path: Path, expected: Mapping[str, str]) -> list[FileFinding
     return [
         *(FileFinding(f"{path}: {name}", f"fingerprint {want}", found) for name, (want, found) in odd.items()),
         *(FileFinding(f"{path}: {name}", expected[name], "no such tensor") for name in missing),
+    ]
+
+
+def byte_findings(digests: Mapping[Path, str]) -> list[FileFinding]:
+    """Files whose bytes are not those whose XXH3 digests are given."""
+    found = {file: digest_file(file).xxh3_128 for file in digests}
+    return [
+        FileFinding(str(file), f"XXH3 digest {digest} of what was written", found[file])
+        for file, digest in digests.items()
+        if found[file] != digest
     ]
 
 

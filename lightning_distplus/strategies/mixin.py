@@ -71,8 +71,8 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             in memory with its fingerprint; ``"size"`` compares sizes, ``"off"`` looks at manifest and marker only.
         async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
             save is in flight at most; the next one, the end of the fit and a preemption wait for it.
-        read_back_saves: Whether rank 0 reads each save from the disk before it is committed, and compares every tensor
-            with what was in memory.
+        read_back_saves: Whether rank 0 reads each save from the disk before it is committed, and compares every byte
+            with what was written, and every tensor (not of DeepSpeed) with what was in memory.
         digest: Of the files of a save: ``"xxh3"``, or ``"sha256"`` beside it, against those who would change them.
         scrub_every: How long rank 0 waits between two readings of the newest three checkpoints, in a thread, of which
             damaged ones go into quarantine; None: nobody reads them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ def flipping(name: str, *, on_disk: bool, **arguments: Any) -> Any:
                 self.num_flipped += writes.digested.num_flipped
             self.barrier("written")
             if on_disk and self.global_rank == 0:
-                for file in [stage] if stage.is_file() else sorted(stage.rglob("*.distcp")):
+                files = sorted(file for file in stage.rglob("*") if file.is_file() and file.name != ".metadata")
+                for file in [stage] if stage.is_file() else files:
                     content = bytearray(file.read_bytes())
                     if (place := content.find(self.needle())) >= 0:
                         content[place] ^= 1
@@ -125,6 +127,23 @@ def test_a_bit_that_flips_between_memory_and_disk_is_refused_by_the_tensors_name
     assert distplus_verify([str(tmp_path), "--deep"]) == 1
     (finding,) = tensor_findings(tmp_path / "False.ckpt", read_manifest(tmp_path / "False.ckpt").tensors or {})
     assert finding.file.endswith(WEIGHT)
+
+
+def save_with_deepspeed(rank: int, folder: str) -> str:
+    strategy = flipping("ResilientDeepSpeed", on_disk=True, read_back_saves=True, stage=2)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=2)
+    trainer.fit(jobs.Model(), jobs.loader())
+    try:
+        trainer.save_checkpoint(f"{folder}/two.ckpt")
+    except SaveFailed as error:
+        return str(error)
+    return f"saved, {strategy.num_flipped} flipped"
+
+
+def test_a_bit_that_flips_in_what_deepspeed_wrote_is_found_when_it_is_read_back(tmp_path: Path) -> None:
+    for told in spawn(save_with_deepspeed, 2, args=(str(tmp_path),), deadline="120s").check().results.values():
+        assert re.search(r"is not what was in memory: \S+model_states\.pt: expected XXH3 digest \w+ of what was", told)
+    assert not (tmp_path / "two.ckpt").exists()
 
 
 class Rounding(jobs.Model):

@@ -6,7 +6,8 @@ forced to the disk, ours, the parent's again (A/A). A load is the whole restore;
 files, and then also by the fingerprints of the tensors in memory. It is measured twice: with the files in the page
 cache, and from the disk, as in a run that starts. A save in the background is measured by what it holds training up,
 against the parent's save just before or after it, and, in a fit without the parent's saves, which leave memory behind,
-by how much more memory the steps with it take than those before the first one. Each ratio is of one round; the figure is their median, so that a busy machine does less harm.
+by how much more memory the steps with it take than those before the first one. Each ratio is of one round; the figure
+is their median, so that a busy machine does less harm.
 """
 
 from __future__ import annotations

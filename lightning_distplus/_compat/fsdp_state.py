@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ _CONSEQUENCE = "a sharded save of FSDP gathers its state first"
 class FlatPlace:
     """Where this rank's part of one parameter of an FSDP1 model lies."""
 
-    name: str
-    """In the model's state dict."""
+    names: tuple[str, ...]
+    """In the model's state dict; the first one is that of its moments, and others are tied to it."""
     shape: torch.Size
     """Of the whole parameter."""
     local: Tensor
@@ -51,6 +52,7 @@ def flat_places(model: nn.Module) -> list[FlatPlace]:
     found: list[FlatPlace] = []
     for number, unit in enumerate(flat_units(model)):
         flat: Any = unit.parameter
+        tied = _tied_names(flat)
         originals = flat._params or [flat] * len(flat._fqns)
         named, first, index = unit.local.reshape(-1), 0, 0
         for section, numel in unit.sections:
@@ -60,7 +62,7 @@ def flat_places(model: nn.Module) -> list[FlatPlace]:
                 place = slice(0, end - begin) if flat._params else slice(begin, end)
                 found.append(
                     FlatPlace(
-                        name=plain_name(unit.prefix + section),
+                        names=tuple(plain_name(unit.prefix + name) for name in (section, *tied.get(section, ()))),
                         shape=torch.Size(flat._shapes[index]),
                         local=named[begin:end],
                         start=min(max(unit.start - first, 0), numel),
@@ -72,6 +74,14 @@ def flat_places(model: nn.Module) -> list[FlatPlace]:
                 )
                 index += 1
             first += numel
+    return found
+
+
+def _tied_names(flat: Any) -> dict[str, list[str]]:
+    """By the name of a parameter in its unit: the others that it has there."""
+    found: dict[str, list[str]] = {}
+    for name, _, module, first, _, module_of_first in flat._shared_param_infos:
+        found.setdefault(f"{module_of_first}.{first}".lstrip("."), []).append(f"{module}.{name}".lstrip("."))
     return found
 
 
@@ -126,8 +136,8 @@ def _doubt_about(unit: FlatUnit) -> str | None:
     names = [name for name, _ in unit.sections if name != "padding"]
     if getattr(flat, "_local_shard", None) is None or module.training_state.name != "IDLE":
         return f"{where} is not at rest between two steps"
-    if flat._shared_param_infos:
-        return f"{where} shares parameters between its modules"
+    if not _tied_names(flat).keys() <= set(names):
+        return f"{where} shares parameters with other units"
     if module._fsdp_extension is not None or any(extension is not None for extension in flat._param_extensions):
         return f"{where} is sharded in two directions"
     if not all(flat._contiguities) or names != list(flat._fqns) or not all(map(torch.Size.numel, flat._shapes)):
@@ -183,8 +193,9 @@ def state_in_parts(model: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, A
     def after_state_dict(module: nn.Module, unit: Any, state: dict[str, Any], prefix: str) -> Any:
         if unit._handle is not None and not unit._use_orig_params:
             del state[f"{prefix}{utils.FSDP_PREFIX}{utils.FLAT_PARAM}"]
-            for name in map(plain_name, unit._handle.flat_param._fqns):
-                state[prefix + name] = parts[plain_name(prefix + name)]
+            flat = unit._handle.flat_param
+            for name in (*flat._fqns, *chain.from_iterable(_tied_names(flat).values())):
+                put_in(state, prefix, prefix + plain_name(name))
         return utils._common_unshard_post_state_dict_hook(module, unit, state, prefix, put_in)
 
     sharded = FullyShardedDataParallel.state_dict_type(

@@ -134,7 +134,7 @@ class HeldState:
 
     def of_module(self) -> dict[str, Any]:
         """The model's state dict, its sharded parameters as `FlatPart`."""
-        parts = {one.name: _part(one, one.local) for one in self._places}
+        parts = {name: _part(one, one.local) for one in self._places for name in one.names}
         return _compat.state_in_parts(self._model, parts)
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -155,7 +155,7 @@ class HeldState:
             parameter = parameters[number]
             for place in self._by_owner.get(id(parameter), []):
                 if place.local.numel():
-                    state[place.name] = _values_at(place, values)
+                    state[place.names[0]] = _values_at(place, values)
             if id(parameter) not in self._by_owner:
                 (name,) = self._names_of(parameter)
                 state[name] = {
@@ -167,7 +167,7 @@ class HeldState:
 
     def _names_of(self, parameter: Tensor) -> list[str]:
         places = self._by_owner.get(id(parameter))
-        return [place.name for place in places] if places else [_compat.plain_name(self._names[id(parameter)])]
+        return [place.names[0] for place in places] if places else [_compat.plain_name(self._names[id(parameter)])]
 
     def _moments_of(self, optimizer: Optimizer) -> _Moments:
         found = _Moments(optimizer)

@@ -59,6 +59,18 @@ class Odd(nn.Module):
         return self.second(hidden) * self.scale
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=False), nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(batch))
+
+
 Optimizers = list[torch.optim.Optimizer]
 
 
@@ -124,6 +136,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizers
     ),
     "inside": (wrapped_inside, adamw),
     "ignored": (ignoring, adamw),
+    "tied": (lambda: sharded(Tied()), adamw),
+    "tied, flat": (lambda: sharded(Tied(), use_orig_params=False), adamw),
     "an optimizer for each unit": (
         partial(wrapped, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})),
         one_for_each_unit,
@@ -230,7 +244,11 @@ HYBRID = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (3, list(CASES)), (4, list(HYBRID))])
+UNEVEN = ["nested", "flat, nested", "frozen", "inside", "tied"]
+"""Those whose parts differ most, for three ranks."""
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (3, UNEVEN), (4, list(HYBRID))])
 def test_what_a_rank_holds_is_saved_as_what_fsdp_gathers(world_size: int, names: list[str], tmp_path: Path) -> None:
     folder = tmp_path / str(world_size)
     folder.mkdir()
@@ -239,16 +257,6 @@ def test_what_a_rank_holds_is_saved_as_what_fsdp_gathers(world_size: int, names:
 
 
 # -- where it is gathered ----------------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=False), nn.Linear(NUM_FEATURES, NUM_FEATURES)
-        self.head.weight = self.embed.weight
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(batch))
 
 
 class Extra(Odd):
@@ -321,7 +329,6 @@ Doubtful = tuple[
 ]
 SPLIT = "optimizer {} has moments of some parameters of a unit only"
 DOUBTS: dict[str, Doubtful] = {
-    "tied": (lambda: sharded(Tied()), adamw, nothing, False, {"the model shares parameters between its modules"}),
     "hook": (hooked, adamw, nothing, False, {"first (Sequential) makes its own state dict"}),
     "hook beside": (hooked_beside, adamw, nothing, True, set()),
     "extra state": (lambda: sharded(Extra()), adamw, nothing, False, {"the model (Extra) makes its own state dict"}),

@@ -398,7 +398,7 @@ class Hooked(jobs.Model):
 
 
 class SavesTwice(Callback):
-    """At one step: the parent's save, ours, and ours of the weights alone."""
+    """At one step: the parent's save, ours, ours of the weights alone, and ours when rank 1 has to gather."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -415,6 +415,10 @@ class SavesTwice(Callback):
                 before = _compat.num_collectives()
                 trainer.save_checkpoint(self.folder / name, weights_only)
                 self.collectives.append(module.num_collectives - before)
+            self.kinds = module.kinds
+            for _ in range(2):  # FSDP takes it over while it gathers
+                moved_on_rank_1(module, [])
+                trainer.save_checkpoint(self.folder / "gathered.ckpt")
 
 
 def save_twice(folder: str, async_save: bool) -> dict[str, Any]:
@@ -422,7 +426,7 @@ def save_twice(folder: str, async_save: bool) -> dict[str, Any]:
     strategy = jobs.strategy("ResilientFSDP", async_save=async_save, read_back_saves=True)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=5, callbacks=[saves])
     trainer.fit(module, jobs.loader())
-    kinds = [set(saves.kinds_of_parent), set(module.kinds), set(module.kinds_of_others)]
+    kinds = [set(kinds) for kinds in (saves.kinds_of_parent, saves.kinds, module.kinds_of_others, module.kinds)]
     return {"kinds": kinds, "shapes": module.shapes, "collectives": saves.collectives}
 
 
@@ -432,14 +436,16 @@ def test_a_save_gathers_nothing_and_who_asks_without_saving_gets_what_the_parent
 ) -> None:
     result = spawn(save_twice, 2, args=(str(tmp_path), async_save), deadline="60s").check()
     for found in result.results.values():
-        assert found["kinds"] == [{"ShardedTensor", "Tensor"}, {"FlatPart", "Tensor"}, {"ShardedTensor", "Tensor"}]
+        gathered = {"ShardedTensor", "Tensor"}
+        assert found["kinds"] == [gathered, {"FlatPart", "Tensor"}, gathered, gathered]
         assert found["shapes"] == [(3,), (16, jobs.NUM_FEATURES), (16,), (1, 16), (1,)]
         assert found["collectives"] == [0, 0]
-    assert not any("gathers the state of FSDP" in log for log in result.logs.values())
+    for log in result.logs.values():
+        assert log.count("gathers the state of FSDP for each save: ") == 1, "it is told once"
     expected = read(tmp_path / "parent.ckpt") | {"model.place": (torch.int64, [0, 0, 0])}
     assert expected.keys() == read(tmp_path / "mine.ckpt").keys()
     assert len(expected) == 1 + 3 + 4 * 3
-    assert read(tmp_path / "mine.ckpt") == expected
+    assert read(tmp_path / "mine.ckpt") == read(tmp_path / "gathered.ckpt") == expected
     weights = {name: value for name, value in expected.items() if name.startswith("model.")}
     assert read(tmp_path / "weights.ckpt") == weights
     fingerprints = read_manifest(tmp_path / "mine.ckpt").tensors

@@ -158,9 +158,7 @@ class HeldState:
                     state[place.names[0]] = _values_at(place, values)
             if id(parameter) not in self._by_owner:
                 (name,) = self._names_of(parameter)
-                state[name] = {
-                    key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()
-                }
+                state[name] = {key: _on_cpu(value) for key, value in values.items()}
         return {"state": state, "param_groups": groups}
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -184,12 +182,12 @@ class HeldState:
                 found.with_state.add(place.unit)
             elif place.local.numel() and place.owner.requires_grad:
                 found.without_state.add(place.unit)
-        for number, values in found.state["state"].items():
-            parameter = parameters[number]
-            places = self._by_owner.get(id(parameter))
-            if places is None and (id(parameter) not in self._names or _compat.is_fsdp_shard(parameter)):
+        for parameter in parameters:
+            is_whole = id(parameter) in self._names and not _compat.is_fsdp_shard(parameter)
+            if not is_whole and id(parameter) not in self._by_owner:
                 found.doubt = f"{type(optimizer).__name__} trains parameters that are not those of the model"
-            elif places is not None and not _fits(values, parameter):
+        for number, values in found.state["state"].items():
+            if id(parameters[number]) in self._by_owner and not _fits(values, parameters[number]):
                 found.doubt = f"{type(optimizer).__name__} has moments that are not shaped as the parameters"
         return found
 

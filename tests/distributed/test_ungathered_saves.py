@@ -348,6 +348,10 @@ DOUBTS: dict[str, Doubtful] = {
         wrapped, lambda model: [OwnState(model.parameters())], nothing, True,
         {"OwnState makes its own state dict"},
     ),
+    "of others": (
+        wrapped, lambda model: [torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])], nothing, True,
+        {"SGD trains parameters that are not those of the model"},
+    ),
     "nothing is sharded": (partial(wrapped, sharding_strategy=ShardingStrategy.NO_SHARD), adamw, nothing, False, set()),
 }  # fmt: skip
 

@@ -21,7 +21,10 @@ _UTILS = "torch.distributed.fsdp._state_dict_utils"
 _HOOKS = ("_should_unshard_params", "_sharded_post_state_dict_hook", "_common_unshard_post_state_dict_hook")
 _OF_UTILS = (*_HOOKS, "_pre_state_dict_hook", "_post_state_dict_hook", "FSDP_PREFIX", "FLAT_PARAM")
 _OF_UNIT = ("_handle", "_use_orig_params", "_fsdp_extension", "training_state")
-_OF_PARAMETER = ("_fqns", "_shapes", "_contiguities", "_modules", "_shared_param_infos", "_param_extensions")
+_OF_PARAMETER = (
+    "_fqns", "_params", "_shapes", "_contiguities", "_modules", "_shard_param_infos", "_shared_param_infos",
+    "_param_extensions",
+)  # fmt: skip
 _CONSEQUENCE = "a sharded save of FSDP gathers its state first"
 
 

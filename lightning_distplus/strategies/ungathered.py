@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -54,7 +55,8 @@ class SavesWithoutGathering(_Base):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """For a sharded save what this rank holds; else the parent's."""
-        found = None if self._held is None else self._held.of_optimizer(getattr(optimizer, "_optimizer", optimizer))
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        found = None if self._held is None else self._held.of_optimizer(inner)
         return super().optimizer_state(optimizer) if found is None else found
 
     def _tell(self, doubts: set[str]) -> None:

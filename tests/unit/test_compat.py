@@ -86,6 +86,7 @@ NAMES = [
 ]
 ATTRIBUTES = {
     "DDPStrategy": ["_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
+    "FSDPStrategy": ["_state_dict_type"],
     "ModelParallelStrategy": ["_data_parallel_size", "_tensor_parallel_size", "_device_mesh"],
 }
 

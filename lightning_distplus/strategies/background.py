@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -44,7 +44,7 @@ class Writes:
         self._states: list[dict[str, Any]] = []
         self._counts_others = False
         self._pieces: list[Piece] = []
-        self._counts: list[Future[Sums]] = []
+        self._counts: list[Callable[[], Sums]] = []
         if staging is not None:
             staging.begin()
 
@@ -112,8 +112,8 @@ class Writes:
                 others.append(piece)
             else:
                 self._pieces.append(replace(piece, tensor=copied))
-        self._count_meanwhile(lambda: others)
-        self._counts[-1].result()  # before they are changed
+        counted = sums_of_pieces(others)  # before training changes them
+        self._counts.append(lambda: counted)
 
     def finish(self) -> None:
         """Does the writes that were kept."""
@@ -125,14 +125,14 @@ class Writes:
         pieces: Iterable[Piece] = self._pieces
         if not self._counts_others:
             pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
-        counted = add_up([*(count.result() for count in self._counts), sums_of_pieces(pieces)])
+        counted = add_up([*(count() for count in self._counts), sums_of_pieces(pieces)])
         self._states, self._kept, self._pieces, self._counts = [], [], [], []
         return counted
 
     def _count_meanwhile(self, pieces: Callable[[], Iterable[Piece]]) -> None:
-        with_thread = ThreadPoolExecutor(1, "distplus-counter")
-        self._counts.append(with_thread.submit(lambda: sums_of_pieces(pieces())))
-        with_thread.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1, "distplus-counter")
+        self._counts.append(thread.submit(lambda: sums_of_pieces(pieces())).result)
+        thread.shutdown(wait=False)
 
 
 class BackgroundSave:

@@ -16,6 +16,7 @@ __all__ = [
     "FlatUnit",
     "flat_units",
     "full_state_dict_without_offload",
+    "in_shards",
     "is_fsdp_shard",
     "loading_unsharded_models",
     "replacing_sharded_saves",
@@ -44,6 +45,19 @@ def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = Tru
         state_dict_type=StateDictType.FULL_STATE_DICT,
         state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
         optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+    )
+
+
+def in_shards(model: torch.nn.Module) -> Any:
+    """FSDP1 gives and takes shards on the CPU in this block, as Lightning has it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
+
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=True),
     )
 
 
@@ -94,6 +108,20 @@ class FlatUnit:
     """At which element of the flat parameter ``local`` begins."""
     module: Any
     """The unit itself."""
+
+    def parts(self) -> list[tuple[str, int, int, slice]]:
+        """Of each parameter: its name, its elements, at which of them this rank's part begins, and where in ``local``.
+
+        The part is empty where this rank holds nothing of the parameter.
+        """
+        found, first, held = [], 0, self.local.numel()
+        for name, numel in self.sections:
+            if name != "padding":
+                begin = min(max(first - self.start, 0), held)
+                end = min(max(first + numel - self.start, 0), held)
+                found.append((name, numel, min(max(self.start - first, 0), numel), slice(begin, end)))
+            first += numel
+        return found
 
 
 def flat_units(model: torch.nn.Module) -> list[FlatUnit]:

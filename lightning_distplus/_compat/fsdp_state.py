@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_distplus._compat.fsdp import FlatUnit, flat_units
+from lightning_distplus._compat.fsdp import FlatUnit, flat_units, in_shards
 from lightning_distplus._compat.probing import replaced, warn_once
 
-__all__ = ["FlatPlace", "flat_places", "plain_name", "state_in_parts", "why_gathered"]
+__all__ = ["FlatPlace", "flat_places", "state_dict_name", "state_in_parts", "why_gathered"]
 
 _UTILS = "torch.distributed.fsdp._state_dict_utils"
 _HOOKS = ("_should_unshard_params", "_sharded_post_state_dict_hook", "_common_unshard_post_state_dict_hook")
@@ -57,26 +57,20 @@ def flat_places(model: nn.Module) -> list[FlatPlace]:
         flat: Any = unit.parameter
         tied = _tied_names(flat)
         originals = flat._params or [flat] * len(flat._fqns)
-        named, first, index = unit.local.reshape(-1), 0, 0
-        for section, numel in unit.sections:
-            if section != "padding":
-                begin = min(max(first - unit.start, 0), named.numel())
-                end = min(max(first + numel - unit.start, 0), named.numel())
-                place = slice(0, end - begin) if flat._params else slice(begin, end)
-                found.append(
-                    FlatPlace(
-                        names=tuple(plain_name(unit.prefix + name) for name in (section, *tied.get(section, ()))),
-                        shape=torch.Size(flat._shapes[index]),
-                        local=named[begin:end],
-                        start=min(max(unit.start - first, 0), numel),
-                        owner=originals[index],
-                        place=place,
-                        unit=number,
-                        is_first_copy=_is_first_copy(unit),
-                    )
+        named = unit.local.reshape(-1)
+        for index, (section, _, start, place) in enumerate(unit.parts()):
+            found.append(
+                FlatPlace(
+                    names=tuple(state_dict_name(unit.prefix + name) for name in (section, *tied.get(section, ()))),
+                    shape=torch.Size(flat._shapes[index]),
+                    local=named[place],
+                    start=start,
+                    owner=originals[index],
+                    place=slice(0, place.stop - place.start) if flat._params else place,
+                    unit=number,
+                    is_first_copy=_is_first_copy(unit),
                 )
-                index += 1
-            first += numel
+            )
     return found
 
 
@@ -92,7 +86,7 @@ def _is_first_copy(unit: FlatUnit) -> bool:
     return unit.shard is None or dist.get_rank(getattr(unit.module, "_inter_node_pg", None)) == 0
 
 
-def plain_name(name: str) -> str:
+def state_dict_name(name: str) -> str:
     """A name in a model without what FSDP and activation checkpointing add to it."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
@@ -118,7 +112,7 @@ def why_gathered(model: Any) -> str | None:
     managed = {part for unit in units for part in unit.parameter._modules}  # type: ignore[attr-defined]
     for name, module in model.named_modules():
         if _is_customized(module, utils) and any(part in managed for part in module.modules()):
-            where = plain_name(f"{name}.").rstrip(".") or "the model"
+            where = state_dict_name(f"{name}.").rstrip(".") or "the model"
             return f"{where} ({type(module).__name__}) makes its own state dict"
     return None
 
@@ -135,7 +129,7 @@ def _doubt_about(unit: FlatUnit) -> str | None:
     if unit.shard and not hasattr(module, "_inter_node_pg"):
         warn_once("FullyShardedDataParallel: _inter_node_pg", _CONSEQUENCE)
         return "this version of torch is not known"
-    where = plain_name(unit.prefix).rstrip(".") or "the model"
+    where = state_dict_name(unit.prefix).rstrip(".") or "the model"
     names = [name for name, _ in unit.sections if name != "padding"]
     if getattr(flat, "_local_shard", None) is None or module.training_state.name != "IDLE":
         return f"{where} is not at rest between two steps"
@@ -146,7 +140,7 @@ def _doubt_about(unit: FlatUnit) -> str | None:
     if not all(flat._contiguities) or names != list(flat._fqns) or not all(map(torch.Size.numel, flat._shapes)):
         return f"{where} has parameters that are not contiguous, or empty"
     if moved := _moved_parameter(unit):
-        return f"{plain_name(unit.prefix + moved)} was given other memory, which FSDP takes over in the next step"
+        return f"{state_dict_name(unit.prefix + moved)} was given other memory, which FSDP takes over in the next step"
     return None
 
 
@@ -185,30 +179,21 @@ def state_in_parts(model: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, A
         model: One in which ``why_gathered`` has found nothing.
         parts: What this rank holds of each parameter in an FSDP1 unit, by its name in the state dict.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
-    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
-
     utils = importlib.import_module(_UTILS)
 
     def put_in(state: dict[str, Any], prefix: str, name: str) -> None:
-        state[name] = parts[plain_name(name)]
+        state[name] = parts[state_dict_name(name)]
 
     def after_state_dict(module: nn.Module, unit: Any, state: dict[str, Any], prefix: str) -> Any:
         if unit._handle is not None and not unit._use_orig_params:
             del state[f"{prefix}{utils.FSDP_PREFIX}{utils.FLAT_PARAM}"]
             flat = unit._handle.flat_param
             for name in (*flat._fqns, *chain.from_iterable(_tied_names(flat).values())):
-                put_in(state, prefix, prefix + plain_name(name))
+                put_in(state, prefix, prefix + state_dict_name(name))
         return utils._common_unshard_post_state_dict_hook(module, unit, state, prefix, put_in)
 
-    sharded = FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=True),
-    )
     with (
-        sharded,
+        in_shards(model),
         replaced((_UTILS,), "_should_unshard_params", lambda _: False, _CONSEQUENCE),
         replaced((_UTILS,), "_sharded_post_state_dict_hook", after_state_dict, _CONSEQUENCE),
     ):

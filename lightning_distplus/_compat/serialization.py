@@ -21,7 +21,7 @@ _SETTING = "save.compute_crc32"
 def without_crc() -> Iterator[None]:
     """In this block ``torch.save`` computes no CRC of what this thread writes; other threads go on as they are.
 
-    Where the setting is one for all threads, as before torch 2.13, nothing is changed.
+    torch 2.13 has the setting for each thread; where it is one for all threads, nothing is changed.
     """
     if not _is_of_one_thread():
         yield

@@ -166,15 +166,15 @@ class DigestedStream:
 
 
 class DigestedWrites:
-    """Digests of the files of one save, taken while this rank writes them.
+    """Digests of the files of one save, taken while this rank writes them, or where it cannot, when it reads them.
 
     Args:
-        sync: Forces each of them to the disk.
+        sync: Forces each of them to the disk; None is for tests.
         with_sha256: Whether they get SHA-256 digests as well.
     """
 
     def __init__(self, sync: Sync | None, *, with_sha256: bool = False) -> None:
-        self._sync = sync
+        self.sync = sync
         self._with_sha256 = with_sha256
         self._found: dict[Path, FileDigest] = {}
 
@@ -184,10 +184,14 @@ class DigestedWrites:
         self._found.pop(path, None)
         digest = _Running(with_blocks=True, with_sha256=self._with_sha256)
         with path.open("wb") as file:
-            stream = DigestedStream(file, digest, self._sync)
+            stream = DigestedStream(file, digest, self.sync)
             yield stream
             stream.close()
         self._found[path] = digest.result()
+
+    def read(self, path: Path) -> FileDigest:
+        """Reads what something else has written, and forces it to the disk."""
+        return digest_file(path, sync=self.sync, with_blocks=True, with_sha256=self._with_sha256)
 
     def found(self, root: Path) -> dict[str, dict[str, Any]]:
         """By path below a folder the digests of what is there and has the size that was written."""

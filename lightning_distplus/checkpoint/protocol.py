@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightning_distplus.checkpoint.digests import DigestedWrites, digest_file
+from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.files import Sync, discard, forget, list_files, remove_tree, write_file
 from lightning_distplus.checkpoint.info import SaveInfo
 from lightning_distplus.checkpoint.layout import META, Stage, new_nonce
@@ -61,7 +61,8 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    return stage(target, write, rank=rank, gather=gather, sync=sync, with_sha256=with_sha256).commit(info)
+    digested = DigestedWrites(sync, with_sha256=with_sha256)
+    return stage(target, write, rank=rank, gather=gather, digested=digested).commit(info)
 
 
 def stage(
@@ -70,15 +71,13 @@ def stage(
     *,
     rank: int,
     gather: Gather,
-    sync: Sync | None = os.fsync,
-    with_sha256: bool = False,
-    digested: DigestedWrites | None = None,
+    digested: DigestedWrites,
 ) -> StagedSave:
     """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
 
-    Files that ``write`` opens with ``digested`` are not read again for their digests.
+    Files that ``write`` opens with ``digested`` are not read again for their digests; others get the same kind.
     """
-    save = StagedSave(target, rank, gather, sync, with_sha256, digested)
+    save = StagedSave(target, rank, gather, digested)
     with save.cleaning_up():
         save.begin()
         save.agree("probe", save.probe)
@@ -89,22 +88,12 @@ def stage(
 class StagedSave:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
-    def __init__(
-        self,
-        target: Path,
-        rank: int,
-        gather: Gather,
-        sync: Sync | None,
-        with_sha256: bool = False,
-        digested: DigestedWrites | None = None,
-    ) -> None:
+    def __init__(self, target: Path, rank: int, gather: Gather, digested: DigestedWrites) -> None:
         self.stage = Stage(target.absolute(), new_nonce())
         self.manifest: Manifest | None = None
         self._rank = rank
         self._gather = gather
-        self._sync = sync
-        self._with_sha256 = with_sha256
-        self._digested = digested or DigestedWrites(sync)
+        self._digested = digested
         self._world_size = 1
 
     def commit(
@@ -137,8 +126,9 @@ class StagedSave:
         with self.cleaning_up():
             if finish is not None:
                 self.agree("finish", finish)
-            lists = self.agree("list", lambda: [self._digested.found(self._root), is_first and self.list_payload()])
-            sizes, written = lists[0][1], {path: found for by_rank, _ in lists for path, found in by_rank.items()}
+            lists = self.agree("list", self.list_stage)
+            sizes = lists[0]["sizes"]
+            written = {path: found for one in lists for path, found in one["written"].items()}
             shares = self.agree("digest", lambda: self.digest_share(sizes, written, count))
             self.agree("publish", lambda: self.publish(sizes, written, shares, info, reads_back) if is_first else None)
         return self.manifest
@@ -181,6 +171,11 @@ class StagedSave:
     def write(self, write: Callable[[Path], object]) -> None:
         """Runs the save itself; what it returns is of no interest to the other ranks."""
         write(self.stage.payload)
+
+    def list_stage(self) -> dict[str, Any]:
+        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well."""
+        sizes = self.list_payload() if self._rank == 0 else {}
+        return {"sizes": sizes, "written": self._digested.found(self._root)}
 
     def list_payload(self) -> dict[str, int]:
         """Sizes of the payload's files by relative path.
@@ -238,7 +233,7 @@ class StagedSave:
             self._require_size(path, size_bytes, digests[path]["size_bytes"])
         tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
         if reads_back:
-            self._read_back(tensors, written)
+            self._read_back(tensors, digests)
         manifest = Manifest(
             **vars(info),
             world_size=len(shares),
@@ -252,7 +247,7 @@ class StagedSave:
             committed_at=time.time(),
             tensors=tensors,
         )
-        publish(self.stage, manifest, sync=self._sync)
+        publish(self.stage, manifest, sync=self._digested.sync)
         self.manifest = manifest
 
     def _make_stage(self) -> dict[str, str]:
@@ -275,7 +270,7 @@ class StagedSave:
         digests: dict[str, dict[str, Any]] = {}
         for path in paths:
             file = self._root / path
-            found = digest_file(file, sync=self._sync, with_blocks=True, with_sha256=self._with_sha256)
+            found = self._digested.read(file)
             self._require_size(path, sizes[path], found.size_bytes)
             digests[path] = asdict(found)
         return digests
@@ -302,10 +297,10 @@ class StagedSave:
 
         return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
 
-    def _read_back(self, tensors: dict[str, str] | None, written: dict[str, dict[str, Any]]) -> None:
+    def _read_back(self, tensors: dict[str, str] | None, digests: dict[str, dict[str, Any]]) -> None:
         from lightning_distplus.checkpoint.reading_back import byte_findings, tensor_findings
 
-        by_file = {self._root / path: found["xxh3_128"] for path, found in written.items()}
+        by_file = {self._root / path: found["xxh3_128"] for path, found in digests.items()}
         for file in by_file:
             forget(file)  # else it is read from memory
         findings = tensor_findings(self.stage.payload, tensors or {}) + byte_findings(by_file)

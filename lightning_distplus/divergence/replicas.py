@@ -132,7 +132,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], holds_whole_param
 
 def plain_name(name: str) -> str:
     """The name that the author of the model knows: without what the engines put before it."""
-    parts = [part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_forward_module")]
+    parts = [part for part in _compat.state_dict_name(name).split(".") if part != "_forward_module"]
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 

@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -104,13 +103,7 @@ class _FSDPOnAnyDevice(FSDPStrategy):
         """
         model = cast(Module, self.model)
         for number, optimizer in enumerate(self.optimizers):
-            sharded = FullyShardedDataParallel.state_dict_type(
-                model,
-                StateDictType.SHARDED_STATE_DICT,
-                ShardedStateDictConfig(offload_to_cpu=True),
-                ShardedOptimStateDictConfig(offload_to_cpu=True),
-            )
-            with sharded:
+            with _compat.in_shards(model):
                 moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
                 load_shards({f"optimizer_{number}": moments}, checkpoint_id=path)
                 mine = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, moments)

@@ -124,15 +124,7 @@ class CommittedSaves(VerifiedLoads):
             parent=self._parent,
         )
         writes.digested = DigestedWrites(self.sync, with_sha256=self._with_sha256)
-        staged = stage(
-            path,
-            write,
-            rank=self._rank,
-            gather=self._gather,
-            sync=self.sync,
-            with_sha256=self._with_sha256,
-            digested=writes.digested,
-        )
+        staged = stage(path, write, rank=self._rank, gather=self._gather, digested=writes.digested)
         begun = None
         how: dict[str, Any] = {"count": writes.count, "reads_back": self._reads_back}
         if not writes.are_kept:

@@ -37,7 +37,7 @@ def save_shards(
     if digested is not None:
         writer = FileSystemWriter(path, sync_files=False)
         writer.fs = _DigestedFileSystem(digested)
-    with _compat.without_crc():  # which torch computes at half the speed of a disk, and never compares
+    with _compat.without_crc():  # which takes torch longer than the writing, and which nobody compares
         save(state, checkpoint_id=path, storage_writer=writer, planner=_FirstCopies(), process_group=group)
 
 

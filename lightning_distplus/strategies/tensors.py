@@ -19,7 +19,7 @@ from lightning_distplus.checkpoint.fingerprints import Piece
 from lightning_distplus.checkpoint.flat_parts import FlatPart
 from lightning_distplus.checkpoint.reading_back import named_tensors
 
-__all__ = ["parameters_of_optimizers", "pieces_of_live", "pieces_of_saved"]
+__all__ = ["parameters_of", "parameters_of_optimizers", "pieces_of_live", "pieces_of_saved"]
 
 
 # -- saved -------------------------------------------------------------------------------------------------------------
@@ -59,15 +59,10 @@ def _part(name: str, tensor: DTensor, *, only_first_copy: bool = False) -> Itera
 def parameters_of_optimizers(strategy: Any) -> list[list[str]]:
     """The names of the parameters of each optimizer, in the order of its numbers."""
     names = {
-        id(parameter): _compat.plain_name(name) for name, parameter in strategy.lightning_module.named_parameters()
+        id(parameter): _compat.state_dict_name(name) for name, parameter in strategy.lightning_module.named_parameters()
     }
     return [
-        [
-            names.get(id(parameter), f"parameter {number}")
-            for number, parameter in enumerate(
-                parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]
-            )
-        ]
+        [names.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters_of(optimizer))]
         for optimizer in strategy.optimizers
     ]
 
@@ -86,26 +81,27 @@ def pieces_of_live(strategy: Any, *, is_first: bool = True) -> Iterator[Piece]:
     units = _compat.flat_units(model) if isinstance(model, torch.nn.Module) else []
     sections = _Sections(units)
     for name, parameter in module.named_parameters():
-        if _compat.plain_name(name) not in sections.by_name:
-            yield from _held(f"weights/{_compat.plain_name(name)}", parameter, is_first)
+        if _compat.state_dict_name(name) not in sections.by_name:
+            yield from _held(f"weights/{_compat.state_dict_name(name)}", parameter, is_first)
     for prefix, part in module.named_modules():
         unsaved = _compat.non_persistent_buffers(part)
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in unsaved:
-                yield from _held(f"weights/{_compat.plain_name(name)}", buffer, is_first)
+                yield from _held(f"weights/{_compat.state_dict_name(name)}", buffer, is_first)
     for unit in units:
         yield from sections.pieces("weights/{}", unit, unit.local)
     for number, optimizer in enumerate(strategy.optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the one that has the state
         if inner is optimizer:
-            names = dict(zip(_parameters(optimizer), parameters_of_optimizers(strategy)[number], strict=True))
+            names = dict(zip(parameters_of(optimizer), parameters_of_optimizers(strategy)[number], strict=True))
             yield from _moments(f"optimizer {number}", optimizer.state, names, sections)
         else:
             yield from _parts_of_zero(f"optimizer {number}", inner)
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """The parameters of an optimizer, in the order of its numbers."""
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
 def _held(name: str, value: Any, is_first: bool = True) -> Iterator[Piece]:
@@ -156,22 +152,12 @@ class _Sections:
         self.by_name: dict[str, tuple[int, int]] = {}
         """At which of its elements this rank's part of a parameter begins, and how many it has."""
         for unit in units:
-            for name, first, numel in self._of(unit):
-                self.by_name[name] = (max(0, min(unit.start - first, numel)), numel)
+            for name, numel, start, _ in unit.parts():
+                self.by_name[_compat.state_dict_name(unit.prefix + name)] = (start, numel)
 
     def pieces(self, pattern: str, unit: _compat.FlatUnit, local: Tensor) -> Iterator[Piece]:
         """The parts of the parameters in what this rank holds of a flat one, or of something of the same length."""
-        last = unit.start + local.numel()
-        for name, first, numel in self._of(unit):
-            begin, end = max(first, unit.start), min(first + numel, last)
-            if begin < end:
-                part = local.reshape(-1)[begin - unit.start : end - unit.start]
-                yield Piece.of_flat(pattern.format(name), part, begin - first, numel)
-
-    @staticmethod
-    def _of(unit: _compat.FlatUnit) -> Iterator[tuple[str, int, int]]:
-        first = 0
-        for name, numel in unit.sections:
-            if name != "padding":
-                yield _compat.plain_name(unit.prefix + name), first, numel
-            first += numel
+        for name, numel, start, place in unit.parts():
+            if place.start < place.stop:
+                where = pattern.format(_compat.state_dict_name(unit.prefix + name))
+                yield Piece.of_flat(where, local.reshape(-1)[place], start, numel)

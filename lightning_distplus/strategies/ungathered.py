@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.flat_parts import FlatPart
+from lightning_distplus.strategies.tensors import parameters_of
 from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class HeldState:
         if mine is None or mine.doubt is not None:
             return None
         self._moments.remove(mine)
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         groups = copy.deepcopy(mine.state["param_groups"])
         for group in groups:
             group["params"] = [name for number in group["params"] for name in self._names_of(parameters[number])]
@@ -167,14 +168,14 @@ class HeldState:
 
     def _names_of(self, parameter: Tensor) -> list[str]:
         places = self._by_owner.get(id(parameter))
-        return [place.names[0] for place in places] if places else [_compat.plain_name(self._names[id(parameter)])]
+        return [place.names[0] for place in places] if places else [_compat.state_dict_name(self._names[id(parameter)])]
 
     def _moments_of(self, optimizer: Optimizer) -> _Moments:
         found = _Moments(optimizer)
         if type(optimizer).state_dict is not Optimizer.state_dict:
             found.doubt = f"{type(optimizer).__name__} makes its own state dict"
             return found
-        found.state, parameters = optimizer.state_dict(), _parameters(optimizer)
+        found.state, parameters = optimizer.state_dict(), parameters_of(optimizer)
         if not all(isinstance(number, int) and number < len(parameters) for number in found.state["state"]):
             found.doubt = f"{type(optimizer).__name__} has a state that is not of a parameter"
             return found
@@ -196,10 +197,6 @@ class HeldState:
 
 def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _fits(values: Mapping[str, Any], parameter: Tensor) -> bool:

@@ -20,11 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
-from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_distplus import _compat, newest_valid
@@ -160,13 +157,7 @@ def trained(make: Callable[[], nn.Module], optimizers_of: Callable[[nn.Module], 
 
 def as_the_parent(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """What FSDPStrategy hands to torch's distributed checkpoint."""
-    in_shards = FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=True),
-    )
-    with in_shards:
+    with _compat.in_shards(model):
         moments = [FullyShardedDataParallel.optim_state_dict(model, optimizer) for optimizer in optimizers]
         return {"model": model.state_dict(), **{f"optimizer_{n}": one for n, one in enumerate(moments)}}
 
@@ -432,6 +423,33 @@ def save_twice(folder: str, async_save: bool) -> dict[str, Any]:
     trainer.fit(module, jobs.loader())
     kinds = [set(kinds) for kinds in (saves.kinds_of_parent, saves.kinds, module.kinds_of_others, module.kinds)]
     return {"kinds": kinds, "shapes": module.shapes, "collectives": saves.collectives}
+
+
+class Placed(jobs.Model):
+    """Has buffers that differ between ranks, as BatchNorm's do; torch would have both ranks write some of them."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "places"):
+            self.places = nn.ModuleList(nn.Module() for _ in range(4))
+            for place in self.places:
+                place.register_buffer("rank", torch.full((300,), self.trainer.global_rank))
+
+
+def save_and_resume(rank: int, name: str, folder: str) -> set[int]:
+    trainer = jobs.trainer(jobs.strategy(name), 2, folder, max_steps=2)
+    trainer.fit(Placed(), jobs.loader())
+    trainer.save_checkpoint(f"{folder}/2.ckpt")
+    module = Placed()
+    trainer = jobs.trainer(jobs.strategy(name), 2, folder, max_steps=3)
+    trainer.fit(module, jobs.loader(), ckpt_path=f"{folder}/2.ckpt")
+    return {found for place in module.places for found in place.rank.tolist()}
+
+
+@pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
+def test_a_run_resumes_whose_ranks_hold_other_buffers_with_those_of_rank_0(name: str, tmp_path: Path) -> None:
+    result = spawn(save_and_resume, 2, args=(name, str(tmp_path)), deadline="60s").check()
+    assert result.results == {0: {0}, 1: {0}}
 
 
 @pytest.mark.parametrize("async_save", [False, True])

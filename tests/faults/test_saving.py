@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.distributed.checkpoint import FileSystemReader
 
-from lightning_distplus import newest_valid, verify
+from lightning_distplus import _compat, newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.foreign import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
@@ -337,7 +340,26 @@ def test_foreign_checkpoints_that_cannot_be_loaded_are_one_clear_error_on_all_ra
             assert reason in message
             assert path.name in message
     assert check_unmanifested(sound) == ()
-    torch.serialization.set_crc32_options(False)
-    torch.save(torch.load(sound), tmp_path / "without.ckpt")  # whose CRCs are all 0
-    torch.serialization.set_crc32_options(True)
+    with _compat.without_crc():
+        torch.save(torch.load(sound), tmp_path / "without.ckpt")  # whose CRCs are all 0
     assert check_unmanifested(tmp_path / "without.ckpt") == ()
+
+
+def archives_in(checkpoint: Path) -> Iterator[zipfile.ZipFile]:
+    """What ``torch.save`` has written, on its own or as an item of a shard."""
+    if (checkpoint / ".metadata").is_file():
+        for item in FileSystemReader(checkpoint).read_metadata().storage_data.values():
+            content = (checkpoint / item.relative_path).read_bytes()[item.offset : item.offset + item.length]
+            if zipfile.is_zipfile(io.BytesIO(content)):  # what is no tensor is pickled as it is
+                yield zipfile.ZipFile(io.BytesIO(content))
+    else:
+        for path in [checkpoint] if checkpoint.is_file() else sorted(checkpoint.rglob("*.pt")):
+            yield zipfile.ZipFile(path)
+
+
+@pytest.mark.parametrize("name", jobs.STRATEGIES)
+def test_shards_have_no_crc_which_nobody_compares_and_a_single_file_keeps_it(name: str, tmp_path: Path) -> None:
+    members = [member for archive in archives_in(saved(name, tmp_path)) for member in archive.infolist()]
+    entries = [member for member in members if "/data/" in member.filename]
+    assert len(entries) > 4
+    assert [entry.filename for entry in entries if (entry.CRC != 0) is not (name == "ResilientDDP")] == []

@@ -351,6 +351,21 @@ def test_a_rank_runs_in_a_folder_that_is_deleted(
     assert ended[0][:2] == (0, f"{gone} (deleted) []\n")
 
 
+def test_a_killed_server_that_has_not_read_a_signal_ends_who_stands_in_like_a_killed_rank(
+    preloading: Callable[[str], Warm], script: Callable[[str], list[str]]
+) -> None:
+    with preloading("") as one:
+        process, rank, child = begin(one, script(SLEEPER))
+        os.kill(server_of(one).pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)  # it is passed on by then; if it is not, the end is that of a server that has nothing to read
+        os.kill(server_of(one).pid, signal.SIGKILL)
+        wait_for(lambda: not is_there(rank), "the rank is left")
+        os.kill(child, signal.SIGKILL)  # which nobody ends, and which holds the streams
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (-signal.SIGKILL, "")
+
+
 def test_a_rank_that_is_killed_ends_the_process_that_stands_in(warm: Warm, script: Callable[[str], list[str]]) -> None:
     process, rank, child = begin(warm, script(SLEEPER))
     os.kill(rank, signal.SIGKILL)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import xxhash
 
-from lightning_distplus.checkpoint import digests
+from lightning_distplus.checkpoint import SaveInfo, digests, gather_alone, reading_back
 from lightning_distplus.checkpoint.digests import DigestedWrites, digest_block, digest_file
+from lightning_distplus.checkpoint.files import forget
+from lightning_distplus.checkpoint.protocol import stage
 
 CONTENT = bytes(range(256)) * 40 + b"the end"  # ten blocks of a thousand bytes, and a part of one
 
@@ -54,6 +58,51 @@ def test_torch_writes_everything_through_the_stream(tmp_path: Path, zipped: bool
         assert torch.equal(torch.load(tmp_path / name)["matrix"], state["matrix"])
     found = writes.found(tmp_path)
     assert found == {name: asdict(digest_file(tmp_path / name)) for name in ("first", "second")}
+
+
+def is_in_page_cache(file: Path) -> bool:
+    with file.open("rb", buffering=0) as opened:
+        try:
+            return os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            pytest.skip(f"this file system does not tell what is in the page cache: {error}")
+
+
+def written(file: Path) -> DigestedWrites:
+    """A file that is on the disk, where it can leave the page cache."""
+    writes = DigestedWrites(os.fsync)
+    with writes.open(file) as stream:
+        stream.write(CONTENT)
+    assert is_in_page_cache(file)
+    forget(file)
+    if is_in_page_cache(file):
+        pytest.skip("the temporary folder is on a file system that has no disk")
+    return writes
+
+
+def test_what_is_forgotten_is_read_from_the_disk(tmp_path: Path) -> None:
+    written(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_a_save_that_is_read_back_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, was_in_memory = reading_back.byte_findings, []
+
+    def look_and_compare(digests: Mapping[Path, str]) -> Any:
+        was_in_memory.extend(is_in_page_cache(file) for file in digests)
+        return compare(digests)
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "shard").write_bytes(CONTENT)
+
+    staged = stage(tmp_path / "saved", write, rank=0, gather=gather_alone, digested=written(tmp_path / "file"))
+    monkeypatch.setattr(reading_back, "byte_findings", look_and_compare)
+    info = SaveInfo(global_step=1, epoch=0, strategy="resilient_fsdp", data=None, packages={})
+    staged.commit(info, reads_back=True)
+    assert was_in_memory == [False]
 
 
 def test_a_file_has_no_digest_where_its_write_failed_or_something_else_wrote_to_it(tmp_path: Path) -> None:

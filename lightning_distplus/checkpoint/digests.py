@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_distplus.checkpoint.files import Sync
+from lightning_distplus.checkpoint.files import Sync, read_ahead
 
 __all__ = [
     "BLOCK_BYTES",
@@ -107,6 +107,7 @@ def digest_file(
     """
     view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
+        read_ahead(file)
         digest = _Running(with_blocks=with_blocks, with_sha256=with_sha256)
         while num_bytes := file.readinto(view):
             digest.update(view[:num_bytes])
@@ -123,6 +124,7 @@ def digest_block(path: Path, number: int) -> str:
     view = memoryview(bytearray(_CHUNK_BYTES))
     left_bytes = BLOCK_BYTES
     with path.open("rb", buffering=0) as file:
+        read_ahead(file)
         file.seek(number * BLOCK_BYTES)
         while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, left_bytes)]):
             digest.update(view[:num_bytes])

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 __all__ = [
     "Sync",
@@ -16,6 +16,7 @@ __all__ = [
     "forget",
     "list_files",
     "list_folders",
+    "read_ahead",
     "remove_tree",
     "second_name",
     "sync_folder",
@@ -76,6 +77,12 @@ def forget(file: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(file: IO[bytes]) -> None:
+    """Has the system read more of a file at once, where it can do that: it is read from its begin to its end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:

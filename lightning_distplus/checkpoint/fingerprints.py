@@ -19,8 +19,9 @@ from torch import Tensor
 __all__ = ["Piece", "Sums", "add_up", "describe", "differing", "sums_of_pieces"]
 
 _WORD_BYTES = 8
-_COLUMNS = {True: 1 << 14, False: 256}  # of a row of words: on a CPU 128 KiB, three of which stay in the second cache
-_ROWS = 1 << 16  # of a block on a GPU
+_COLUMNS = 1 << 14  # of a row of words on a CPU: 128 KiB, three of which stay in the second cache
+_INDICES = np.arange(_COLUMNS)
+_BLOCK_ROWS, _BLOCK_COLUMNS = 1 << 16, 256  # of a block on a GPU
 _PART_ELEMENTS = 1 << 20  # at once, where each element needs its own index
 _MASK = (1 << 64) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,7 +137,9 @@ def _sums(piece: Piece) -> Tensor:
     head = min(flat.numel(), -start * size % _WORD_BYTES // size)
     num_words = (flat.numel() - head) * size // _WORD_BYTES
     tail = head + num_words * _WORD_BYTES // size
-    sums = _sums_of_words(_words(flat[head:tail]), (start + head) * size // _WORD_BYTES)
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    if num_words:
+        sums = _sums_of_words(_words(flat[head:tail]), (start + head) * size // _WORD_BYTES)
     for first, last in ((0, head), (tail, flat.numel())):
         if first < last:
             places = torch.arange(start + first, start + last, device=flat.device)
@@ -152,43 +155,49 @@ def _words(flat: Tensor) -> Tensor:
 
 def _sums_of_words(words: Tensor, start: int) -> Tensor:
     """The sums of whole words, of which the first is word ``start`` of the tensor."""
-    device = words.device
-    columns = _COLUMNS[device.type == "cpu"]
-    num_rows = words.numel() // columns
-    rest = words[num_rows * columns :]
-    places = torch.arange(start + num_rows * columns, start + words.numel(), device=device)
-    sums = torch.stack([rest.sum(), (rest * places).sum()])
-    if num_rows:
-        rows = words[: num_rows * columns].view(num_rows, columns)
-        total, by_column = (_running_sums if device.type == "cpu" else _block_sums)(rows)
-        along = torch.arange(start, start + columns, device=device)
-        sums = sums + torch.stack([by_column.sum(), total * columns + (by_column * along).sum()])
-    return sums
+    if words.device.type == "cpu":
+        first, second = _sums_in_rows(words.numpy())
+        return torch.tensor([_signed(first), _signed(first * start + second)])
+    total, weighted = _sums_in_blocks(words)
+    return torch.stack([total, total * start + weighted])
 
 
-def _running_sums(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows (n, columns) on a CPU: the sum of each word times its row's number, and the sums of the columns.
+def _sums_in_rows(words: np.ndarray) -> tuple[int, int]:
+    """On a CPU: the sum of words (n,), and of each times its index.
 
-    One pass over the memory. After each row the sums so far are added to another sum, in which the word of row r is at
-    last n - 1 - r times. All of it stays in the second cache; numpy's calls cost less than those of torch.
+    One pass over the memory. Before each row the sums of the columns so far are added to another sum, in which the
+    words of row r of n are at last n - 1 - r times. All of it stays in the second cache; numpy's calls cost less than
+    those of torch.
     """
-    by_column = np.zeros(rows.shape[1], dtype=np.int64)
-    later = np.zeros(rows.shape[1], dtype=np.int64)
-    for row in rows.numpy():
+    columns = min(_COLUMNS, words.size)
+    by_column, later = words[:columns].copy(), np.zeros(columns, dtype=np.int64)
+    for first in range(columns, words.size, columns):
+        row = words[first : first + columns]
         np.add(later, by_column, out=later)
-        np.add(by_column, row, out=by_column)
-    total, earlier = torch.from_numpy(by_column), torch.from_numpy(later)
-    return total.sum() * (rows.shape[0] - 1) - earlier.sum(), total
+        np.add(by_column[: row.size], row, out=by_column[: row.size])
+    total, rows_after = int(by_column.sum()), (words.size - 1) // columns
+    by_row = total * rows_after - int(later.sum())
+    return total, by_row * columns + int((by_column * _INDICES[:columns]).sum())
 
 
-def _block_sums(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`_running_sums` with few calls, for a GPU."""
-    by_row, by_column = [], torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
-    for block in torch.split(rows, _ROWS):
+def _sums_in_blocks(words: Tensor) -> tuple[Tensor, Tensor]:
+    """`_sums_in_rows` with few calls, for a GPU, without waiting."""
+    columns = min(_BLOCK_COLUMNS, words.numel())
+    num_rows = words.numel() // columns
+    rows, rest = words[: num_rows * columns].view(num_rows, columns), words[num_rows * columns :]
+    by_row, by_column = [], torch.zeros(columns, dtype=torch.int64, device=words.device)
+    for block in torch.split(rows, _BLOCK_ROWS):
         by_row.append(block.sum(1))
         by_column += block.sum(0)
-    numbers = torch.arange(rows.shape[0], device=rows.device)
-    return (torch.cat(by_row) * numbers).sum(), by_column
+    numbers = torch.arange(max(num_rows, columns), device=words.device)
+    places = torch.arange(num_rows * columns, words.numel(), device=words.device)
+    weighted = (torch.cat(by_row) * numbers[:num_rows]).sum() * columns + (by_column * numbers[:columns]).sum()
+    return by_column.sum() + rest.sum(), weighted + (rest * places).sum()
+
+
+def _signed(number: int) -> int:
+    """A sum as 64 bits have it."""
+    return (number + (1 << 63) & _MASK) - (1 << 63)
 
 
 def _sums_of_elements(values: Tensor, places: Tensor) -> Tensor:

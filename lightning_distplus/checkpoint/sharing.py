@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from lightning_distplus.checkpoint.layout import MANIFEST, meta_folder
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 
 __all__ = ["findings_in_share", "place_of"]
+
+_NUM_READERS = 2  # of a rank: a disk or a network gives one of them less than it has
 
 _Part = tuple[FileEntry, int | None]  # a file, or one block of a large one
 
@@ -40,27 +44,37 @@ def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: i
         rank: This rank.
         num_ranks: How many share the reading.
     """
-    findings = []
-    for entry, block in _shares(manifest, num_ranks)[rank]:
+
+    def check(part: _Part) -> FileFinding | None:
+        entry, block = part
         file = path / entry.path if path.is_dir() else path
-        found = check_file(file, entry, "full") if block is None else _check_block(file, entry, block)
-        if found is not None:
-            findings.append(found)
-    return findings
+        return check_file(file, entry, "full") if block is None else _check_block(file, entry, block)
+
+    with ThreadPoolExecutor(_NUM_READERS, "distplus-reader") as readers:
+        found = readers.map(check, _shares(manifest, num_ranks)[rank])
+        return [finding for finding in found if finding is not None]
 
 
 def _shares(manifest: Manifest, num_ranks: int) -> list[list[_Part]]:
-    """For each rank what it reads: the largest parts first, each to the rank that has least."""
+    """For each rank what it reads: about as many bytes each, one run after the other.
+
+    Files are in the order of the numbers in their names, so that the run of a rank is more or less the shard that it
+    loads then, which its host has in memory by that time.
+    """
     parts: list[_Part] = []
-    for entry in manifest.files:
+    for entry in sorted(manifest.files, key=_by_numbers):
         parts += [(entry, number) for number in range(len(entry.blocks_64_mib))] or [(entry, None)]
     shares: list[list[_Part]] = [[] for _ in range(num_ranks)]
-    loads_bytes = [0] * num_ranks
-    for part in sorted(parts, key=_size_bytes, reverse=True):
-        rank = loads_bytes.index(min(loads_bytes))
-        shares[rank].append(part)
-        loads_bytes[rank] += _size_bytes(part)
+    total_bytes, before_bytes = max(1, sum(map(_size_bytes, parts))), 0
+    for part in parts:
+        middle = 2 * before_bytes + _size_bytes(part)
+        shares[min(middle * num_ranks // (2 * total_bytes), num_ranks - 1)].append(part)
+        before_bytes += _size_bytes(part)
     return shares
+
+
+def _by_numbers(entry: FileEntry) -> list[str | int]:
+    return [int(word) if word.isdigit() else word for word in re.split("([0-9]+)", entry.path)]
 
 
 def _size_bytes(part: _Part) -> int:

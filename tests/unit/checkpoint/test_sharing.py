@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import digests, sharing, verify
+from lightning_distplus.checkpoint import SaveInfo, commit, digests, gather_alone, sharing, verify
 from lightning_distplus.checkpoint.sharing import findings_in_share
 
 BLOCK_BYTES = 1000
@@ -46,3 +46,21 @@ def test_every_byte_is_read_by_exactly_one_rank(
     damaged.unlink()
     assert sum(found()) == 11
     assert "FileNotFoundError" in str(findings_in_share(target, manifest, rank=0, num_ranks=1)[0])
+
+
+def test_a_rank_reads_the_shard_that_has_its_number(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        for rank in range(12):
+            (folder / f"__{rank}_0.distcp").write_bytes(bytes(1000 + rank))
+        (folder / ".metadata").write_bytes(bytes(90))
+
+    target = tmp_path / "a.ckpt"
+    info = SaveInfo(global_step=1, epoch=0, strategy="resilient_fsdp")
+    manifest = commit(target, write, rank=0, gather=gather_alone, info=info, sync=None)
+    assert manifest is not None
+    for path in target.glob("__*"):
+        path.unlink()
+    for rank in range(12):
+        (finding,) = findings_in_share(target, manifest, rank=rank, num_ranks=12)
+        assert finding.file == str(target / f"__{rank}_0.distcp")

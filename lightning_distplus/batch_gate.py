@@ -110,12 +110,17 @@ class BatchGate:
         self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
-        """Meets all ranks and takes the place of the stock broadcast.
+        """Meets all ranks and takes the place of the stock broadcast; where it has it already, it begins anew.
+
+        Training may start more than once in a fit: ``LearningRateFinder`` trains before it.
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         self._gate.open(self._deadline())
+        self._last = None
+        if self.is_open:
+            return
         _compat.replace_batch_broadcast(self._trainer, lambda: None)
         self._inner = self._trainer.strategy.on_train_batch_start
         vars(self._trainer.strategy)["on_train_batch_start"] = self._on_train_batch_start

@@ -5,6 +5,10 @@ When an upstream name has vanished, the feature behind it is switched off with o
 """
 
 from lightning_distplus._compat.deepspeed import calls_torch_save, discard_next_deepspeed_step, loading_universal
+from lightning_distplus._compat.empty_optimizers import (
+    loading_empty_optimizers_of_fsdp,
+    loading_empty_optimizers_of_fsdp2,
+)
 from lightning_distplus._compat.evidence import flight_recorder_dumps, on_terminate
 from lightning_distplus._compat.fake import fake_default_group
 from lightning_distplus._compat.fsdp import (
@@ -94,6 +98,8 @@ __all__ = [
     "init_default_group",
     "inner_schedulers",
     "is_fsdp_shard",
+    "loading_empty_optimizers_of_fsdp",
+    "loading_empty_optimizers_of_fsdp2",
     "loading_universal",
     "loading_unsharded_models",
     "logged_metric",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["replaced", "restore_method", "warn_once", "wrap_method"]
+__all__ = ["replaced", "restore_method", "warn_once", "wrap_method", "wrapped"]
 
 log = logging.getLogger(__name__)
 
@@ -64,3 +64,11 @@ def replaced(names: Iterable[str], attribute: str, value: Any, consequence: str)
     finally:
         for module, original in originals:
             setattr(module, attribute, original)
+
+
+@contextmanager
+def wrapped(module: str, attribute: str, wrapper: Callable[..., Any], consequence: str) -> Iterator[None]:
+    """Calls ``wrapper(function, *arguments)`` in the place of a module's function in this block."""
+    original = getattr(importlib.import_module(module), attribute, None)
+    with replaced((module,), attribute, functools.partial(wrapper, original), consequence):
+        yield

@@ -88,7 +88,7 @@ class _FSDPOnAnyDevice(FSDPStrategy):
             return super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        with self._full_state_dict():
+        with self._full_state_dict(), _compat.loading_empty_optimizers_of_fsdp(self.optimizers):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         is_hybrid = "HYBRID" in self.sharding_strategy.name and is_sharded(Path(checkpoint_path))
         if is_hybrid and self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":

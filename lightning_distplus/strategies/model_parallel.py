@@ -13,15 +13,15 @@ from lightning_distplus.strategies.mixin import ResilientStrategy
 __all__ = ["ResilientModelParallel"]
 
 
-class _LoadsUnshardedModels(ModelParallelStrategy):
-    """The parent saves a model of which nothing is sharded, and then refuses to load its checkpoint."""
+class _LoadsWhatItSaves(ModelParallelStrategy):
+    """The parent saves a model of which nothing is sharded, and an optimizer without state, and cannot load them."""
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        with _compat.loading_unsharded_models():
+        with _compat.loading_unsharded_models(), _compat.loading_empty_optimizers_of_fsdp2():
             return super().load_checkpoint(checkpoint_path, weights_only)
 
 
-class ResilientModelParallel(ResilientStrategy, _LoadsUnshardedModels):
+class ResilientModelParallel(ResilientStrategy, _LoadsWhatItSaves):
     """``ModelParallelStrategy`` with deadlines, a step gate and committed checkpoints.
 
     Args:

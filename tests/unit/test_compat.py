@@ -74,6 +74,8 @@ NAMES = [
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
     "lightning.fabric.strategies.model_parallel:_get_full_state_dict_context",
     "lightning.fabric.strategies.model_parallel:_has_dtensor_modules",
+    "lightning.fabric.strategies.model_parallel:_rekey_optimizer_state_if_needed",
+    "lightning.pytorch.strategies.fsdp:_materialize_tensors",
     # Lightning: the methods and attributes of the parents that the strategies override or use
     "lightning.pytorch.strategies:DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies:DDPStrategy._get_process_group_backend",

@@ -3,8 +3,9 @@
 One fit on two processes and each strategy, 540 MB of state (45 million parameters with AdamW's moments). Between two
 steps all ways take their turn, in an order that differs from round to round: the parent's save, the same with its bytes
 forced to the disk, ours, the parent's again (A/A). A load is the whole restore; it is verified by the digests of the
-files, and then also by the fingerprints of the tensors in memory. It is measured twice: with the files in the page
-cache, and from the disk, as in a run that starts. A save in the background is measured by what it holds training up,
+files, and then also by the fingerprints of the tensors in memory. It is measured with the files in the page cache, and
+from the disk, as in a run that starts, in a fit of its own, beside whose loads nothing is saved: in each round each way
+once, in an order of its own. A save in the background is measured by what it holds training up,
 against the parent's save just before or after it, and, in a fit without the parent's saves, which leave memory behind,
 by how much more memory the steps with it take than those before the first one. Each ratio is of one round; the figure
 is their median, so that a busy machine does less harm.
@@ -49,11 +50,13 @@ STRATEGIES: dict[str, type] = {
 _WIDTH, _LAYERS = 1500, 20  # 45 million parameters
 _TARGET_SYNC, _TARGET_STALL, _TARGET_LOAD, _TARGET_MEMORY = 1.05, 0.1, 1.1, 1.0
 _STEPS_BEHIND = 20
+_LOADS_PER_ROUND = 2
+_LOADS = tuple(f"{how}{place}" for how in ("parent", "files", "full") for place in ("", ", from disk"))
 _ARMS = ("parent", "parent, on disk", "ours", "control")
 
 
 def run(quick: bool) -> list[Figure]:
-    """Rounds of saves for each strategy: 6 (quick: 2, and a tenth of the state)."""
+    """Rounds of saves for each strategy, and twice as many of loads: 6 (quick: 2, and a tenth of the state)."""
     rounds, layers = (2, 2) if quick else (6, _LAYERS)
     return [figure for name in STRATEGIES for figure in _figures(name, rounds, layers)]
 
@@ -61,7 +64,8 @@ def run(quick: bool) -> list[Figure]:
 def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
         arguments = (name, rounds, layers, folder)
-        found = spawn(_save_and_load, 2, args=arguments, deadline="15m").check().results[0]
+        found = spawn(_save, 2, args=arguments, deadline="15m").check().results[0]
+        loads = spawn(_load, 2, args=arguments, deadline="15m").check().results[0]
         behind = spawn(_save_behind, 2, args=arguments, deadline="15m").check().results[0]
         alone = spawn(_save_behind, 2, args=(name, 2, layers, folder, False), deadline="15m").check().results[0]
     parent_s = median(found["parent"])
@@ -77,25 +81,11 @@ def _figures(name: str, rounds: int, layers: int) -> Iterator[Figure]:
     yield ratio("save", "ours", "parent", _TARGET_SYNC, f"of the parent's save: {size} in {parent_s:.2f} s")
     yield ratio("save, both forced to the disk", "ours", "parent, on disk", _TARGET_SYNC)
     yield ratio("A/A", "control", "parent", note="the parent's save twice")
-    yield ratio(
-        "verified load", "load, files", "load, parent", _TARGET_LOAD, f"parent {median(found['load, parent']):.2f} s"
-    )
-    yield ratio("verified load, tensors compared", "load, full", "load, parent", _TARGET_LOAD, "the default")
-    from_disk_s = median(found["load, parent, from disk"])
-    yield ratio(
-        "verified load from the disk",
-        "load, files, from disk",
-        "load, parent, from disk",
-        _TARGET_LOAD,
-        f"parent {from_disk_s:.2f} s",
-    )
-    yield ratio(
-        "verified load from the disk, tensors compared",
-        "load, full, from disk",
-        "load, parent, from disk",
-        _TARGET_LOAD,
-        "the default",
-    )
+    for place, where in (("", ""), (", from disk", " from the disk")):
+        to = f"parent{place}"
+        took = f"parent {median(loads[to]):.2f} s"
+        yield ratio(f"verified load{where}", f"files{place}", to, _TARGET_LOAD, took, loads)
+        yield ratio(f"verified load{where}, tensors compared", f"full{place}", to, _TARGET_LOAD, "the default", loads)
     stall = f"of the parent's save: {median(behind['parent']):.2f} s; the first one held up {behind['stall'][0]:.2f} s"
     yield ratio("stall of a background save", "stall", "parent", _TARGET_STALL, stall, behind)
     if found["rival"]:
@@ -183,9 +173,39 @@ def _save_as_parent(trainer: pl.Trainer, path: str, *, forced: bool = False) -> 
                     os.fsync(opened.fileno())
 
 
-def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
-    loads = tuple(f"load, {how}{place}" for how in ("parent", "files", "full") for place in ("", ", from disk"))
-    seconds: dict[str, list[float]] = {arm: [] for arm in (*_ARMS, *loads, "bytes", "rival")}
+def _load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
+    """Rounds of loads of one checkpoint, each way once in each."""
+    seconds: dict[str, list[float]] = {load: [] for load in _LOADS}
+
+    def restore(trainer: pl.Trainer, path: str) -> None:
+        checkpoint = trainer.strategy.load_checkpoint(path)
+        if trainer.strategy.lightning_restore_optimizer:
+            trainer.strategy.load_model_state_dict(checkpoint)
+            trainer.strategy.load_optimizer_state_dict(checkpoint)
+
+    def measure(trainer: pl.Trainer, step: int) -> None:
+        path = f"{folder}/loaded.ckpt"
+        strategy: Any = trainer.strategy
+        trainer.save_checkpoint(path)
+        os.sync()
+        for number in range(_LOADS_PER_ROUND * rounds):
+            for load in random.Random(number).sample(_LOADS, len(_LOADS)):
+                strategy._saves._verification = "off" if load.startswith("parent") else "full"
+                strategy.compares_tensors = load.startswith("full")
+                strategy.barrier("benchmark")
+                if load.endswith("from disk"):
+                    _forget(Path(path))
+                seconds[load].append(_timed(trainer, lambda: restore(trainer, path)))
+        strategy.barrier("benchmark")
+        if rank == 0:
+            strategy.remove_checkpoint(path)
+
+    _fit(name, folder, layers, _AfterSteps(measure, 1))
+    return seconds
+
+
+def _save(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {arm: [] for arm in (*_ARMS, "bytes", "rival")}
     parent: Any = STRATEGIES[name]
     groups: list[Any] = []  # of the rival's thread: its collectives must not meet those of the training thread
 
@@ -215,12 +235,6 @@ def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) 
         wait[0]()
         return took
 
-    def restore(trainer: pl.Trainer, path: str) -> None:
-        checkpoint = trainer.strategy.load_checkpoint(path)
-        if trainer.strategy.lightning_restore_optimizer:
-            trainer.strategy.load_model_state_dict(checkpoint)
-            trainer.strategy.load_optimizer_state_dict(checkpoint)
-
     def measure(trainer: pl.Trainer, step: int) -> None:
         order = list(_ARMS)
         random.Random(step).shuffle(order)
@@ -228,14 +242,6 @@ def _save_and_load(rank: int, name: str, rounds: int, layers: int, folder: str) 
             path = f"{folder}/{step}-{order.index(arm)}.ckpt"
             if arm == "ours":
                 seconds[arm].append(_timed(trainer, lambda path=path: trainer.save_checkpoint(path)))  # type: ignore[misc]
-                for load in random.Random(step).sample(loads, len(loads)):
-                    strategy: Any = trainer.strategy
-                    strategy._saves._verification = "off" if load.startswith("load, parent") else "full"
-                    strategy.compares_tensors = load.startswith("load, full")
-                    if load.endswith("from disk"):
-                        _forget(Path(path))
-                    took = _timed(trainer, lambda path=path: restore(trainer, path))  # type: ignore[misc]
-                    seconds[load].append(took)
                 seconds["bytes"].append(_size(path))
             else:
                 forced = arm == "parent, on disk"

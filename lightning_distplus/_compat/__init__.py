@@ -67,6 +67,7 @@ from lightning_distplus._compat.trainer import (
     replace_preparation_barrier,
     restore_batch_broadcast,
     restore_checkpoint_link,
+    skips_backward,
     synced_metrics,
     validates_now,
 )
@@ -124,6 +125,7 @@ __all__ = [
     "restore_sigterm_notifier",
     "restore_worker_signals",
     "set_group_timeout",
+    "skips_backward",
     "state_dict_name",
     "state_in_parts",
     "synced_metrics",

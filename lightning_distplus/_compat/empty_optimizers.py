@@ -22,6 +22,7 @@ def loading_empty_optimizers_of_fsdp(optimizers: Sequence[Optimizer]) -> Iterato
     torch's distributed checkpoint drops the empty dict, which FSDP1 wants; and in a whole checkpoint the strategy looks
     at the first parameter that has a state (lightning 2.6.6, ``fsdp.py`` 614 and 655).
     """
+    whole: dict[str, Any] = {}
     left: list[dict[str, Any]] = []
 
     def load_with_state(load: Callable[..., Any], **arguments: Any) -> Any:
@@ -30,10 +31,11 @@ def loading_empty_optimizers_of_fsdp(optimizers: Sequence[Optimizer]) -> Iterato
         return loaded
 
     def leave_out(materialize: Callable[..., Any], checkpoint: Any) -> Any:
-        checkpoint = materialize(checkpoint)
-        if not any(one["state"] for one in checkpoint.get("optimizer_states") or ()):
-            left.extend(checkpoint.pop("optimizer_states", None) or ())
-        return checkpoint
+        nonlocal whole
+        whole = materialize(checkpoint)
+        if not any(one["state"] for one in whole.get("optimizer_states") or ()):
+            left.extend(whole.pop("optimizer_states", None) or ())
+        return whole
 
     shards, strategy = "torch.distributed.checkpoint.optimizer", "lightning.pytorch.strategies.fsdp"
     with (
@@ -41,8 +43,10 @@ def loading_empty_optimizers_of_fsdp(optimizers: Sequence[Optimizer]) -> Iterato
         wrapped(strategy, "_materialize_tensors", leave_out, _CONSEQUENCE),
     ):
         yield
-    for optimizer, state in zip(optimizers, left, strict=False):  # only a fit has optimizers
-        _set_groups(optimizer, state)
+    if left:
+        whole["optimizer_states"] = left
+        for optimizer, state in zip(optimizers, left, strict=False):  # only a fit has optimizers
+            _set_groups(optimizer, state)
 
 
 @contextmanager

@@ -83,6 +83,14 @@ def accumulates(trainer: Any) -> bool:
     return bool(asked())
 
 
+def skips_backward(trainer: Any) -> bool:
+    """Whether steps go without gradients now: ``StochasticWeightAveraging`` renews the statistics of batch norm."""
+    skips = getattr(trainer.fit_loop, "_skip_backward", None)
+    if skips is None:
+        warn_once("_FitLoop._skip_backward", "the monitor takes the last epoch of weight averaging for wrong")
+    return bool(skips)
+
+
 def mode_of_combined_loader(loader: Any) -> str | None:
     """How Lightning's ``CombinedLoader`` combines, "min_size" or another; None where that cannot be read."""
     mode = getattr(loader, "_mode", None)

@@ -121,7 +121,14 @@ class GateMonitor(Callback):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_called(self) -> bool:
+        """Whether its hooks are: ``LearningRateFinder`` trains before a run, or inside it, without its callbacks."""
+        return self in self._trainer.callbacks  # type: ignore[attr-defined]
+
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if not self._is_called:
+            return {}
         self.skips.begin()
         fields: dict[str, Any] = {}
         for check in self.checks:
@@ -130,6 +137,8 @@ class GateMonitor(Callback):
 
     def _hear(self, records: list[GateRecord]) -> None:
         self._comparison.require_agreement(records)
+        if not self._is_called:
+            return
         for check in self.checks:
             check.hear(records)
 

@@ -20,6 +20,10 @@ __all__ = ["PairingCheck"]
 log = logging.getLogger(__name__)
 
 _NAME = "_distplus_mailbox"
+_REMEDY = (
+    "look for no_sync, a loss that does not depend on all parameters, or a skipped backward; "
+    "find_unused_parameters=True where parameters may go unused"
+)
 
 
 class PairingCheck(Check):
@@ -37,6 +41,8 @@ class PairingCheck(Check):
         self._mailbox: Mailbox | None = None
         self._tie: TieToLoss | None = None
         self._late: torch.Tensor | None = None
+        self._summed: set[int] = set()
+        self._looks_for_unfrozen = False
 
     def before_engine(self) -> None:
         """DDP takes the mailbox for a parameter; the module, its optimizers and checkpoints never see it."""
@@ -57,6 +63,7 @@ class PairingCheck(Check):
             return
         world = self.run.plane.world
         self._mailbox = Mailbox(world.rank, world.size, like)
+        self._summed = {id(one) for one in module.parameters() if one.requires_grad}
         module.register_parameter(_NAME, self._mailbox.parameter)
         try:
             inner()
@@ -87,10 +94,19 @@ class PairingCheck(Check):
             self._mailbox.parameter.grad = None
         return {}
 
+    def epoch_start(self) -> None:
+        """Callbacks that unfreeze parameters do so at the begin of an epoch."""
+        self._looks_for_unfrozen = True
+
     def before_optimizer_step(self, optimizer: Any) -> None:
         """The gradients are summed, or were to be."""
         if self._mailbox is None or self.run.skips.is_skipping or self._is_incomplete():
             return
+        if _compat.skips_backward(self.run.trainer):
+            return
+        if self._looks_for_unfrozen:
+            self._looks_for_unfrozen = False
+            self._require_summed(optimizer)
         content = self._mailbox.take()
         if content is None:
             self._tell_not_summed("its backward did not take part in the sum of gradients")
@@ -98,6 +114,16 @@ class PairingCheck(Check):
             self._judge(content, self.run.trainer.global_step + 1)
         else:
             self._late = content
+
+    def _require_summed(self, optimizer: Any) -> None:
+        trained = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
+        unfrozen = trained - self._summed
+        if names := [name for name, one in self.run.module.named_parameters() if id(one) in unfrozen]:
+            self._tell_not_summed(
+                f"DDP does not sum the gradients of what was frozen when it was built: {names[0]} (1 of {len(names)})",
+                "let all parameters that are trained at some time require gradients when fit begins, and keep them "
+                "still by a learning rate of 0",
+            )
 
     def _judge(self, content: torch.Tensor, expected: int) -> None:
         assert self._mailbox is not None
@@ -116,7 +142,7 @@ class PairingCheck(Check):
             )
         )
 
-    def _tell_not_summed(self, what: str) -> None:
+    def _tell_not_summed(self, what: str, remedy: str = _REMEDY) -> None:
         """This rank alone knows; the others stand in the sum, and hear of it when this one ends."""
         self.run.tell(
             disagreement(
@@ -124,8 +150,7 @@ class PairingCheck(Check):
                 {self.run.rank: what},
                 wrong=[self.run.rank],
                 where=f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here",
-                remedy="look for no_sync, a loss that does not depend on all parameters, or a skipped backward; "
-                "find_unused_parameters=True where parameters may go unused",
+                remedy=remedy,
             )
         )
 

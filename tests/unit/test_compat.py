@@ -62,6 +62,7 @@ NAMES = [
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
     "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
+    "lightning.pytorch.loops.fit_loop:_FitLoop._skip_backward",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.teardown",

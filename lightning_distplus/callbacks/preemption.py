@@ -166,7 +166,7 @@ class PreemptionHandler(Callback):
     def _save(self) -> Path | None:
         """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded.
 
-        Before the first step there is nothing to keep, and FSDP cannot load an optimizer that has no state yet.
+        Before the first step there is nothing to keep.
         """
         trainer = self._trainer
         if trainer.global_step == 0:

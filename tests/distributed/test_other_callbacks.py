@@ -71,6 +71,17 @@ class Unfreezing(callbacks.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
 
 
+class FindingAgain(callbacks.LearningRateFinder):
+    """Between two epochs, as Lightning's documentation shows it."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
 class SavesMidway(callbacks.Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -100,6 +111,7 @@ CALLBACKS: dict[str, Callable[[], list[callbacks.Callback]]] = {
     "ModelPruning": lambda: [callbacks.ModelPruning("l1_unstructured", amount=0.5)],
     "BaseFinetuning": lambda: [Unfreezing()],
     "LearningRateFinder": lambda: [callbacks.LearningRateFinder(num_training_steps=4, min_lr=1e-4, max_lr=1e-2)],
+    "LearningRateFinder between epochs": lambda: [FindingAgain(num_training_steps=4, min_lr=1e-4, max_lr=1e-2)],
     "all that watch": watching,
 }
 

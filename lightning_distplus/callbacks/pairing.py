@@ -63,6 +63,7 @@ class PairingCheck(Check):
             return
         world = self.run.plane.world
         self._mailbox = Mailbox(world.rank, world.size, like)
+        self._looks_for_unfrozen = True  # a run that goes on within an epoch does not begin it
         self._summed = {id(one) for one in module.parameters() if one.requires_grad}
         module.register_parameter(_NAME, self._mailbox.parameter)
         try:
@@ -102,7 +103,7 @@ class PairingCheck(Check):
         """The gradients are summed, or were to be."""
         if self._mailbox is None or self.run.skips.is_skipping or self._is_incomplete():
             return
-        if _compat.skips_backward(self.run.trainer):
+        if _compat.skips_backward(self.run.trainer):  # on all ranks
             return
         if self._looks_for_unfrozen:
             self._looks_for_unfrozen = False

@@ -8,6 +8,7 @@ the sums of rows and columns of blocks, at the speed of two plain sums.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,6 @@ __all__ = ["Piece", "Sums", "add_up", "describe", "differing", "sums_of_pieces"]
 
 _WORD_BYTES = 8
 _COLUMNS = 1 << 14  # of a row of words on a CPU: 128 KiB, three of which stay in the second cache
-_INDICES = np.arange(_COLUMNS)
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1 << 16, 256  # of a block on a GPU
 _PART_ELEMENTS = 1 << 20  # at once, where each element needs its own index
 _MASK = (1 << 64) - 1
@@ -177,7 +177,12 @@ def _sums_in_rows(words: np.ndarray) -> tuple[int, int]:
         np.add(by_column[: row.size], row, out=by_column[: row.size])
     total, rows_after = int(by_column.sum()), (words.size - 1) // columns
     by_row = total * rows_after - int(later.sum())
-    return total, by_row * columns + int((by_column * _INDICES[:columns]).sum())
+    return total, by_row * columns + int((by_column * _indices()[:columns]).sum())
+
+
+@functools.cache
+def _indices() -> np.ndarray:
+    return np.arange(_COLUMNS)
 
 
 def _sums_in_blocks(words: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,23 +70,29 @@ def is_in_page_cache(file: Path) -> bool:
             pytest.skip(f"this file system does not tell what is in the page cache: {error}")
 
 
-def written(file: Path) -> DigestedWrites:
-    """A file that is on the disk, where it can leave the page cache."""
-    writes = DigestedWrites(os.fsync)
-    with writes.open(file) as stream:
-        stream.write(CONTENT)
-    assert is_in_page_cache(file)
-    forget(file)
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A file that can leave the page cache, and is in it."""
+    file = tmp_path / "file"
+    with file.open("wb") as opened:
+        opened.write(CONTENT)
+        opened.flush()
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if is_in_page_cache(file):
         pytest.skip("the temporary folder is on a file system that has no disk")
-    return writes
+    assert file.read_bytes() == CONTENT
+    assert is_in_page_cache(file)
+    return file
 
 
-def test_what_is_forgotten_is_read_from_the_disk(tmp_path: Path) -> None:
-    written(tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == CONTENT
+def test_what_is_forgotten_is_read_from_the_disk(on_disk: Path) -> None:
+    forget(on_disk)
+    assert not is_in_page_cache(on_disk)
+    assert on_disk.read_bytes() == CONTENT
 
 
+@pytest.mark.usefixtures("on_disk")
 def test_a_save_that_is_read_back_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare, was_in_memory = reading_back.byte_findings, []
 
@@ -98,7 +104,7 @@ def test_a_save_that_is_read_back_is_read_from_the_disk(tmp_path: Path, monkeypa
         folder.mkdir()
         (folder / "shard").write_bytes(CONTENT)
 
-    staged = stage(tmp_path / "saved", write, rank=0, gather=gather_alone, digested=written(tmp_path / "file"))
+    staged = stage(tmp_path / "saved", write, rank=0, gather=gather_alone, digested=DigestedWrites(os.fsync))
     monkeypatch.setattr(reading_back, "byte_findings", look_and_compare)
     info = SaveInfo(global_step=1, epoch=0, strategy="resilient_fsdp", data=None, packages={})
     staged.commit(info, reads_back=True)

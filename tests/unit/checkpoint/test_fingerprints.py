@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_distplus.checkpoint import fingerprints
 from lightning_distplus.checkpoint.fingerprints import Piece, add_up, describe, differing, sums_of_pieces
 
 DTYPES = [
@@ -71,3 +72,12 @@ def test_what_cannot_be_compared_is_not_called_different() -> None:
     assert differing(expected, sums_of_pieces([Piece.of_flat("t", whole[:5], 0, 10)])) == {}
     empty = sums_of_pieces([Piece.whole("t", torch.empty(0)), Piece.whole("s", torch.tensor(3.0))])
     assert describe(empty) == {"t": "float32 0 " + "0" * 32, "s": by_hand(torch.tensor(3.0))}
+
+
+@pytest.mark.parametrize("num_words", [1, 255, 256, 257, 16_384, 16_385, 70_003])
+def test_the_sums_of_a_gpu_are_those_of_a_cpu(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "_BLOCK_ROWS", 7)
+    words = torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=torch.Generator().manual_seed(3))
+    by_hand = [sum(words.tolist()), sum(place * word for place, word in enumerate(words.tolist()))]
+    for found in (fingerprints._sums_in_rows(words.numpy()), fingerprints._sums_in_blocks(words)):
+        assert [int(number) % 2**64 for number in found] == [number % 2**64 for number in by_hand]

@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables packaging ninja py-cpuinfo
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples,formats]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps litdata
 	DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE_COLLECTIVE)" >/dev/null
 	touch $@

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.figures import Figure, bootstrap_ci95, median
-from lightning_distplus import flight_recorder
 from lightning_distplus.testing import spawn
+from lightning_distplus.watchdog import flight_recorder
 
 __all__ = ["run"]
 

@@ -11,11 +11,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.callbacks import PreemptionHandler, RankDivergenceMonitor, StragglerMonitor
     from lightning_distplus.checkpoint import newest_valid, verify
-    from lightning_distplus.data import ResumableDataModule, TokenDataModule
+    from lightning_distplus.data import ResumableDataModule, TokenDataModule, samplers
+    from lightning_distplus.divergence import RankDivergenceMonitor, StragglerMonitor
     from lightning_distplus.errors import DistplusError, ExitCode
     from lightning_distplus.gathering import gather
+    from lightning_distplus.preemption import PreemptionHandler
     from lightning_distplus.strategies import (
         ResilientDDP,
         ResilientDeepSpeed,
@@ -43,25 +44,27 @@ __all__ = [
     "gather",
     "newest_valid",
     "register_strategies",
+    "samplers",
     "verify",
 ]
 
 _HOMES = {
     "DistplusError": "errors",
     "ExitCode": "errors",
-    "PreemptionHandler": "callbacks",
-    "RankDivergenceMonitor": "callbacks",
+    "PreemptionHandler": "preemption",
+    "RankDivergenceMonitor": "divergence",
     "ResilientDDP": "strategies",
     "ResilientDeepSpeed": "strategies",
     "ResilientFSDP": "strategies",
     "ResilientModelParallel": "strategies",
     "ResumableDataModule": "data",
-    "StragglerMonitor": "callbacks",
+    "StragglerMonitor": "divergence",
     "Timeouts": "timeouts",
     "TokenDataModule": "data",
     "gather": "gathering",
     "newest_valid": "checkpoint",
     "register_strategies": "strategies",
+    "samplers": "data",
     "verify": "checkpoint",
 }
 

@@ -17,6 +17,8 @@ __all__ = [
     "DISTPLUS_HOME_FILE",
     "DISTPLUS_IN_HAND",
     "DISTPLUS_QUARANTINE",
+    "DISTPLUS_RUN_ID",
+    "DISTPLUS_SECRET",
     "DS_ACCELERATOR",
     "GLOO_SOCKET_IFNAME",
     "GROUP_RANK",
@@ -27,10 +29,6 @@ __all__ = [
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "NCCL_BUFFSIZE",
-    "NCCL_DEBUG",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
     "NCCL_SOCKET_IFNAME",
     "NNODES",
     "NODE_RANK",
@@ -57,6 +55,7 @@ __all__ = [
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_EXTENSIONS_DIR",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "WORLD_SIZE",
@@ -116,15 +115,14 @@ SLURM_JOB_ID = Variable("SLURM_JOB_ID", "id of the Slurm job")
 SLURM_ARRAY_JOB_ID = Variable("SLURM_ARRAY_JOB_ID", "id of the array of jobs to which the Slurm job belongs")
 SLURM_ARRAY_TASK_ID = Variable("SLURM_ARRAY_TASK_ID", "its number in that array")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "how often Slurm has requeued the job")
-NCCL_BUFFSIZE = Variable("NCCL_BUFFSIZE", "bytes of the buffer of each of NCCL's channels")
 NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "network interfaces that NCCL uses, or with ^ those that it avoids")
-NCCL_P2P_DISABLE = Variable("NCCL_P2P_DISABLE", "1 keeps NCCL from letting GPUs of a host reach each other's memory")
-NCCL_P2P_LEVEL = Variable("NCCL_P2P_LEVEL", "how far apart GPUs may be that do so")
 GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "network interfaces that gloo uses, by their whole names")
-NCCL_DEBUG = Variable("NCCL_DEBUG", "how much NCCL says")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
+TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD = Variable(
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1 lets torch run what a checkpoint's pickle names, where nobody forbids it"
+)
 
 # What launchers set, for the launch check. Slurm's job variables are in a batch script too; its step variables are only
 # where srun started the process.
@@ -160,6 +158,9 @@ DISTPLUS_ELASTIC = Variable(
     "DISTPLUS_ELASTIC", "set by distplus launch where the number of hosts may change: num_nodes is torchrun's then"
 )
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
+DISTPLUS_RUN_ID = Variable(
+    "DISTPLUS_RUN_ID", "the run's id in its events and verdicts, over all attempts; set by distplus launch"
+)
 TORCH_FR_BUFFER_SIZE = Variable(
     "TORCH_FR_BUFFER_SIZE", "how many collectives torch's Flight Recorder keeps; 0 turns it off"
 )
@@ -170,6 +171,9 @@ DISTPLUS_IN_HAND = Variable(
 )
 DISTPLUS_QUARANTINE = Variable(
     "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"
+)
+DISTPLUS_SECRET = Variable(
+    "DISTPLUS_SECRET", "what only the launchers of this job know, the same on all its hosts: signs what they agree on"
 )
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

@@ -13,6 +13,7 @@ DistplusError                      root; has .exit_code
 |-- DivergenceError                ranks differ; has .ranks, .field, .values                172
 |-- CheckpointCorrupt              a file is torn, missing or changed                       1
 |-- CheckpointMismatch (ValueError)    a sound checkpoint of something else                 1
+|-- CheckpointUnsafe               a pickle of a checkpoint names what may run code         1
 `-- DatasetMismatch (ValueError)       the data, its order or its position do not fit       1
 Preempted (SystemExit)             stopped when asked, after a committed save               143
 ```
@@ -27,6 +28,7 @@ from typing import Any
 __all__ = [
     "CheckpointCorrupt",
     "CheckpointMismatch",
+    "CheckpointUnsafe",
     "DatasetMismatch",
     "DistplusError",
     "DivergenceError",
@@ -147,6 +149,10 @@ class CheckpointMismatch(DistplusError, ValueError):
     """The checkpoint is sound, but of another model, strategy or layout."""
 
 
+class CheckpointUnsafe(DistplusError):
+    """A pickle of a checkpoint names more than tensors and plain data, so that reading it may run code."""
+
+
 class DatasetMismatch(DistplusError, ValueError):
     """The data, its order or its position are not those of the checkpoint."""
 
@@ -158,3 +164,11 @@ class Preempted(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(int(ExitCode.PREEMPTED))
+
+
+def message_of(error: BaseException) -> str:
+    """``str(error)``, also where that raises: it is the user's code, and the error itself must be heard of."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(no message: its __str__ raises {type(failure).__name__})"

@@ -1,7 +1,7 @@
 """The ledger: what happened to a run, one JSON object per line, one append-only file per rank.
 
-Every line has ``time`` (unix seconds), ``rank``, ``attempt`` (restarts before this process), ``seq`` (0, 1, ... within
-one process) and ``kind``; the other fields belong to the kind.
+Every line has ``time`` (unix seconds), ``run_id`` (several runs may share a folder), ``rank``, ``attempt`` (restarts
+before this process), ``seq`` (0, 1, ... within one process) and ``kind``; the other fields belong to the kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["EventLog", "folder_of_run", "read_events"]
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = frozenset({"time", "rank", "attempt", "seq", "kind"})
+_REQUIRED = frozenset({"time", "rank", "attempt", "seq", "kind"})
+_RESERVED = _REQUIRED | {"run_id"}  # older ledgers have none
 
 
 def folder_of_run(root: str) -> Path:
@@ -37,12 +38,14 @@ class EventLog:
         directory: Folder of the ledger; made when missing.
         rank: Rank of this process.
         attempt: How often the job was restarted before.
+        run_id: ``ControlPlane.run_id``.
     """
 
-    def __init__(self, directory: str | Path, rank: int, *, attempt: int = 0) -> None:
+    def __init__(self, directory: str | Path, rank: int, *, attempt: int = 0, run_id: str = "") -> None:
         self.path = Path(directory) / f"events-rank{rank:05d}.jsonl"
         self._rank = rank
         self._attempt = attempt
+        self._run_id = run_id
         self._seq = 0
         self._num_lost = 0
         self._has_warned = False
@@ -59,7 +62,14 @@ class EventLog:
         if taken := _RESERVED & fields.keys():
             raise ValueError(f"The event {kind!r} has the fields {sorted(taken)}, which the ledger sets. Rename them.")
         with self._lock:
-            event = {"time": time.time(), "rank": self._rank, "attempt": self._attempt, "seq": self._seq, "kind": kind}
+            event = {
+                "time": time.time(),
+                "run_id": self._run_id,
+                "rank": self._rank,
+                "attempt": self._attempt,
+                "seq": self._seq,
+                "kind": kind,
+            }
             if self._num_lost:
                 event["num_lost"] = self._num_lost
             self._seq += 1
@@ -115,16 +125,18 @@ class EventLog:
             )
 
 
-def read_events(directory: str | Path) -> list[dict[str, Any]]:
+def read_events(directory: str | Path, *, run_id: str | None = None) -> list[dict[str, Any]]:
     """All ranks' events, ordered by time, then rank and sequence number. Torn lines are left out.
 
     Args:
         directory: Folder of the ledger; a missing one has no events.
+        run_id: The run whose events are wanted; None: those of all runs in this folder.
     """
     events: list[dict[str, Any]] = []
     for file in sorted(Path(directory).glob("events-rank*.jsonl")):
         for line in file.read_bytes().split(b"\n"):
-            if (event := _parse(line)) is not None:
+            event = _parse(line)
+            if event is not None and run_id in (None, event["run_id"]):
                 events.append(event)
     return sorted(events, key=lambda event: (event["time"], event["rank"], event["seq"]))
 
@@ -134,4 +146,4 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and event.keys() >= _RESERVED else None
+    return {"run_id": "", **event} if isinstance(event, dict) and event.keys() >= _REQUIRED else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_distplus import _compat
+from lightning_distplus.liveness import running_time
 from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
 
 __all__ = ["Phases"]
@@ -41,7 +41,7 @@ class Phases:
         self._on_hang = on_hang
         self._on_left = on_left
         self._current = Phase.SETUP
-        self._since = time.monotonic()
+        self._since = running_time()
         self._in_force = self._deadline
         self._spared: list[dist.ProcessGroup] = []
 
@@ -54,7 +54,7 @@ class Phases:
     def current(self, phase: Phase) -> None:
         if phase is not self._current:
             left, since = self._current, self._since
-            self._current, self._since = phase, time.monotonic()
+            self._current, self._since = phase, running_time()
             self._on_left(left, self._since - since)
 
     @property
@@ -72,7 +72,7 @@ class Phases:
             return (self._timeouts or Timeouts()).deadline(phase)
         if self._timeouts is None:
             return _TORCHS_PATIENCE
-        return group_timeout(self._timeouts.deadline(phase), self._on_hang)
+        return group_timeout(self._deadline_of(phase), self._on_hang)
 
     @property
     def deadline(self) -> timedelta | None:
@@ -80,8 +80,18 @@ class Phases:
         return None if self._timeouts is None else self._deadline
 
     @property
+    def last_deadline(self) -> timedelta | None:
+        """The longest silence at the end of a run, where nobody awaits this rank: no shorter than that of a step."""
+        return None if self._timeouts is None else self._deadline_of(Phase.TEARDOWN)
+
+    @property
     def _deadline(self) -> timedelta:
-        return (self._timeouts or Timeouts()).deadline(self.current)
+        return self._deadline_of(self.current)
+
+    def _deadline_of(self, phase: Phase) -> timedelta:
+        timeouts = self._timeouts or Timeouts()
+        deadline = timeouts.deadline(phase)
+        return max(deadline, timeouts.deadline(Phase.STEP)) if phase is Phase.TEARDOWN else deadline
 
     @property
     def group_timeout(self) -> timedelta | None:

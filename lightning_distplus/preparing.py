@@ -9,6 +9,8 @@ import time
 from types import TracebackType
 
 from lightning_distplus.control import ControlPlane, connected
+from lightning_distplus.control.secret import words_of
+from lightning_distplus.liveness import running_time
 from lightning_distplus.phases import Phases
 from lightning_distplus.timeouts import Phase
 
@@ -51,7 +53,7 @@ class PreparationBarrier:
 
     def __enter__(self) -> PreparationBarrier:
         self._phases.enter(Phase.DATA)
-        self._since = time.monotonic()
+        self._since = running_time()
         self._say_at = self._since + _SAY_EVERY_S
         return self
 
@@ -85,7 +87,7 @@ class PreparationBarrier:
 
     def _is_complete(self) -> bool:
         missing = sorted(set(self._plane.world.ranks) - self._arrived())
-        now = time.monotonic()
+        now = running_time()
         if missing and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say(missing[0], len(missing) - 1, now - self._since)
@@ -107,7 +109,7 @@ class PreparationBarrier:
         found = self._plane.read(_progress_key(rank))
         if found is None:
             return "it has reported no progress (lightning_distplus.preparing.report_progress does)"
-        progress = json.loads(found)
+        progress = words_of(found)
         return f"it reported {max(0.0, time.time() - progress['at']):.0f} s ago: {progress['text']}"
 
 

@@ -16,11 +16,17 @@ __all__ = ["Duration", "OnHang", "Phase", "Timeouts", "group_timeout", "parse_du
 Duration = float | timedelta | str
 OnHang = Literal["abort", "report"]
 
-ACCEPTED_FORMS = '"90s", "30m", "2h", "1d", "1h30m", "0:30:00", a number of seconds, or a timedelta'
+ACCEPTED_FORMS = '"90s", "30m", "30 minutes", "2h", "1d", "1h30m", "0:30:00", a number of seconds, or a timedelta'
 
-_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PARTS = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+")
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNITS = {
+    "ms": 0.001,
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_PART = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(sorted(_UNITS, key=len, reverse=True))})(?![a-z])")
+_PARTS = re.compile(rf"{_PART.pattern}(?:\s*{_PART.pattern})*")
 _CLOCK = re.compile(r"(?:(\d+) days?, ?)?(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)")
 
 # With on_hang="report" nothing may end the run, and a group's own time-out would.
@@ -46,8 +52,8 @@ def parse_duration(value: Duration, *, field: str = "duration") -> timedelta:
     """Reads a duration in any accepted form.
 
     Args:
-        value: ``"90s"``, ``"30m"``, ``"2h"``, ``"1d"``, ``"1h30m"``, ``"0:30:00"``, seconds as a number or as text,
-            or a timedelta.
+        value: ``"90s"``, ``"30m"``, ``"30 minutes"``, ``"2h"``, ``"1d"``, ``"1h30m"``, ``"0:30:00"``, seconds as a
+            number or as text, or a timedelta.
         field: The name to blame in the error.
 
     Raises:
@@ -75,7 +81,7 @@ def _to_timedelta(value: Any) -> timedelta | None:
         days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
         return _seconds(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if _PARTS.fullmatch(text):
-        return _seconds(sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _PART.findall(text)))
+        return _seconds(sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text)))
     try:
         return _seconds(float(text))
     except ValueError:

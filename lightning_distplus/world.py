@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["DataParallel", "World", "name_ranks", "ranges"]
+__all__ = ["LAUNCHER", "DataParallel", "World", "name_ranks", "ranges"]
 
 _SHOWN_PIECES = 16
 
@@ -63,9 +63,15 @@ class DataParallel:
             raise ValueError(f"The data-parallel rank is {self.rank}; it lies in 0..{self.size - 1}.")
 
 
+LAUNCHER = -1
+"""Stands for the launcher where ranks are named: in the ledger, and among the culprits of a verdict."""
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 0, 2-5`` or ``nobody``."""
+    """``rank 1``, ``ranks 0, 2-5``, ``the launcher`` or ``nobody``."""
     ranks = sorted(ranks)
+    if ranks == [LAUNCHER]:
+        return "the launcher"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}" if ranks else "nobody"
 
 

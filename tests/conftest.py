@@ -47,6 +47,8 @@ settings.register_profile("suite", deadline=None, derandomize=True, max_examples
 settings.load_profile("suite")
 
 stderr_fd: int | None = None  # standard error outside pytest's capture
+checkout: Path | None = None
+MADE_BY_TOOLS = ("__pycache__", "build", "dist", "site")  # and hidden ones
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Belongings:
     signal_handlers: dict[int, Any]
     log_handlers: dict[tuple[str, int], logging.Handler]
     listening: dict[str, str]
+    files: set[str]
 
     @classmethod
     def now(cls) -> Belongings:
@@ -73,6 +76,7 @@ class Belongings:
             signal_handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
             log_handlers=_log_handlers(),
             listening=_listening_sockets(),
+            files=_files_of_the_checkout(),
         )
 
 
@@ -101,6 +105,8 @@ class Leaks:
         self.texts += [
             f"socket that listens on {new.listening[key]}" for key in new.listening if key not in old.listening
         ]
+        # Nobody removes them: somebody may have written one by hand meanwhile.
+        self.texts += [f"file in the checkout: {name}" for name in sorted(new.files - old.files)]
 
     @property
     def processes(self) -> list[int]:
@@ -159,7 +165,8 @@ def police() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global stderr_fd
+    global checkout, stderr_fd
+    checkout = config.rootpath
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take (default 150)")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "soak: long repetition, run by `make chaos`")
@@ -280,6 +287,15 @@ def _log_handlers() -> dict[tuple[str, int], logging.Handler]:
         for handler in logger.handlers
         if not type(handler).__module__.startswith("_pytest")
     }
+
+
+def _files_of_the_checkout() -> set[str]:
+    """Those of the folder in which the tests run: a run that is told no folder writes there."""
+    found: set[str] = set()
+    for folder, folders, files in os.walk(checkout or "."):
+        folders[:] = [name for name in folders if name not in MADE_BY_TOOLS and not name.startswith(".")]
+        found.update(str(Path(folder, name)) for name in files if not name.startswith("."))
+    return found
 
 
 def _listening_sockets() -> dict[str, str]:

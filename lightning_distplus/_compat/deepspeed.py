@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_distplus._compat.probing import warn_once
 
-__all__ = ["calls_torch_save", "discard_next_deepspeed_step", "loading_universal"]
+__all__ = ["calls_torch_save", "discard_next_deepspeed_step", "end_deepspeed_save", "loading_universal"]
 
 
 def calls_torch_save(engine: Any) -> bool:
@@ -16,6 +16,18 @@ def calls_torch_save(engine: Any) -> bool:
     from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 
     return type(engine) is getattr(torch_checkpoint_engine, "TorchCheckpointEngine", None)
+
+
+def end_deepspeed_save(engine: Any) -> None:
+    """Meets the other ranks where they end a save: in the optimizer's epilogue, and at the engine's last barrier.
+
+    deepspeed 0.19.8, ``engine.py`` 4953-4964.
+    """
+    from deepspeed import comm
+
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+    comm.barrier()
 
 
 @contextmanager

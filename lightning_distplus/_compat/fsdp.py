@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
-from lightning_distplus._compat.probing import replaced, warn_once
+from lightning_distplus._compat.probing import replaced, warn_once, wrapped
 
 __all__ = [
     "FlatUnit",
@@ -18,8 +19,12 @@ __all__ = [
     "full_state_dict_without_offload",
     "in_shards",
     "is_fsdp_shard",
+    "loading_empty_optimizers_of_fsdp",
+    "loading_empty_optimizers_of_fsdp2",
     "loading_unsharded_models",
+    "loading_whole_files",
     "replacing_sharded_saves",
+    "state_dict_name",
 ]
 
 
@@ -70,6 +75,21 @@ def loading_unsharded_models() -> Iterator[None]:
     modules = ("lightning.fabric.strategies.model_parallel",)
     consequence = "the checkpoint of a model without shards is not loaded"
     with replaced(modules, "_has_dtensor_modules", lambda part: isinstance(part, torch.nn.Module), consequence):
+        yield
+
+
+@contextmanager
+def loading_whole_files(weights_only: bool | None) -> Iterator[None]:
+    """Has FSDPStrategy read a whole checkpoint as ModelParallelStrategy does: mapped into memory, by ``torch.load``.
+
+    Its own reader finds any class that a pickle names (lightning 2.6.6, fabric's ``load.py`` 170).
+    """
+
+    def load(path: Any) -> Any:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    consequence = "a whole checkpoint that FSDP reads may run code"
+    with replaced(("lightning.pytorch.strategies.fsdp",), "_lazy_load", load, consequence):
         yield
 
 
@@ -153,3 +173,80 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
         start = 0 if shard == "" else dist.get_rank(unit.process_group) * local.numel()
         found.append(FlatUnit(flat, local, sections, shard, f"{prefix}." if prefix else "", start, unit))
     return found
+
+
+def state_dict_name(name: str) -> str:
+    """A name in a model without what FSDP and activation checkpointing add to it."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+# -- optimizers without state, which Lightning saves and cannot load ---------------------------------------------------
+
+_CONSEQUENCE = "the checkpoint of an optimizer without state is not loaded"
+
+
+@contextmanager
+def loading_empty_optimizers_of_fsdp(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Lets FSDPStrategy load in this block what it has saved of optimizers of which none has any state.
+
+    torch's distributed checkpoint drops the empty dict, which FSDP1 wants; and in a whole checkpoint the strategy looks
+    at the first parameter that has a state (lightning 2.6.6, ``fsdp.py`` 614 and 655).
+    """
+    whole: dict[str, Any] = {}
+    left: list[dict[str, Any]] = []
+
+    def load_with_state(load: Callable[..., Any], **arguments: Any) -> Any:
+        loaded = load(**arguments)
+        loaded[arguments["optimizer_key"]].setdefault("state", {})
+        return loaded
+
+    def leave_out(materialize: Callable[..., Any], checkpoint: Any) -> Any:
+        nonlocal whole
+        whole = materialize(checkpoint)
+        if not any(one["state"] for one in whole.get("optimizer_states") or ()):
+            left.extend(whole.pop("optimizer_states", None) or ())
+        return whole
+
+    shards, strategy = "torch.distributed.checkpoint.optimizer", "lightning.pytorch.strategies.fsdp"
+    with (
+        wrapped(shards, "load_sharded_optimizer_state_dict", load_with_state, _CONSEQUENCE),
+        wrapped(strategy, "_materialize_tensors", leave_out, _CONSEQUENCE),
+    ):
+        yield
+    if left:
+        whole["optimizer_states"] = left
+        for optimizer, state in zip(optimizers, left, strict=False):  # only a fit has optimizers
+            _set_groups(optimizer, state)
+
+
+@contextmanager
+def loading_empty_optimizers_of_fsdp2() -> Iterator[None]:
+    """Lets ModelParallelStrategy load in this block what it has saved as one file of an optimizer without state.
+
+    It looks at the first parameter that has one, and torch at its device (lightning 2.6.6, fabric's
+    ``model_parallel.py`` 597; torch 2.13's ``set_optimizer_state_dict``).
+    """
+
+    def rekey_state(rekey: Callable[..., Any], state: dict[str, Any], module: Any) -> Any:
+        return rekey(state, module) if state["state"] else state
+
+    def set_any_state(
+        set_state: Callable[..., Any], module: Any, optimizer: Any, optim_state_dict: Any, **named: Any
+    ) -> None:
+        if isinstance(optimizer, Optimizer) and not optim_state_dict.get("state"):
+            _set_groups(optimizer, optim_state_dict)
+        else:
+            set_state(module, optimizer, optim_state_dict, **named)
+
+    strategy, states = "lightning.fabric.strategies.model_parallel", "torch.distributed.checkpoint.state_dict"
+    with (
+        wrapped(strategy, "_rekey_optimizer_state_if_needed", rekey_state, _CONSEQUENCE),
+        wrapped(states, "set_optimizer_state_dict", set_any_state, _CONSEQUENCE),
+    ):
+        yield
+
+
+def _set_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Sets all that a state holds beside the parameters' states, such as learning rates."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})

@@ -14,18 +14,17 @@ if TYPE_CHECKING:
         FileFinding,
         Report,
         is_committed,
+        is_last_valid,
         newest_valid,
         read_manifest,
         remove,
+        rotate,
         state,
         verify,
         verify_or_raise,
     )
-    from lightning_distplus.checkpoint.info import SaveInfo, info_like
+    from lightning_distplus.checkpoint.commit import Gather, SaveInfo, gather_alone, info_like, quarantine
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
-    from lightning_distplus.checkpoint.protocol import commit
-    from lightning_distplus.checkpoint.retention import is_last_valid, rotate
-    from lightning_distplus.checkpoint.torn import quarantine
 
 __all__ = [
     "CheckpointState",
@@ -35,7 +34,6 @@ __all__ = [
     "Manifest",
     "Report",
     "SaveInfo",
-    "commit",
     "gather_alone",
     "info_like",
     "is_committed",
@@ -51,12 +49,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "info": ("SaveInfo", "info_like"),
-    "protocol": ("commit",),
-    "voting": ("Gather", "gather_alone"),
+    "commit": ("Gather", "SaveInfo", "gather_alone", "info_like", "quarantine"),
     "manifest": ("FileEntry", "Manifest"),
-    "torn": ("quarantine",),
-    "retention": ("is_last_valid", "rotate"),
 }  # the other names live in `catalog`
 
 

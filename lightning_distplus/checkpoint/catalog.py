@@ -1,4 +1,4 @@
-"""The catalog: which checkpoints in a folder are committed and sound, and which of them is the newest."""
+"""Which checkpoints there are, and which of them are whole: found, verified, removed, linked."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
-from lightning_distplus.checkpoint.files import discard, remove_tree
-from lightning_distplus.checkpoint.layout import (
+from lightning_distplus.checkpoint.digests import BLOCK_BYTES, bytes_digest, digest_block, digest_file
+from lightning_distplus.checkpoint.files import (
     MANIFEST,
     MARKER,
     META,
-    PREPARED_MARKER,
+    Stage,
     asides_in,
+    discard,
     is_aside,
     leftovers_of,
+    list_files,
     meta_folder,
+    new_nonce,
+    put_in_place,
+    remove_tree,
     trash_for,
     trash_in,
 )
@@ -34,21 +42,31 @@ __all__ = [
     "FileFinding",
     "Mode",
     "Report",
+    "age",
+    "asides_without_target",
     "check_file",
+    "check_unmanifested",
     "committed_in",
+    "findings_in_share",
     "is_committed",
+    "is_last_valid",
+    "line_of_newest",
+    "link",
     "newest_valid",
+    "place_of",
     "read_manifest",
     "reference",
     "remove",
+    "rotate",
     "state",
     "verify",
     "verify_or_raise",
+    "whole_one_of",
 ]
 
 logger = logging.getLogger(__name__)
-
 Mode = Literal["full", "size"]
+_LOOKS = 20  # at a checkpoint that a save replaces each time
 
 
 class CheckpointState(str, Enum):
@@ -83,12 +101,14 @@ class Report:
         state: What manifest and marker say.
         manifest: Its manifest, where that can be read.
         findings: What is wrong, in the order of the manifest.
+        manifest_xxh3_128: The digest of the manifest, where it is committed.
     """
 
     path: Path
     state: CheckpointState
     manifest: Manifest | None
     findings: tuple[FileFinding, ...]
+    manifest_xxh3_128: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -99,7 +119,9 @@ class Report:
 def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collection[Path] = ()) -> Path | None:
     """The newest committed checkpoint in a folder whose files are as they were when it was committed.
 
-    Newest is by the manifest's global step, then by its time of commit; names and file times mean nothing. Checkpoints
+    The newest commit and those before it in its run come first, then those of other lines: a run that went back to an
+    earlier step on purpose goes on from where it is now, and one warning names the higher step that it has left. Among
+    equals the manifest's global step counts, then the time of commit; names and file times mean nothing. Checkpoints
     that a save has moved aside count until their successor is valid. One warning is logged for each checkpoint that is
     passed over. Nothing is changed.
 
@@ -116,14 +138,17 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
     """
     _check_mode(verify)
     candidates = [(_inspect(path), successor) for path, successor in _children(Path(directory))]
-    candidates.sort(key=lambda candidate: _age(candidate[0]), reverse=True)
+    line = _line_of_reports([candidate for candidate, _ in candidates])
+    candidates.sort(key=lambda candidate: _age(candidate[0], line), reverse=True)
     for candidate, successor in candidates:
         if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
-        if successor is not None and successor not in but and _with_files(_inspect(successor), verify).ok:
+        if successor is not None and successor not in but and _verify(successor, verify).ok:
             continue
-        report = _with_files(candidate, verify)
+        report = _verify(candidate.path, verify)
         if report.ok:
+            if not but:
+                _warn_of_line_left(report, [other for other, _ in candidates], line)
             return report.path
         logger.warning("Checkpoint %s is passed over: %s", report.path, _describe(report))
     return None
@@ -132,7 +157,53 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
 def committed_in(directory: Path) -> list[Report]:
     """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
     found = [_inspect(path) for path, moved_from in _children(directory) if moved_from is None]
-    return sorted((report for report in found if report.ok), key=_age, reverse=True)
+    committed = [report for report in found if report.ok]
+    line = _line_of_reports(committed)
+    return sorted(committed, key=lambda report: _age(report, line), reverse=True)
+
+
+def line_of_newest(found: Mapping[str, Manifest]) -> frozenset[str]:
+    """The digests of the manifests of the newest commit and, as far as they are there, of those before it in its run.
+
+    Args:
+        found: Manifests by digest.
+
+    Returns:
+        Empty where none says what was before it: early releases did not. Else one that does not is the first of a run.
+    """
+    newest = max(found, key=lambda digest: (found[digest].committed_at, found[digest].global_step), default=None)
+    if all(manifest.parent is None for manifest in found.values()):
+        return frozenset()
+    line: set[str] = set()
+    digest: str | None = newest
+    while digest is not None and digest in found and digest not in line:
+        line.add(digest)
+        parent = found[digest].parent
+        digest = None if parent is None else parent["manifest_xxh3_128"]
+    return frozenset(line)
+
+
+def age(manifest: Manifest, manifest_xxh3_128: str | None, line: Collection[str]) -> tuple[bool, float, float]:
+    """What orders checkpoints, the oldest first: the line of the newest commit, its step, its time."""
+    return (manifest_xxh3_128 in line, manifest.global_step, manifest.committed_at)
+
+
+def whole_one_of(path: Path) -> Path:
+    """The checkpoint at ``path``; where that is gone or damaged, the newest whole one that a killed save left aside."""
+    report = _verify(path, "size")
+    if report.ok or report.state is CheckpointState.UNMANIFESTED:
+        return path
+    asides = [_verify(aside, "size") for aside, target in asides_in(path.parent) if target.name == path.name]
+    whole = [(found.manifest.committed_at, found.path) for found in asides if found.ok and found.manifest is not None]
+    if not whole:
+        return path
+    logger.warning("Checkpoint %s is %s; %s is taken, which a save has left", path, report.state.value, max(whole)[1])
+    return max(whole)[1]
+
+
+def asides_without_target(directory: Path) -> list[Path]:
+    """Whole checkpoints that a killed save has left aside while there is nothing at their place."""
+    return [path for path, target in asides_in(directory) if not os.path.lexists(target) and _verify(path, "size").ok]
 
 
 def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], object] | None = None) -> Report:
@@ -144,7 +215,7 @@ def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], o
         on_bytes: Told how many bytes were read, for a progress bar.
     """
     _check_mode(mode)
-    return _with_files(_inspect(Path(path)), mode, on_bytes)
+    return _verify(Path(path), mode, on_bytes)
 
 
 def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
@@ -179,6 +250,9 @@ def read_manifest(path: str | Path) -> Manifest:
         CheckpointCorrupt: There is none, or it is malformed.
         CheckpointMismatch: It has another version.
     """
+    found = _inspect(Path(path)).manifest
+    if found is not None:
+        return found
     file = meta_folder(_real(Path(path))) / MANIFEST
     try:
         return Manifest.from_json(file.read_bytes(), str(file))
@@ -232,28 +306,77 @@ def _children(directory: Path) -> Iterator[tuple[Path, Path | None]]:
     yield from asides_in(directory)
 
 
-def _age(report: Report) -> tuple[float, float]:
-    # What cannot be read might be the newest, so it is met, and reported, first.
+def _age(report: Report, line: Collection[str]) -> tuple[bool, float, float]:
+    # What cannot be read, or is not committed, might be the newest, so it is met, and reported, first.
     if report.manifest is None:
-        return (math.inf, math.inf)
-    return (report.manifest.global_step, report.manifest.committed_at)
+        return (True, math.inf, math.inf)
+    on_line, step, committed_at = age(report.manifest, report.manifest_xxh3_128, line)
+    return (on_line or not report.ok, step, committed_at)
+
+
+def _line_of_reports(reports: list[Report]) -> frozenset[str]:
+    found = {one.manifest_xxh3_128: one.manifest for one in reports if one.manifest_xxh3_128 and one.manifest}
+    return line_of_newest(found)
+
+
+def _warn_of_line_left(chosen: Report, others: list[Report], line: Collection[str]) -> None:
+    left = [other for other in others if other.ok and line and other.manifest_xxh3_128 not in line]
+    highest = max(left, key=lambda other: _age(other, line), default=None)
+    if highest is None or chosen.manifest_xxh3_128 not in line or _age(highest, ()) <= _age(chosen, ()):
+        return
+    assert highest.manifest is not None
+    assert chosen.manifest is not None
+    logger.warning(
+        "Checkpoint %s (step %d) is on the line of the newest commit and is taken; %s (step %d) is on a line that was "
+        "left. To go on from there, give its path",
+        chosen.path,
+        chosen.manifest.global_step,
+        highest.path,
+        highest.manifest.global_step,
+    )
 
 
 def reference(path: Path) -> dict[str, str] | None:
     """A committed checkpoint by its path and the digest of its manifest, for the manifest of one that follows it."""
-    if not is_committed(path):
-        return None
-    return {"path": str(path.absolute()), "manifest_xxh3_128": _read_marker(meta_folder(_real(path)) / MARKER)}
+    digest = _inspect(path).manifest_xxh3_128
+    return None if digest is None else {"path": str(path.absolute()), "manifest_xxh3_128": digest}
 
 
 def _inspect(path: Path) -> Report:
     """The report of manifest and marker alone."""
+    return _look_until_steady(path, lambda: _inspect_once(path))
+
+
+def _verify(path: Path, mode: Mode, on_bytes: Callable[[int], object] | None = None) -> Report:
+    return _look_until_steady(path, lambda: _with_files(_inspect_once(path), mode, on_bytes))
+
+
+def _look_until_steady(path: Path, look: Callable[[], Report]) -> Report:
+    """The report of one checkpoint: looks again where a save has replaced it meanwhile."""
+    for _ in range(_LOOKS):
+        before = _whereabouts(path)
+        report = look()
+        if _whereabouts(path) == before:
+            break
+    return report
+
+
+def _whereabouts(path: Path) -> tuple[Any, ...]:
+    real = _real(path)
+    try:
+        found = real.stat()
+    except OSError:
+        return ()
+    return (found.st_dev, found.st_ino, found.st_ctime_ns, meta_folder(real))
+
+
+def _inspect_once(path: Path) -> Report:
     real = _real(path)
     if not real.exists():
         finding = FileFinding(str(path), "a checkpoint", "nothing")
         return Report(path, CheckpointState.MISSING, None, (finding,))
     meta = meta_folder(real)
-    if not any((meta / name).is_file() for name in (MANIFEST, MARKER, PREPARED_MARKER)):
+    if not any((meta / name).is_file() for name in (MANIFEST, MARKER)):
         finding = FileFinding(str(meta / MANIFEST), "a manifest", "none (not saved through a Resilient strategy)")
         return Report(path, CheckpointState.UNMANIFESTED, None, (finding,))
     try:
@@ -266,7 +389,7 @@ def _inspect(path: Path) -> Report:
     found, expected = _read_marker(meta / MARKER), f"a marker for the manifest {bytes_digest(content)}"
     if found != bytes_digest(content):
         return _torn(path, manifest, meta / MARKER, expected, found)
-    return Report(path, CheckpointState.COMMITTED, manifest, ())
+    return Report(path, CheckpointState.COMMITTED, manifest, (), found)
 
 
 def _torn(path: Path, manifest: Manifest | None, file: Path, expected: str, found: str) -> Report:
@@ -296,10 +419,10 @@ def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | 
     entries = report.manifest.files
     if not real.is_dir() and len(entries) != 1:
         finding = FileFinding(str(report.path), f"a directory of {len(entries)} files", "a single file")
-        return Report(report.path, report.state, report.manifest, (finding,))
+        return replace(report, findings=(finding,))
     checked = (check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
     findings = tuple(finding for finding in checked if finding is not None)
-    return Report(report.path, report.state, report.manifest, findings)
+    return replace(report, findings=findings)
 
 
 def check_file(
@@ -311,11 +434,9 @@ def check_file(
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            digest = digest_file(file, on_bytes=on_bytes, with_sha256=bool(entry.sha256))
+            digest = digest_file(file, on_bytes=on_bytes)
             if digest.xxh3_128 != entry.xxh3_128:
                 return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest.xxh3_128)
-            if digest.sha256 != entry.sha256:
-                return FileFinding(str(file), f"SHA-256 digest {entry.sha256}", digest.sha256)
     except FileNotFoundError:
         return FileFinding(str(file), f"{entry.size_bytes} bytes", "no file")
     except OSError as error:
@@ -339,3 +460,202 @@ def _real(path: Path) -> Path:
 def _check_mode(mode: str) -> None:
     if mode not in ("full", "size"):
         raise ValueError(f"The verification mode is {mode!r}; it is 'full' or 'size'.")
+
+
+# -- checkpoints without a manifest ------------------------------------------------------------------------------------
+
+_PICKLE = b"\x80"  # how torch's format before 1.6 begins
+_DIRECTORY_SIGNS = ("meta.pt", ".metadata", "latest")  # Lightning's sharded folders, torch's, DeepSpeed's
+
+
+def check_unmanifested(path: Path) -> tuple[FileFinding, ...]:
+    """What is wrong with a checkpoint that nobody has committed; nothing, as far as that can be told.
+
+    torch writes zip files with a CRC of each member and never reads it back (pytorch issue 126952): it is read here.
+    A file whose members all have the CRC 0 was written without (``torch.serialization.set_crc32_options``).
+    """
+    if path.is_dir():
+        if not any((path / sign).exists() for sign in _DIRECTORY_SIGNS):
+            return (FileFinding(str(path), f"a folder with {' or '.join(_DIRECTORY_SIGNS)}", "none of them"),)
+        archives = (path / name for name in list_files(path) if name.endswith(".pt"))
+        findings = [_check_archive(file) for file in archives]
+    else:
+        findings = [_check_archive(path)]
+    return tuple(finding for finding in findings if finding is not None)
+
+
+def _check_archive(file: Path) -> FileFinding | None:
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(1)
+        if not head:
+            return FileFinding(str(file), "a checkpoint", "an empty file")
+        if head == _PICKLE:
+            return None
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip() if any(member.CRC for member in archive.infolist()) else None
+    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, ValueError) as error:
+        return FileFinding(str(file), "a whole zip file, as torch.save writes it", f"{type(error).__name__} ({error})")
+    return None if bad is None else FileFinding(str(file), f"the CRC of its member {bad}", "another CRC")
+
+
+# -- verification that the ranks share ---------------------------------------------------------------------------------
+
+_NUM_READERS = 2  # of a rank: a disk or a network gives one of them less than it has
+_Part = tuple[FileEntry, int | None]  # a file, or one block of a large one
+
+
+def place_of(path: Path) -> list[Any] | None:
+    """Which checkpoint lies at a path, and in which folder: the digest of its manifest, and that file's inode and time.
+
+    Ranks that share the folder say the same; those of nodes with folders of their own differ. None: there is no
+    committed checkpoint whose files have the right sizes.
+    """
+    try:
+        known = reference(path)
+        if known is None or not verify(path, "size").ok:
+            return None
+        file = (meta_folder(path.resolve()) / MANIFEST).stat()
+    except OSError:
+        return None
+    return [known["manifest_xxh3_128"], file.st_ino, file.st_mtime_ns]
+
+
+def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: int) -> list[FileFinding]:
+    """What is wrong with the bytes that this rank reads; the sizes of the files have been compared before.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest, the same on all ranks.
+        rank: This rank.
+        num_ranks: How many share the reading.
+    """
+
+    def check(part: _Part) -> FileFinding | None:
+        entry, block = part
+        file = path / entry.path if path.is_dir() else path
+        return check_file(file, entry, "full") if block is None else _check_block(file, entry, block)
+
+    with ThreadPoolExecutor(_NUM_READERS, "distplus-reader") as readers:
+        found = readers.map(check, _shares(manifest, num_ranks)[rank])
+        return [finding for finding in found if finding is not None]
+
+
+def _shares(manifest: Manifest, num_ranks: int) -> list[list[_Part]]:
+    """For each rank what it reads: about as many bytes each, one run after the other.
+
+    Files are in the order of the numbers in their names, so that the run of a rank is more or less the shard that it
+    loads then, which its host has in memory by that time.
+    """
+    parts: list[_Part] = []
+    for entry in sorted(manifest.files, key=_by_numbers):
+        parts += [(entry, number) for number in range(len(entry.blocks_64_mib))] or [(entry, None)]
+    shares: list[list[_Part]] = [[] for _ in range(num_ranks)]
+    total_bytes, before_bytes = max(1, sum(map(_size_bytes, parts))), 0
+    for part in parts:
+        middle = 2 * before_bytes + _size_bytes(part)
+        shares[min(middle * num_ranks // (2 * total_bytes), num_ranks - 1)].append(part)
+        before_bytes += _size_bytes(part)
+    return shares
+
+
+def _by_numbers(entry: FileEntry) -> list[str | int]:
+    return [int(word) if word.isdigit() else word for word in re.split("([0-9]+)", entry.path)]
+
+
+def _size_bytes(part: _Part) -> int:
+    entry, block = part
+    return entry.size_bytes if block is None else min(BLOCK_BYTES, entry.size_bytes - block * BLOCK_BYTES)
+
+
+def _check_block(file: Path, entry: FileEntry, number: int) -> FileFinding | None:
+    expected = entry.blocks_64_mib[number]
+    try:
+        digest = digest_block(file, number)
+    except OSError as error:
+        return FileFinding(str(file), f"{entry.size_bytes} readable bytes", f"{type(error).__name__} ({error})")
+    if digest == expected:
+        return None
+    where = f"in bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + _size_bytes((entry, number))}"
+    return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def is_last_valid(path: str | Path) -> bool:
+    """Whether a folder would hold no valid checkpoint any more without this one; sizes are compared, nothing is read.
+
+    A link, and what is not committed, is never the last valid one.
+    """
+    path = Path(path)
+    if path.is_symlink() or not verify(path, "size").ok:
+        return False
+    mine = path.absolute()
+    others = (report for report in committed_in(path.parent) if report.path.absolute() != mine)
+    return not any(verify(other.path, "size").ok for other in others)
+
+
+def rotate(directory: str | Path, *, keep_last: int, keep_every_n_steps: int | None = None) -> list[Path]:
+    """Removes the older checkpoints of a folder. Torn and unmanifested ones are left alone.
+
+    It works beside a ModelCheckpoint with ``save_top_k=-1``, which removes nothing itself. One process calls it.
+
+    Args:
+        directory: The folder; its direct children are looked at.
+        keep_last: How many of the newest valid ones stay, at least 1.
+        keep_every_n_steps: Those whose global step is a multiple of this stay for ever.
+
+    Returns:
+        What was removed, the oldest first.
+
+    Raises:
+        ValueError: A number is smaller than 1.
+    """
+    if keep_last < 1 or (keep_every_n_steps is not None and keep_every_n_steps < 1):
+        raise ValueError(
+            f"keep_last is {keep_last} and keep_every_n_steps is {keep_every_n_steps}; both are at least 1."
+        )
+    newest_first = committed_in(Path(directory))
+    valid = [report for report in newest_first if verify(report.path, "size").ok]
+    kept = {report.path for report in valid[:keep_last]}
+    kept |= {report.path for report in valid if keep_every_n_steps and _step(report) % keep_every_n_steps == 0}
+    removed = [report.path for report in reversed(valid) if report.path not in kept]
+    for path in removed:
+        remove(path)
+    return removed
+
+
+def _step(report: Report) -> int:
+    assert report.manifest is not None
+    return report.manifest.global_step
+
+
+# -- links, as save_last="link" wants them -----------------------------------------------------------------------------
+
+
+def link(checkpoint: Path, name: Path) -> None:
+    """Makes ``name`` a relative link to ``checkpoint``, in the place of what is there. One rank calls it.
+
+    A checkpoint that is not there, because its save has failed, leaves the older link as it is; a file system without
+    links leaves it too, with a warning. What was there and is no link goes when the link is there.
+    """
+    if checkpoint.absolute() == name.absolute():
+        return
+    if not checkpoint.exists():
+        logger.warning("%s is not there; %s stays as it is", checkpoint, name)
+        return
+    stage = Stage(name.absolute(), new_nonce())
+    fresh = stage.draft / name.name
+    try:
+        for folder in (stage.draft, stage.aside):
+            folder.mkdir(parents=True)
+        fresh.symlink_to(os.path.relpath(checkpoint, name.parent))
+        put_in_place(fresh, name, stage.aside_payload)
+    except OSError as error:
+        logger.warning("%s cannot be linked to %s (%s); it stays as it is", name, checkpoint, error)
+        left = [stage.draft, stage.aside]
+    else:
+        left = [meta_folder(name, is_directory=False), *leftovers_of(name, "aside", "draft", "universal")]
+    for folder in left:
+        remove_tree(folder)

@@ -14,13 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_distplus.checkpoint.catalog import read_manifest, reference
+from lightning_distplus.checkpoint.catalog import age, line_of_newest, read_manifest, reference
+from lightning_distplus.checkpoint.commit import claim, publish
 from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
-from lightning_distplus.checkpoint.files import remove_tree
-from lightning_distplus.checkpoint.layout import MANIFEST, MARKER, META, Stage, meta_folder, new_nonce
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage, meta_folder, new_nonce, remove_tree
 from lightning_distplus.checkpoint.manifest import Manifest
-from lightning_distplus.checkpoint.swap import publish
-from lightning_distplus.checkpoint.torn import claim
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError
 
 __all__ = ["Copier", "Copies"]
@@ -125,12 +123,9 @@ class Copies:
                 here.parent.mkdir(parents=True, exist_ok=True)
                 there = self._file_of(name, entry.path, is_directory=is_directory)
                 self._fs.get_file(there, str(here))
-                found = digest_file(here, sync=os.fsync, with_sha256=bool(entry.sha256))
-                if (found.xxh3_128, found.sha256) != (entry.xxh3_128, entry.sha256):
-                    expected = f"digest {entry.xxh3_128} {entry.sha256}".rstrip()
-                    raise CheckpointCorrupt(
-                        f"{there}: expected {expected}, found {found.xxh3_128} {found.sha256}".rstrip()
-                    )
+                found = digest_file(here, sync=os.fsync)
+                if found.xxh3_128 != entry.xxh3_128:
+                    raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found.xxh3_128}")
             publish(stage, manifest, sync=os.fsync)
         except BaseException:
             remove_tree(stage.folder)
@@ -149,7 +144,8 @@ class Copies:
                     found.append((name, is_directory, Manifest.from_json(content, f"{meta}/{MANIFEST}"), digest))
             except (OSError, DistplusError):
                 continue  # not committed
-        return sorted(found, key=lambda copy: (copy[2].global_step, copy[2].committed_at), reverse=True)
+        line = line_of_newest({digest: manifest for _, _, manifest, digest in found})
+        return sorted(found, key=lambda copy: age(copy[2], copy[3], line), reverse=True)
 
     def _names(self) -> Iterator[tuple[str, bool]]:
         for folder, is_directory in ((self._root, True), (f"{self._root}/{META}", False)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -41,8 +40,6 @@ class FileDigest:
     size_bytes: int
     xxh3_128: str
     blocks: tuple[str, ...] = ()
-    sha256: str = ""
-    """The SHA-256 digest, where it was asked for."""
 
 
 class _Running:
@@ -50,10 +47,9 @@ class _Running:
 
     Args:
         with_blocks: Whether blocks get digests of their own.
-        with_sha256: Whether the content gets a SHA-256 digest as well.
     """
 
-    def __init__(self, *, with_blocks: bool, with_sha256: bool) -> None:
+    def __init__(self, *, with_blocks: bool) -> None:
         import xxhash
 
         self.size_bytes = 0
@@ -62,7 +58,6 @@ class _Running:
         self._block = self._whole  # the first block has the digest that the whole has until then
         self._blocks: list[str] = []
         self._with_blocks = with_blocks
-        self._cryptographic = hashlib.sha256() if with_sha256 else None
 
     def update(self, part: memoryview) -> None:
         """More of it: at most a chunk, so that it stays in the cache from one digest to the next."""
@@ -71,8 +66,6 @@ class _Running:
             self._whole.update(piece)
             if self._block is not self._whole:
                 self._block.update(piece)
-            if self._cryptographic is not None:
-                self._cryptographic.update(piece)
             self.size_bytes += len(piece)
             part = part[len(piece) :]
             if self._with_blocks and self.size_bytes % BLOCK_BYTES == 0:
@@ -84,8 +77,7 @@ class _Running:
         blocks = list(self._blocks) if self.size_bytes > BLOCK_BYTES else []
         if blocks and self.size_bytes % BLOCK_BYTES:
             blocks.append(self._block.hexdigest())
-        sha256 = "" if self._cryptographic is None else self._cryptographic.hexdigest()
-        return FileDigest(self.size_bytes, self._whole.hexdigest(), tuple(blocks), sha256)
+        return FileDigest(self.size_bytes, self._whole.hexdigest(), tuple(blocks))
 
 
 def digest_file(
@@ -94,7 +86,6 @@ def digest_file(
     sync: Sync | None = None,
     on_bytes: Callable[[int], object] | None = None,
     with_blocks: bool = False,
-    with_sha256: bool = False,
 ) -> FileDigest:
     """The digest of what can be read at ``path``.
 
@@ -103,12 +94,11 @@ def digest_file(
         sync: Forces its content to the disk as well; None: nobody does.
         on_bytes: Told how many bytes were read, after each part.
         with_blocks: Whether the blocks of a large file get digests of their own.
-        with_sha256: Whether the content gets a SHA-256 digest as well.
     """
     view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         read_ahead(file)
-        digest = _Running(with_blocks=with_blocks, with_sha256=with_sha256)
+        digest = _Running(with_blocks=with_blocks)
         while num_bytes := file.readinto(view):
             digest.update(view[:num_bytes])
             if on_bytes is not None:
@@ -120,7 +110,7 @@ def digest_file(
 
 def digest_block(path: Path, number: int) -> str:
     """The digest of one block of a file, as far as it can be read."""
-    digest = _Running(with_blocks=False, with_sha256=False)
+    digest = _Running(with_blocks=False)
     view = memoryview(bytearray(_CHUNK_BYTES))
     left_bytes = BLOCK_BYTES
     with path.open("rb", buffering=0) as file:
@@ -172,19 +162,17 @@ class DigestedWrites:
 
     Args:
         sync: Forces each of them to the disk; None is for tests.
-        with_sha256: Whether they get SHA-256 digests as well.
     """
 
-    def __init__(self, sync: Sync | None, *, with_sha256: bool = False) -> None:
+    def __init__(self, sync: Sync | None) -> None:
         self.sync = sync
-        self._with_sha256 = with_sha256
         self._found: dict[Path, FileDigest] = {}
 
     @contextmanager
     def open(self, path: Path) -> Iterator[DigestedStream]:
         """Opens a new file for writing; its digest counts once this block has ended without an error."""
         self._found.pop(path, None)
-        digest = _Running(with_blocks=True, with_sha256=self._with_sha256)
+        digest = _Running(with_blocks=True)
         with path.open("wb") as file:
             stream = DigestedStream(file, digest, self.sync)
             yield stream
@@ -193,7 +181,7 @@ class DigestedWrites:
 
     def read(self, path: Path) -> FileDigest:
         """Reads what something else has written, and forces it to the disk."""
-        return digest_file(path, sync=self.sync, with_blocks=True, with_sha256=self._with_sha256)
+        return digest_file(path, sync=self.sync, with_blocks=True)
 
     def found(self, root: Path) -> dict[str, dict[str, Any]]:
         """By path below a folder the digests of what is there and has the size that was written."""

@@ -1,35 +1,79 @@
-"""Durable and tolerant file operations: listing, fsync, atomic writes, removal."""
+"""Files of checkpoints: where each part lies; written, moved and removed so that it is there or not at all.
+
+```text
+checkpoints/
+|-- step=10.ckpt/                        a directory checkpoint
+|   |-- __0_0.distcp ...
+|   `-- .distplus/{manifest.json,commit}
+|-- step=20.ckpt                         a single-file checkpoint
+`-- .distplus/
+    |-- step=20.ckpt/{manifest.json,commit}
+    |-- step=30.ckpt.stage-1f0c22d9/     a save in progress: the payload under its own name, with its meta folder
+    |-- step=10.ckpt.aside-77aa01be/     a save that replaces its target: the new checkpoint, complete; then the old one
+    |-- step=10.ckpt.draft-77aa01be/     the same save: what it moves to the target, and what was there
+    |-- step=5.ckpt.removed-0be1d3f2/    on its way out
+    |-- step=10.ckpt.universal-5e0f1a2b/ the same for another number of ranks (DeepSpeed); goes when step=10.ckpt goes
+    `-- step=30.ckpt.torn-93c5d001/      in quarantine: a save that was killed, or a damaged checkpoint; never loaded
+```
+
+Nothing of ours lies outside ``.distplus``, so that no pattern that looks for checkpoints by name can find it.
+The stage, the aside and the target lie on one file system: every move is a rename.
+
+A file and its manifest are two names, which cannot change in one step. So a new file that replaces one is linked twice,
+at its target and in the aside: of a file that lies in an aside as well, the manifest there is the true one.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
 __all__ = [
+    "MANIFEST",
+    "MARKER",
+    "META",
+    "Stage",
     "Sync",
+    "asides_in",
     "discard",
+    "exchange",
     "forget",
+    "is_aside",
+    "leftovers_of",
     "list_files",
     "list_folders",
+    "meta_folder",
+    "new_nonce",
+    "put_in_place",
+    "quarantine_for",
+    "quarantined_in",
     "read_ahead",
     "remove_tree",
     "second_name",
     "sync_folder",
+    "trash_for",
+    "trash_in",
+    "universal_for",
     "write_file",
 ]
 
 logger = logging.getLogger(__name__)
-
 Sync: TypeAlias = Callable[[int], None]
 """Forces what an open file or folder holds to the disk, given its descriptor: ``os.fsync``, or a seam of a test."""
-
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, linux/fcntl.h and linux/fs.h
 
 
 def list_files(payload: Path) -> dict[str, int]:
@@ -85,6 +129,65 @@ def read_ahead(file: IO[bytes]) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
+def exchange(one: Path, other: Path) -> None:
+    """Swaps two names in one step: at no instant is there nothing at either of them.
+
+    Raises:
+        OSError: EINVAL, ENOSYS or ENOTSUP where the system or the file system cannot do that (NFS, Lustre, macOS).
+    """
+    sys.audit("distplus.exchange", str(one), str(other))
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one), None, str(other))
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+
+
+def put_in_place(new: Path, target: Path, old: Path) -> Path | None:
+    """Puts a file, a folder or a link at ``target``, in one step and whatever is there, where the file system can.
+
+    Where it cannot exchange names, a folder leaves ``target`` before the new one takes its place.
+
+    Args:
+        new: What is to be there, on the same file system.
+        target: Its place.
+        old: Where something may be moved that was there.
+
+    Returns:
+        Where that lies now: at ``old``, or at ``new``; None where there was nothing.
+
+    Raises:
+        OSError: What was at ``target`` is there.
+    """
+    if not os.path.lexists(target):
+        new.rename(target)
+        return None
+    try:
+        exchange(new, target)
+    except OSError as error:
+        if error.errno not in _NO_EXCHANGE:
+            raise
+        return _replace(new, target, old)
+    return new
+
+
+def _replace(new: Path, target: Path, old: Path) -> Path | None:
+    """What `put_in_place` does on a file system that does not exchange names."""
+    is_folder = [path.is_dir() and not path.is_symlink() for path in (new, target)]
+    if not any(is_folder):
+        if not target.is_symlink():
+            second_name(target, old, sync=None)
+        new.replace(target)
+        return old if os.path.lexists(old) else None
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    return old
+
+
 def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:
     """Gives a file a second name: a hard link, or a copy where the file system has none."""
     try:
@@ -118,3 +221,130 @@ def remove_tree(path: Path) -> None:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+# -- where the parts of a checkpoint lie -------------------------------------------------------------------------------
+
+
+META = ".distplus"
+MANIFEST = "manifest.json"
+MARKER = "commit"
+_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed|torn|universal)-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The places that one save of ``target`` uses; ``nonce`` tells it from other saves of the same target."""
+
+    target: Path
+    nonce: str
+
+    @property
+    def folder(self) -> Path:
+        """Holds the payload until it is moved to the target."""
+        return self._work_folder("stage")
+
+    @property
+    def payload(self) -> Path:
+        """What the save writes: a file or a directory, under the target's own name."""
+        return self.folder / self.target.name
+
+    @property
+    def aside(self) -> Path:
+        """What the stage is called from just before it replaces what is at the target."""
+        return self._work_folder("aside")
+
+    @property
+    def aside_payload(self) -> Path:
+        """The new checkpoint, loadable until it is at the target; a folder gives way to the old one then."""
+        return self.aside / self.target.name
+
+    @property
+    def draft(self) -> Path:
+        """Holds a second name of a file that is to be moved to the target, and what was there before."""
+        return self._work_folder("draft")
+
+    def _work_folder(self, role: str) -> Path:
+        return self.target.parent / META / f"{self.target.name}.{role}-{self.nonce}"
+
+
+def meta_folder(path: Path, *, is_directory: bool | None = None) -> Path:
+    """The folder of manifest and marker of the checkpoint at ``path``.
+
+    Args:
+        path: The checkpoint.
+        is_directory: Its kind, for who is to write there; by default, what lies at ``path`` now is to be read.
+    """
+    if path.is_dir() if is_directory is None else is_directory:
+        return path / META
+    if is_directory is None:
+        for folder in leftovers_of(path, "aside"):
+            meta = folder / META / path.name
+            if meta.is_dir() and _is_same_file(folder / path.name, path):
+                return meta
+    return path.parent / META / path.name
+
+
+def new_nonce() -> str:
+    """Eight random hex digits."""
+    return secrets.token_hex(4)
+
+
+def asides_in(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """Pairs of a checkpoint that was moved aside and the target that it was moved from."""
+    for folder, name, role in _work_folders(directory):
+        if role == "aside":
+            yield folder / name, directory / name
+
+
+def is_aside(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint that was moved aside."""
+    match = _WORK_FOLDER.fullmatch(path.parent.name)
+    return path.parent.parent.name == META and match is not None and match["role"] == "aside"
+
+
+def leftovers_of(target: Path, *roles: str) -> list[Path]:
+    """What lies beside ``target`` in these roles: "stage", "draft", "aside", "universal"."""
+    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
+
+
+def quarantine_for(target: Path) -> Path:
+    """A fresh folder in which a bad checkpoint called like ``target``, or a torn save of it, is kept."""
+    return target.parent / META / f"{target.name}.torn-{new_nonce()}"
+
+
+def quarantined_in(directory: Path) -> list[Path]:
+    """Everything in ``directory`` that is in quarantine."""
+    return [folder for folder, _, role in _work_folders(directory) if role == "torn"]
+
+
+def universal_for(target: Path) -> Path:
+    """A fresh folder for a copy of ``target`` that another number of ranks can read."""
+    return target.parent / META / f"{target.name}.universal-{new_nonce()}"
+
+
+def trash_for(directory: Path, name: str) -> Path:
+    """A fresh place in ``directory`` to which something is moved before it is deleted file by file."""
+    return directory / META / f"{name}.removed-{new_nonce()}"
+
+
+def trash_in(directory: Path) -> list[Path]:
+    """Everything in ``directory`` whose deletion was begun, by whomever."""
+    return [folder for folder, _, role in _work_folders(directory) if role == "removed"]
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _work_folders(directory: Path) -> Iterator[tuple[Path, str, str]]:
+    try:
+        folders = sorted((directory / META).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for folder in folders:
+        if match := _WORK_FOLDER.fullmatch(folder.name):
+            yield folder, match["name"], match["role"]

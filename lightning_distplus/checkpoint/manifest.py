@@ -21,12 +21,11 @@
     {"path": "__0_0.distcp",           posix, relative to the checkpoint's folder
      "size_bytes": 1024,
      "xxh3_128": "32 lower-case hex digits",
-     "blocks_64_mib": ["32 hex digits"],   the same of each 64 MiB, of files that are larger
-     "sha256": "64 lower-case hex digits"} where it was asked for
+     "blocks_64_mib": ["32 hex digits"]}   the same of each 64 MiB, of files that are larger
   ],
   "tensors": {                         each tensor by name, or null: dtype, number of elements, fingerprint
-    "weights/net.0.weight": "float32 2250000 32 hex digits",
-    "optimizer 0/net.0.weight/exp_avg": "float32 2250000 32 hex digits"
+    "weights/net.0.weight": "float32 2250000 v2:32 hex digits",
+    "optimizer 0/net.0.weight/exp_avg": "float32 2250000 v2:32 hex digits"
   }
 }
 ```
@@ -54,8 +53,7 @@ __all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]
 VERSION = 1
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_FINGERPRINT = re.compile(r"\w+ \d+ [0-9a-f]{32}")
+_FINGERPRINT = re.compile(r"\w+ \d+ (v2:)?[0-9a-f]{32}")
 _RECORDED_PACKAGES = ("lightning-distplus", "lightning", "torch", "deepspeed")
 
 
@@ -68,8 +66,6 @@ class FileEntry:
     xxh3_128: str
     blocks_64_mib: tuple[str, ...] = ()
     """The digests of its blocks, where it has more than one."""
-    sha256: str = ""
-    """Its SHA-256 digest in hex, where that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +198,6 @@ def _take_files(document: dict[str, Any], source: str) -> tuple[FileEntry, ...]:
             size_bytes=_take(item, where, "size_bytes", "an integer >= 0", _is_integer),
             xxh3_128=_take(item, where, "xxh3_128", "32 lower-case hex digits", _is_digest),
             blocks_64_mib=_take_blocks(item, where),
-            sha256=_take({"sha256": "", **item}, where, "sha256", "64 lower-case hex digits", _is_sha256_or_empty),
         )
     return tuple(entries.values())
 
@@ -242,10 +237,6 @@ def _is_parent(value: Any) -> bool:
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
-
-
-def _is_sha256_or_empty(value: Any) -> bool:
-    return isinstance(value, str) and (not value or _SHA256.fullmatch(value) is not None)
 
 
 def _is_tensors(value: Any) -> bool:

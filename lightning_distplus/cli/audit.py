@@ -56,6 +56,14 @@ def _lines(report: AuditReport, limit: int) -> Iterator[str]:
     yield f"repeated {len(report.repeated)}, missed {len(report.missed)}"
     if report.num_apart:
         yield f"in quarantine {report.num_apart}: others stood in at their places"
+    if report.num_arrived == report.num_samples:
+        yield "ids: as the batches carried them into training_step"
+    else:
+        num_asked = report.num_samples - report.num_arrived
+        yield (
+            f"ids: as the data set was asked for them, of {num_asked} samples; what it returned is not known "
+            "(SampleAudit(ids=...) reads them from the batch)"
+        )
     for sightings in report.repeated[:limit]:
         first = sightings[0]
         places = "; ".join(map(_place, sightings))

@@ -13,21 +13,18 @@ from typing import Literal
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
-from lightning_distplus.preflight.gpus import GPU_CHECKS
-from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.preflight.nccl_advice import ADVICE_CHECKS
-from lightning_distplus.preflight.software import SOFTWARE_CHECKS
+from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS
 
 __all__ = ["AGREEMENT", "BETWEEN_HOSTS", "CHECKS_OF_HOST", "add_settings", "main", "print_findings", "settings_from"]
 
-CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_CHECKS, **ADVICE_CHECKS}
+CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_CHECKS}
 CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
 AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
 BETWEEN_HOSTS = ("network", "mtu", "clock")
 """The names of what it finds between hosts."""
 
-_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.ADVICE: "cyan", Status.NOTE: "green"}
+_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
 
 
 def main(argv: Sequence[str]) -> int:

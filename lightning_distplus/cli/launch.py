@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
+from lightning_distplus.launch.signals import Signals
 from lightning_distplus.timeouts import parse_duration
 
 __all__ = ["main"]
@@ -38,17 +39,18 @@ def main(argv: Sequence[str]) -> int:
 
     if min(arguments.nnodes) < max(arguments.nnodes):
         env.DISTPLUS_ELASTIC.set(1)
-    if arguments.start == "cold":
-        return _supervise(arguments, resuming(command))
+    with Signals() as signals:  # before torch is imported, which takes seconds
+        if arguments.start == "cold":
+            return _supervise(arguments, resuming(command), signals)
 
-    from lightning_distplus.launch.warm import Warm
+        from lightning_distplus.launch.warm import Warm
 
-    with Warm(arguments.preload) as warm:  # it imports while this process does
-        following = resuming(command)
-        return _supervise(arguments, lambda has_saved: warm.command(following(has_saved)))
+        with Warm(arguments.preload) as warm:  # it imports while this process does
+            following = resuming(command)
+            return _supervise(arguments, lambda has_saved: warm.command(following(has_saved)), signals)
 
 
-def _supervise(arguments: Any, command: Callable[[bool], list[str]]) -> int:
+def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Signals) -> int:
     from lightning_distplus.launch.agent import Hosts
     from lightning_distplus.launch.policy import RestartPolicy
     from lightning_distplus.launch.supervisor import Job, supervise
@@ -70,7 +72,8 @@ def _supervise(arguments: Any, command: Callable[[bool], list[str]]) -> int:
             log_dir=arguments.log_dir.absolute(),
             run_id=arguments.job_id,
             quarantine=arguments.quarantine,
-        )
+        ),
+        signals,
     )
 
 

@@ -25,7 +25,7 @@ from lightning_distplus.control import ControlPlane, connect, disconnect
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.agreement import disagreements, state_of_process
-from lightning_distplus.preflight.interfaces import Interface, interface_towards
+from lightning_distplus.preflight.host import Interface, interface_towards
 from lightning_distplus.preflight.network import mtu_findings, try_pairs
 from lightning_distplus.preflight.together import as_message, merged, spans_hosts
 from lightning_distplus.strategies import ResilientDDP
@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     checks = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
     settings = settings_from(arguments, parser, checks)
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
-    strategy: Any = ResilientDDP(preflight=settings)
+    of_launch: dict[str, Any] = {name: wish for name, wish in settings.items() if name in LAUNCH_CHECKS}
+    strategy: Any = ResilientDDP(preflight=of_launch)
     Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy=strategy, logger=False)
     if devices * nodes > 1 and not strategy.cluster_environment.creates_processes_externally:
         parser.error(f"start it by the launcher of the run, for example: {facts_of(strategy).torchrun()}")

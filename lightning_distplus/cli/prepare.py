@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from lightning_distplus.data.documents import SHARD_BYTES
+from lightning_distplus.choices import refuse_unknown_arguments
 from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
 
 __all__ = ["main"]
@@ -22,7 +22,15 @@ _PLAIN_LINE_EVERY_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; errors of the input end it with one line and exit code 1."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        given = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("--")]
+        try:
+            refuse_unknown_arguments("distplus prepare", given, vars(arguments))
+        except TypeError as error:
+            parser.error(str(error))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     is_interactive = sys.stderr.isatty()
     try:
         with _bars() if is_interactive else _plain_lines() as on_progress:
@@ -57,8 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="auto: uint16 where the ids fit")
     add("--append_eod", action="store_true", help="end every document with the tokenizer's end token")
     add("--max_bytes", type=int, metavar="N", help="stop before the document that would exceed N bytes of text")
-    add("--num_workers", type=int, default=0, metavar="N", help="processes that write tokens; default: this one alone")
-    add("--shard_bytes", type=int, default=SHARD_BYTES, metavar="N", help="text between two points of resumption")
     add("--overwrite", action="store_true", help="replace an existing pair")
     return parser
 
@@ -75,8 +81,7 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
         def show(progress: Progress) -> None:
             if progress.stage not in started:
                 started.add(progress.stage)
-                total, done = progress.total_bytes, progress.done_bytes  # done: by an interrupted preparation
-                bars.reset(tasks[progress.stage], total=total, completed=done, visible=True)
+                bars.reset(tasks[progress.stage], total=progress.total_bytes, visible=True)
             bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes)
 
         yield show
@@ -106,10 +111,7 @@ def _plain_lines() -> Iterator[Callable[[Progress], None]]:
 
 
 def _summary(result: PreparedTokens) -> str:
-    reused = ""
-    if result.num_reused:
-        reused = f"; {result.num_reused} of {result.num_shards} parts were there from an interrupted preparation"
     return (
         f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
-        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}{reused}"
+        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
     )

@@ -4,41 +4,285 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_distplus import _compat, env
 from lightning_distplus.cli.doctor import print_findings
-from lightning_distplus.cli.rehearsal import (
-    Layout,
-    RehearsalCLI,
-    build_model,
-    optimizers_of,
-    pretend_ranks,
-    rates,
-    reported_steps,
-)
-from lightning_distplus.cli.rehearsed_steps import run_steps
+from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.trainer_view import data_parallel
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import write_speed
-from lightning_distplus.preflight.memory import ADAM_STATES, Estimate, count, estimate, fits, gib, states_of
-from lightning_distplus.strategies.sizing import checkpoint_bytes, engine_of
 
-__all__ = ["CHECKS", "main"]
+__all__ = [
+    "CHECKS",
+    "Layout",
+    "Rates",
+    "RehearsalCLI",
+    "build_model",
+    "main",
+    "optimizers_of",
+    "pretend_ranks",
+    "rates",
+    "reported_steps",
+]
 
-CHECKS = ("config", "layout", "model", "batch", "data", "optimizer", "memory", "checkpoint", "steps")
+_MAX_STEPPED = 5000
+_MAX_STEPPING_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the Trainer of the configuration asks for, which this host may not have."""
+
+    accelerator: str = "auto"
+    per_node: int = 1
+    nodes: int = 1
+    precision: str = "32-true"
+
+    @classmethod
+    def of(cls, trainer: Namespace) -> Layout:
+        """As the section ``trainer`` says it."""
+        devices = trainer.get("devices", 1)
+        if isinstance(devices, str):
+            devices = [one for one in devices.split(",") if one] if "," in devices else _number(devices)
+        per_node = len(devices) if isinstance(devices, (list, tuple)) else devices
+        return cls(
+            accelerator=str(trainer.get("accelerator")),
+            per_node=max(1, per_node),
+            nodes=int(trainer.get("num_nodes") or 1),
+            precision=_precision(trainer.get("precision")),
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole run."""
+        return self.per_node * self.nodes
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 1  # "auto" and -1: as many as there are, which nobody knows here
+
+
+def _precision(wanted: Any) -> str:
+    text = str(wanted or "32-true")
+    return {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(text, text)
+
+
+class RehearsalCLI(DistplusCLI):
+    """Builds what a configuration says, without its devices: the Trainer on one CPU, the model without memory."""
+
+    exits_on_error = False
+    layout = Layout()
+    asked: Namespace = Namespace()
+    """The configuration as it was given."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Also lets the model be made on the meta device."""
+        super().add_arguments_to_parser(parser)
+        parser.add_instantiator(_without_memory, LightningModule, prepend=True)
+
+    def before_instantiate_classes(self) -> None:
+        """Notes the layout, and takes this host's in its place."""
+        self.asked = self.config.clone()
+        trainer = self.config.trainer
+        self.layout = Layout.of(trainer)
+        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true", "logger": False}
+        trainer.update(Namespace(**here))
+        trainer["strategy"] = _on_any_device(trainer.get("strategy"), self.layout.ranks)
+
+    def instantiate_classes(self) -> None:
+        """Builds outside of whatever launcher this shell belongs to."""
+        with env.changed(**{variable.name: None for variable in env.LAUNCH_VARIABLES}):
+            super().instantiate_classes()
+
+    def _refuse(self, error: Exception) -> None:
+        raise PreflightError(str(error)) from error
+
+
+def _without_memory(class_type: type, *arguments: Any, **named: Any) -> Any:
+    try:
+        with torch.device("meta"):
+            return class_type(*arguments, **named)
+    except (RuntimeError, TypeError, ValueError):  # it reads values of its own tensors
+        return class_type(*arguments, **named)
+
+
+_OURS = {
+    "DDPStrategy": "lightning_distplus.ResilientDDP",
+    "FSDPStrategy": "lightning_distplus.ResilientFSDP",
+    "ModelParallelStrategy": "lightning_distplus.ResilientModelParallel",
+    "DeepSpeedStrategy": "lightning_distplus.ResilientDeepSpeed",
+}
+
+
+def _on_any_device(strategy: Any, ranks: int) -> Any:
+    """Ours in the place of the parent, which may refuse a CPU; it takes the same arguments."""
+    if isinstance(strategy, Namespace):
+        name = str(strategy.get("class_path", "")).rpartition(".")[2]
+        if name in _OURS:
+            strategy["class_path"] = _OURS[name]
+        return strategy
+    if strategy in ("auto", None):
+        return "resilient_ddp" if ranks > 1 else "auto"
+    return f"resilient_{strategy}" if strategy in ("ddp", "fsdp", "deepspeed") else strategy
+
+
+@contextmanager
+def pretend_ranks(trainer: Any, model: Any, layout: Layout) -> Iterator[None]:
+    """The Trainer sees as many ranks as the layout has, and a mesh of them where its strategy uses one."""
+    strategy = trainer.strategy
+    strategy.connect(model)
+    model.trainer = trainer
+    if hasattr(strategy, "parallel_devices"):
+        strategy.parallel_devices = [torch.device("cpu")] * layout.per_node
+        strategy.num_nodes = layout.nodes
+        strategy.set_world_ranks()
+    if not isinstance(strategy, ModelParallelStrategy):
+        yield
+        return
+    tensor = _compat.tensor_parallel_size(strategy) or layout.per_node
+    names = ("data_parallel", "tensor_parallel")
+    with _compat.fake_default_group(layout.ranks) as is_there:
+        if is_there:
+            mesh = init_device_mesh("cpu", (max(1, layout.ranks // tensor), tensor), mesh_dim_names=names)
+            _compat.give_mesh(strategy, model, mesh)
+        yield
+
+
+def build_model(model: LightningModule) -> None:
+    """Calls ``configure_model`` without memory; whatever it raises is an error of the configuration."""
+    with torch.device("meta"):
+        model.configure_model()
+
+
+def optimizers_of(trainer: Any) -> tuple[list[Optimizer], list[Any]]:
+    """The optimizers and schedules, as Lightning makes them."""
+    Strategy.setup_optimizers(trainer.strategy, trainer)
+    return trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """Values that an optimizer keeps per trainable parameter, found by a step; None where it cannot step here.
+
+    Its parameters are on the meta device, or need not keep their values.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except (RuntimeError, NotImplementedError):  # it reads values, which the meta device does not have
+        return None
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept = sum(tensor.numel() for tensor in tensors if tensor.dim() > 0)  # scalars count steps
+    return float(kept / max(1, sum(parameter.numel() for parameter in parameters)))
+
+
+def checkpoint_bytes(model: LightningModule, strategy: Any, precision: str, states: float) -> int:
+    """Bytes of one checkpoint of all ranks: parameters, buffers, and the state of the optimizer.
+
+    Args:
+        model: On the meta device, whole.
+        strategy: ZeRO adds a float32 copy of what is trained, and saves weights as it computes with them.
+        precision: The Trainer's, for example ``"bf16-mixed"``.
+        states: Values that the optimizer keeps per trainable parameter.
+    """
+    kind, _, mode = precision.partition("-")
+    width = {"64": 8, "32": 4}.get(kind, 2)
+    is_zero = isinstance(strategy, DeepSpeedStrategy)
+    at_rest = width if is_zero or mode != "mixed" else 4
+    total = sum(one.numel() for one in model.parameters())
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    buffers = sum(one.numel() * one.element_size() for one in model.buffers())
+    return total * at_rest + buffers + int(trained * ((1 + states) * 4 if is_zero else states * at_rest))
+
+
+def reported_steps(total: int) -> list[int]:
+    """Steps worth a row: the first ones, tenths of powers, quarters, and the last."""
+    powers = [10**power for power in range(1, int(math.log10(max(total, 1))) + 1)]
+    chosen = {0, *powers, *(total * part // 4 for part in (1, 2, 3)), total - 1}
+    return sorted(step for step in chosen if 0 <= step < total)
+
+
+@dataclass
+class Rates:
+    """Learning rates by step, and why some are missing."""
+
+    by_step: dict[int, list[float]] = field(default_factory=dict)
+    missing: str = ""
+
+
+def rates(optimizer: Optimizer, schedule: Any, wanted: Sequence[int], steps_per_epoch: int | None) -> Rates:
+    """The learning rate of each parameter group at each wanted step.
+
+    Args:
+        optimizer: Of throw-away parameters.
+        schedule: Lightning's description of the schedule, or None.
+        wanted: Steps, ascending.
+        steps_per_epoch: For a schedule that moves by epochs.
+    """
+    found = Rates()
+    if schedule is None:
+        found.by_step = {step: [float(group["lr"]) for group in optimizer.param_groups] for step in wanted}
+        return found
+    if schedule.reduce_on_plateau:
+        found.missing = "it follows a metric"
+        return found
+    per_count = schedule.frequency
+    if schedule.interval == "epoch":
+        if steps_per_epoch is None:
+            found.missing = "it moves by epochs, whose length is not known"
+            return found
+        per_count *= steps_per_epoch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the schedule moves and the optimizer does not
+        _follow(optimizer, schedule.scheduler, {step: step // per_count for step in wanted}, found)
+    return found
+
+
+def _follow(optimizer: Optimizer, scheduler: Any, counts: dict[int, int], found: Rates) -> None:
+    """Counts the schedule up, one by one; a long one jumps where its rate is a function of the count alone."""
+    end, here = time.monotonic() + _MAX_STEPPING_S, 0
+    for step, count in counts.items():
+        if count > _MAX_STEPPED and hasattr(scheduler, "lr_lambdas"):
+            scheduler.last_epoch = here = count - 1
+        while here < count:
+            scheduler.step()
+            here += 1
+            if time.monotonic() > end:
+                found.missing = f"{here} of {count} steps of it took {_MAX_STEPPING_S:g} s"
+                return
+        found.by_step[step] = [float(group["lr"]) for group in optimizer.param_groups]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+CHECKS = ("config", "layout", "model", "batch", "data", "optimizer", "checkpoint")
 """The names of what a rehearsal looks at."""
-
 _TRIAL_BYTES = 32 << 20
+_ADAM_STATES = 2.0
 
 
 @dataclass
@@ -49,7 +293,6 @@ class Rehearsal:
     strategy: str = ""
     findings: list[Finding] = field(default_factory=list)
     batch: dict[str, Any] = field(default_factory=dict)
-    memory: Estimate | None = None
     checkpoint: dict[str, Any] = field(default_factory=dict)
     schedule: list[dict[str, Any]] = field(default_factory=list)
 
@@ -66,7 +309,6 @@ class Rehearsal:
             "strategy": self.strategy,
             "precision": self.layout.precision,
             "batch": self.batch,
-            "memory": None if self.memory is None else self.memory.to_dict(),
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
             "findings": [finding.to_dict() for finding in self.findings],
@@ -99,17 +341,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="distplus rehearse",
         allow_abbrev=False,
         description="Builds a configuration as distplus fit takes it, with the model on the meta device and the ranks "
-        "pretended: batch sizes, learning rates, memory per rank, size and time of a checkpoint.",
+        "pretended: batch sizes, learning rates, size and time of a checkpoint.",
         epilog=f"Everything else is passed on: --config FILE, --trainer.max_steps N. Checks: {', '.join(CHECKS)}. "
         "Exit code 0: it could start; 173: it could not.",
     )
     parser.add_argument("--world", type=int, metavar="RANKS", help="ranks of the run (default: as the file says)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one rank's device, to hold against")
-    parser.add_argument("--steps", type=int, default=0, help="also train so many steps on two CPU processes")
-    parser.add_argument(
-        "--small", action="append", default=[], metavar="KEY=VALUE", help="a smaller value, for --steps only"
-    )
-    parser.add_argument("--deadline", default="10m", help="of --steps (default: %(default)s)")
     parser.add_argument("--off", action="append", default=[], metavar="NAME", help="leave this out of the report")
     parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -136,11 +372,7 @@ def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) 
             found.add("model", Status.ERROR, "The model cannot be built.", f"{type(error).__name__}: {error}")
             return
         epoch = _batches(found, cli)
-        states, name = _rates(found, cli, epoch)
-        _memory(found, cli, states, name, arguments.memory)
-        _checkpoint(found, cli, states)
-    if arguments.steps:
-        found.findings += run_steps(cli.parser, cli.asked, arguments.steps, arguments.small, arguments.deadline)
+        _checkpoint(found, cli, _rates(found, cli, epoch))
 
 
 def _spread(found: Rehearsal, asked: Layout, ranks: int) -> Layout:
@@ -206,16 +438,16 @@ def _length(found: Rehearsal, trainer: Any, data: Any, micro: int | None) -> tup
     return length, micro
 
 
-def _rates(found: Rehearsal, cli: Any, epoch: int | None) -> tuple[float, str]:
-    """The table of learning rates; returns the values that the optimizer keeps per parameter, and its name."""
+def _rates(found: Rehearsal, cli: Any, epoch: int | None) -> float:
+    """Fills the table of learning rates; returns how many values the optimizer keeps per parameter."""
     try:
         optimizers, schedules = optimizers_of(cli.trainer)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         found.add("optimizer", Status.WARNING, "The optimizer was not made; Adam is assumed.", text)
-        return ADAM_STATES, "Adam is assumed"
+        return _ADAM_STATES
     if not optimizers:
-        return ADAM_STATES, "no optimizer was made; Adam is assumed"
+        return _ADAM_STATES
     steps = found.batch.get("steps")
     for index, optimizer in enumerate(optimizers):
         schedule = next((one for one in schedules if one.scheduler.optimizer is optimizer), None) if schedules else None
@@ -227,26 +459,13 @@ def _rates(found: Rehearsal, cli: Any, epoch: int | None) -> tuple[float, str]:
             row = {"optimizer": index, "step": step, "lr": sorted(set(values)), "samples": size and size * step}
             found.schedule.append(row)
     kept = [states_of(optimizer) for optimizer in optimizers]
-    known = [states for states in kept if states is not None]
-    name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    if len(known) < len(kept):
-        return ADAM_STATES, f"{name}; Adam's state is assumed"
-    return max(known), name
-
-
-def _memory(found: Rehearsal, cli: Any, states: float, optimizer: str, free_gib: float | None) -> None:
-    layout, strategy = found.layout, cli.trainer.strategy
-    engine = engine_of(strategy, precision=layout.precision, ranks=layout.ranks, per_node=layout.per_node)
-    found.memory = estimate(count(cli.model), engine, states=states)
-    if free_gib is not None:
-        found.findings += fits(found.memory, int(free_gib * 2**30), "--memory", optimizer=optimizer)
+    return max(_ADAM_STATES if states is None else states for states in kept)
 
 
 def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
     """Its size, and how long it takes at the speed of its folder."""
-    assert found.memory is not None
     trainer, saves = cli.trainer, cli.trainer.checkpoint_callback
-    size = checkpoint_bytes(count(cli.model), found.memory.engine, states)
+    size = checkpoint_bytes(cli.model, trainer.strategy, found.layout.precision, states)
     found.checkpoint = {"bytes": size}
     place = str(getattr(saves, "dirpath", None) or trainer.default_root_dir)
     if saves is None or "://" in place:
@@ -263,13 +482,13 @@ def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
         if size > free:
             yield Finding(
                 status=Status.ERROR,
-                subject=f"One checkpoint has {gib(size)} GiB, and its folder has room for {gib(free)}.",
+                subject=f"One checkpoint has {_gib(size)} GiB, and its folder has room for {_gib(free)}.",
                 detail=str(folder),
                 remedy="Save to another folder, or rehearse where the run will save (--off checkpoint)",
             )
         elif 2 * size > free:
             subject = "The folder has room for one checkpoint only; the next is written beside it."
-            yield Finding(status=Status.WARNING, subject=subject, detail=f"{folder}: {gib(free)} GiB free")
+            yield Finding(status=Status.WARNING, subject=subject, detail=f"{folder}: {_gib(free)} GiB free")
 
     found.findings += run_checks({"checkpoint": speed}, Facts(variables={}))
 
@@ -296,13 +515,12 @@ def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:
     if batch.get("steps"):
         epoch = f"{batch['steps_per_epoch']:,} an epoch" if batch["steps_per_epoch"] else "an epoch is not known here"
         print(f"steps       {batch['steps']:,}; {epoch}")
-    if found.memory is not None:
-        print(f"memory      {found.memory}")
     if saved:
         speed = "; {seconds:g} s at {mb_per_s:g} MB/s, as {folder} takes them from here".format
         took = speed(**saved) if "seconds" in saved else ""
-        print(f"checkpoint  {gib(saved['bytes'])} GiB{took}")
+        print(f"checkpoint  {_gib(saved['bytes'])} GiB{took}")
     if found.schedule:
+        print("rates       k times the global batch: k times the learning rate (SGD), or sqrt(k) times (Adam)")
         print(f"{'step':>12} {'samples':>16}  learning rate")
     for row in found.schedule:
         lr = ", ".join(f"{value:.4g}" for value in row["lr"])
@@ -310,3 +528,9 @@ def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:
         print(f"{row['step']:>12,} {samples:>16}  {lr}")
     with suppress(PreflightError):
         print_findings(found.findings, Facts(), names, elapsed_s)
+
+
+def _gib(size_bytes: float) -> str:
+    """Two digits that count."""
+    value = size_bytes / 2**30
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"

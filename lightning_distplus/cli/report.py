@@ -1,9 +1,8 @@
-"""``distplus report``: the verdicts of a run, the error of each rank, and where its deadlines come from."""
+"""``distplus report``: the verdicts of a run, its errors and deadlines; or a verdict from torch's own dumps."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -11,19 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus.events import read_events
-from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.dumps import judge_dumps
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
 __all__ = ["main"]
 
 _VERSION = 1
+_MANY_FILES = 32  # from so many on, reading takes long enough to say how far it is
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 where the run has left nothing to show."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if (arguments.run is None) == (arguments.dumps is None):
+        parser.error("name either RUN or --dumps FOLDER")
+    if arguments.dumps is not None:
+        verdict = judge_dumps(arguments.dumps, on_file=_say_how_far)
+        print(verdict.to_json() if arguments.json else verdict.render())
+        return 0
+    if arguments.json:
+        parser.error("--json goes with --dumps; the verdicts of a run are JSON files already")
     home = _artefacts_of(arguments.run)
-    events = read_events(home)
-    verdicts = sorted(home.glob("verdict-*.json"), key=lambda path: path.stat().st_mtime)
+    events = read_events(home, run_id=arguments.run_id)
+    verdicts = find_verdicts(home, run_id=arguments.run_id)
     if not events and not verdicts:
         print(
             f"distplus report: {home} holds neither events nor verdicts. A Resilient strategy writes them below the "
@@ -31,8 +41,14 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    for line in (*_history(events), *_deadlines(events), *_incidents(verdicts)):
-        print(line)
+    runs = list(dict.fromkeys(str(one.get("run_id", "")) for one in (*events, *verdicts)))
+    for run_id in runs:
+        if len(runs) > 1:
+            print(f"run {run_id or '(without an id)'}:")
+        of_run = [event for event in events if event["run_id"] == run_id]
+        told = [one for one in verdicts if one.get("run_id", "") == run_id]
+        for line in (*_history(of_run), *_deadlines(of_run), *_incidents(told)):
+            print(line)
     return 0
 
 
@@ -41,9 +57,28 @@ def _artefacts_of(run: Path) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distplus report", description="Shows what a run has left behind.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="default_root_dir of the run, or its folder distplus")
+    parser = argparse.ArgumentParser(
+        prog="distplus report",
+        description="Shows what a run has left behind, or judges the dumps of torch's Flight Recorder of any job.",
+    )
+    parser.add_argument(
+        "run", type=Path, nargs="?", metavar="RUN", help="default_root_dir of the run, or its folder distplus"
+    )
+    parser.add_argument(
+        "--dumps",
+        type=Path,
+        metavar="FOLDER",
+        help="give the verdict on a job that did not use this package: FOLDER holds one dump of torch's Flight "
+        "Recorder per rank (nccl_trace_rank_0, ...), pickled or JSON, format 2.x",
+    )
+    parser.add_argument("--json", action="store_true", help="with --dumps: print all fields of the verdict")
+    parser.add_argument("--run-id", help="one run only, where several have written to that folder (default: all)")
     return parser
+
+
+def _say_how_far(number: int, count: int) -> None:
+    if count >= _MANY_FILES and (number % max(count // 10, 1) == 0 or number == count):
+        print(f"distplus report: {number} of {count} dumps read", file=sys.stderr)
 
 
 def _history(events: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -72,10 +107,10 @@ def _deadlines(events: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"  {phase:<12}{seconds:>8g} s   {last.get('reasons', {}).get(phase, '')}".rstrip()
 
 
-def _incidents(paths: Sequence[Path]) -> Iterator[str]:
+def _incidents(verdicts: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Each verdict as it was printed, oldest first."""
-    for path in paths:
-        told = json.loads(path.read_text())
+    for told in verdicts:
+        path: Path = told["path"]
         if told.get("version") != _VERSION:
             yield f"{path}: version {told.get('version')} of a verdict; this program reads version {_VERSION}."
             continue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from lightning_distplus.checkpoint import CheckpointState, Report, state, verify
-from lightning_distplus.checkpoint.catalog import Mode
-from lightning_distplus.checkpoint.foreign import check_unmanifested
-from lightning_distplus.checkpoint.layout import quarantined_in
+from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested
+from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.errors import CheckpointUnsafe
 
-__all__ = ["checkpoints_in", "main"]
+__all__ = ["TRUST", "TRUST_HELP", "checkpoints_in", "main"]
+
+TRUST = "If you trust whoever wrote it, repeat this with --trust."
+TRUST_HELP = "read pickles that name more than tensors and plain data, and run whatever they name"
 
 _SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
 
@@ -36,13 +39,13 @@ def main(argv: Sequence[str]) -> int:
     if not paths:
         print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
         return 1
-    reports = sorted(_verify(paths, "size" if arguments.quick else "full", is_deep=arguments.deep), key=_step)
+    reports = sorted(_verify(paths, "size" if arguments.quick else "full", arguments), key=_step)
     _print(reports)
     _print_quarantine(folder)
     return 0 if all(report.ok for report in reports) else 1
 
 
-def _verify(paths: Sequence[Path], mode: Mode, *, is_deep: bool) -> list[Report]:
+def _verify(paths: Sequence[Path], mode: Mode, arguments: argparse.Namespace) -> list[Report]:
     """The reports, with a progress bar on standard error where that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -52,14 +55,37 @@ def _verify(paths: Sequence[Path], mode: Mode, *, is_deep: bool) -> list[Report]
             manifest = verify(path, "size").manifest
             task = progress.add_task(path.name, total=0 if manifest is None else manifest.size_bytes)
             report = verify(path, mode, on_bytes=partial(progress.advance, task))
-            if is_deep and report.state is CheckpointState.UNMANIFESTED:
+            if arguments.deep and report.state is CheckpointState.UNMANIFESTED:
                 report = replace(report, findings=(*report.findings, *check_unmanifested(path)))
-            elif is_deep and report.ok and report.manifest is not None and report.manifest.tensors:
-                from lightning_distplus.checkpoint.reading_back import tensor_findings  # loads torch
+            elif arguments.deep and report.ok and report.manifest is not None and report.manifest.tensors:
+                from lightning_distplus.checkpoint.fingerprints import is_current  # loads torch
 
-                report = replace(report, findings=tuple(tensor_findings(path, report.manifest.tensors)))
+                if not all(map(is_current, report.manifest.tensors.values())):
+                    console.print(f"{path.name}: fingerprints of an older version; its tensors are not compared.")
+                report = replace(report, findings=_tensor_findings(path, report.manifest.tensors, arguments.trust))
             reports.append(report)
     return reports
+
+
+@dataclass(frozen=True)
+class _Refusal(FileFinding):
+    """Nothing is known to be wrong; it is not read."""
+
+    def __str__(self) -> str:
+        return self.found
+
+
+def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
+    from lightning_distplus import _compat  # loads torch
+    from lightning_distplus.checkpoint.tensors import tensor_findings
+
+    if is_trusted:
+        return tuple(tensor_findings(path, tensors, weights_only=False))
+    try:
+        with _compat.refusing_code(path, TRUST):
+            return tuple(tensor_findings(path, tensors))
+    except CheckpointUnsafe as error:
+        return (_Refusal(str(path), "tensors and plain data", str(error)),)
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -86,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also compare every tensor with its fingerprint and, without a manifest, the CRC of every member",
     )
+    parser.add_argument("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
     return parser
 
 
@@ -115,6 +142,8 @@ def _step(report: Report) -> int:
 def _verdict(report: Report) -> str:
     if report.ok:
         return "[green]valid"
+    if any(isinstance(finding, _Refusal) for finding in report.findings):
+        return "[yellow]refused"
     if report.state is CheckpointState.COMMITTED:
         return "[red]damaged"
     return "[yellow]unverified" if report.state is CheckpointState.UNMANIFESTED else "[red]torn"

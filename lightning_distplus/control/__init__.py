@@ -6,11 +6,11 @@ Read in this order: ``rendezvous`` (how the ranks find one store), ``line`` (key
 """
 
 from lightning_distplus.control.gate import StepGate
-from lightning_distplus.control.parting import part
+from lightning_distplus.control.parting import end_together, part
 from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.control.points import Points, WatchedGate, active_points
+from lightning_distplus.control.points import Points, WatchedGate, active_points, beat_key
 from lightning_distplus.control.record import GateRecord, Wish
-from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect
+from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect, has_own_store
 from lightning_distplus.control.whereabouts import Point
 
 __all__ = [
@@ -23,9 +23,12 @@ __all__ = [
     "WatchedGate",
     "Wish",
     "active_points",
+    "beat_key",
     "connect",
     "connect_over",
     "connected",
     "disconnect",
+    "end_together",
+    "has_own_store",
     "part",
 ]

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_distplus._compat import Store
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -26,7 +27,9 @@ from lightning_distplus.errors import (
     PreflightError,
     RendezvousError,
     SaveFailed,
+    message_of,
 )
+from lightning_distplus.liveness import running_time
 from lightning_distplus.world import World
 
 __all__ = ["FirstError", "Listener"]
@@ -78,7 +81,7 @@ class FirstError:
             host=world.host,
             pid=world.pid,
             type=type(error).__name__,
-            message=str(error)[:_TEXT_BYTES],
+            message=message_of(error)[:_TEXT_BYTES],
             traceback="".join(traceback.format_exception(error))[-_TEXT_BYTES:],
             ranks=error.ranks if isinstance(error, _NAMES_RANKS) else [world.rank],
             differs=_differs(error) if isinstance(error, DivergenceError) else {},
@@ -161,7 +164,7 @@ class Listener:
         """
         speaker = self._connect()
         winner = speaker.compare_set(_KEY, "", json.dumps(asdict(error)))
-        self.heard = FirstError(**json.loads(winner))
+        self.heard = FirstError(**words_of(winner))
         if self.heard.rank == self._world.rank:
             for rank in self._world.ranks:
                 for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
@@ -187,13 +190,13 @@ class Listener:
         with suppress(RuntimeError):  # the store is gone: the calling thread finds out where it asks for something
             store.wait([self._bell(self._world.rank, self._rounds)], _FOR_EVER)
             if store.check([_KEY]):
-                self.heard = FirstError(**json.loads(store.get(_KEY)))
+                self.heard = FirstError(**words_of(store.get(_KEY)))
                 store.append(_HEARD_BY, f"{self._world.rank},")
 
     def _await_listeners(self, speaker: Store, ranks: set[int]) -> None:
-        end = time.monotonic() + _HEARD_BY_ALL_S
+        end = running_time() + _HEARD_BY_ALL_S
         speaker.append(_HEARD_BY, "")  # so that it is there
-        while time.monotonic() < end:
+        while running_time() < end:
             if ranks <= {int(rank) for rank in speaker.get(_HEARD_BY).split(b",") if rank}:
                 return
             time.sleep(_HEARD_POLL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,8 +15,8 @@ from lightning_distplus._compat import Store
 from lightning_distplus.control.first_error import FirstError, Listener
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import PeerLost, PeerMissing
-from lightning_distplus.liveness import ProcessState
-from lightning_distplus.world import World
+from lightning_distplus.liveness import ProcessState, running_time
+from lightning_distplus.world import LAUNCHER, World
 
 __all__ = ["DIRECT_RANKS", "Line"]
 
@@ -57,6 +58,7 @@ class Line:
         self.world = world
         self._store = store
         self.host_rank = host_rank
+        self._parent = os.getppid()
         self._peers: dict[int, Peer] = {}
         self.on_wait: Callable[[float], None] | None = None
         """Called between two looks of every wait, with the seconds that it has lasted."""
@@ -116,7 +118,7 @@ class Line:
             return method(*arguments)
         except dist.DistNetworkError as error:
             self.raise_if_peer_failed()  # the store may have gone because of what we have heard
-            ranks = [] if self.host_rank is None else [self.host_rank]
+            ranks = [LAUNCHER] if self.host_rank is None else [self.host_rank]
             who = "the launcher's agent" if self.host_rank is None else f"rank {self.host_rank}"
             raise PeerLost(
                 f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during {what}. "
@@ -179,12 +181,12 @@ class Line:
         size = self.world.size
         floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
         ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
-        start = time.monotonic()
+        start = running_time()
         look_at_s = _FIRST_LOOK_S
         while not is_complete():
             if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
                 self.raise_if_peer_failed()
-            elapsed = time.monotonic() - start
+            elapsed = running_time() - start
             if self.on_wait is not None:
                 self.on_wait(elapsed)
             if elapsed >= look_at_s:
@@ -212,10 +214,18 @@ class Line:
         gone -= {self.world.rank, *(arrived() if gone else ())}
         if gone:
             names = ", ".join(self.describe_rank(rank) for rank in sorted(gone))
+            if self.host_rank is None and os.getppid() != self._parent:
+                raise PeerLost(
+                    f"Rank {self.world.rank} waits for {what}. The launcher's process, pid {self._parent}, which has "
+                    f"started this rank and served the job's store, is gone, and {names} with it. Look at the last "
+                    "lines of the launcher's log and at dmesg.",
+                    [LAUNCHER],
+                )
+            signals = sorted({name for rank in gone if (name := self._peers[rank].ended_by())})
+            by = f"by {', '.join(signals)}" if signals else "(out of memory, a signal, a scheduler)"
             raise PeerLost(
                 f"Rank {self.world.rank} waits for {what}, and the process of {names} is gone without an error of its "
-                "own: it was killed (out of memory, a signal, a scheduler). Look at the last lines of its log and at "
-                "dmesg.",
+                f"own: it was killed {by}. Look at the last lines of its log and at dmesg.",
                 gone,
             )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.errors import DistplusError
+from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
 
-__all__ = ["part"]
+__all__ = ["end_together", "part"]
 
 log = logging.getLogger(__name__)
 
@@ -28,3 +29,27 @@ def part(plane: ControlPlane, deadline: timedelta, *, has_failed: bool) -> None:
         plane.farewell(deadline)
     except DistplusError as error:
         log.warning("rank %d ends alone: %s", plane.world.rank, error)
+
+
+def end_together(plane: ControlPlane, deadline: timedelta, *, have_ended: Callable[[Collection[int]], bool]) -> None:
+    """Ends the run of this rank when it has ended on all: one that fails in its last hooks fails the others too.
+
+    Args:
+        plane: The control plane.
+        deadline: How long to wait for ranks that still work.
+        have_ended: Whether all of some ranks are known to have ended their run: they may leave before this one.
+
+    Raises:
+        PeerFailed, PeerLost: A peer raised, or was killed, before its run had ended.
+    """
+    try:
+        plane.await_ends(deadline)
+    except PeerMissing as error:
+        log.warning("rank %d ends alone: %s", plane.world.rank, error)
+        plane.stop_listening()
+    except PeerLost as error:
+        if not have_ended(error.ranks):
+            raise
+        plane.stop_listening()
+    else:
+        part(plane, deadline, has_failed=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from lightning_distplus.liveness import ProcessState, address_towards, boot_id, process_state, start_time
+from lightning_distplus.control.secret import words_of
+from lightning_distplus.liveness import ProcessState, address_towards, boot_id, process_state, signal_of, start_time
 from lightning_distplus.world import World
 
 __all__ = ["Peer"]
@@ -43,7 +44,7 @@ class Peer:
     @classmethod
     def from_json(cls, data: bytes | str) -> Peer:
         """Reads an introduction."""
-        return cls(**json.loads(data))
+        return cls(**words_of(data))
 
     def to_json(self) -> str:
         """The introduction."""
@@ -54,6 +55,10 @@ class Peer:
         if not self.is_here:
             return ProcessState.UNKNOWN
         return process_state(self.pid, self.started)
+
+    def ended_by(self) -> str:
+        """The signal that has ended it, as long as its host's system knows."""
+        return signal_of(self.pid, self.started) if self.is_here else ""
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"

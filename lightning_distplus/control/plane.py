@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_distplus._compat import PrefixStore, Store
 from lightning_distplus.control.line import DIRECT_RANKS, Line
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError
 from lightning_distplus.world import World
 
@@ -37,6 +38,8 @@ class ControlPlane(Line):
         super().__init__(store, world, host_rank=host_rank)
         self.is_attended = False
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
+        self.run_id = ""
+        """Names the run in events and verdicts, alike on all ranks and in all attempts."""
         self._calls: Counter[str] = Counter()
 
     def store_for(self, name: str) -> Store:
@@ -46,6 +49,7 @@ class ControlPlane(Line):
     def second_line(self) -> ControlPlane:
         """The same plane over another connection, for another thread."""
         line = ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        line.run_id = self.run_id
         line._peers = self._peers  # what one has learnt, the others know when the store is gone
         return line
 
@@ -72,6 +76,19 @@ class ControlPlane(Line):
             self._leave(self._fresh_key("farewell", "all"), [], deadline, what="the end of the run")
         finally:
             self.stop_listening()
+
+    def await_ends(self, deadline: timedelta) -> None:
+        """Says that the run has ended on this rank, and waits until it has ended, or failed, on all of them.
+
+        Raises:
+            PeerMissing: Some ranks have not ended theirs.
+            PeerFailed, PeerLost: A peer raised, or was killed, in the last hooks of its run.
+        """
+        key, what = self._fresh_key("ended", "all"), "the end of the run on all ranks"
+        self._call(what, self._store.append, f"{key}/arrived", f"{self.world.rank},")
+        if self._call(what, self._store.add, f"{key}/count", 1) == self.world.size:
+            self._call(what, self._store.set, f"{key}/open", b"1")
+        self.wait_for([f"{key}/open"], deadline, what=what, arrived=lambda: self._ranks_in(f"{key}/arrived"))
 
     # -- all ranks ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +139,7 @@ class ControlPlane(Line):
 
     def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
         """``gather`` for plain dictionaries."""
-        return [json.loads(item) for item in self.gather(name, json.dumps(value).encode(), deadline)]
+        return [words_of(item) for item in self.gather(name, json.dumps(value).encode(), deadline)]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

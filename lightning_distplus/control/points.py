@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 from lightning_distplus.control.gate import StepGate
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.record import GateRecord
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.control.shared_tally import SharedTally
 from lightning_distplus.control.tally import Tally
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
+from lightning_distplus.liveness import running_time
 
-__all__ = ["Points", "WatchedGate", "active_points"]
+__all__ = ["Points", "WatchedGate", "active_points", "beat_key"]
 
 _ALONE_S = 0.02  # a wait that lasts longer is published, and the others' places are looked at
 _LOOK_EVERY_S = 0.1
@@ -30,12 +33,18 @@ _ALL_OTHERS = 16  # among more ranks, some others are looked at
 
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
+_END = Point.at_end("run")
 _active: Points | None = None
 
 
 def active_points() -> Points | None:
     """The points of the run in progress in this process, where its strategy is one of ours."""
     return _active
+
+
+def beat_key(rank: int) -> str:
+    """The key under which a rank's watchdog says once a second where it is."""
+    return f"watchdog/beat/{rank}"
 
 
 class Points:
@@ -68,6 +77,8 @@ class Points:
         self._tally: Tally | SharedTally = Tally(plane, f"points/{self._name}")
         self._points = 0
         self._gates = 0
+        self._backward = ("", 0)
+        """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
         self._place: Place | None = None  # None: this rank does not wait
         self._point: Callable[[], Point] = _nowhere
         self._look_at_s = _ALONE_S
@@ -85,12 +96,12 @@ class Points:
         self._plane.on_wait = self._while_waiting
         _active = self
 
-    def end(self) -> None:
-        """Says that this rank takes part in nothing any more; never raises."""
+    def end(self, point: Point = _END) -> None:
+        """Says that this rank takes part in nothing any more, and where it has ended; never raises."""
         global _active
         _active = None
         self._plane.on_wait = None
-        self._enter(Place.END, lambda: Point(operation="the end"))
+        self._enter(Place.END, lambda: point)
         try:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
@@ -134,6 +145,25 @@ class Points:
         self._gates += 1
         self._enter(Place.GATE, lambda: Point(operation=f"the step gate of batch {record.micro_batch}"))
 
+    def begin_backward(self, operation: str) -> None:
+        """Says that this rank is about to enter a backward in which the gradients of all ranks meet."""
+        self._backward = (operation, self._gates)
+
+    def beat(self) -> dict[str, Any] | None:
+        """What each beat tells of this rank, from another thread: a rank inside a backward cannot say it itself."""
+        operation, gate = self._backward  # read before the number of points, which must not be older
+        if not operation:
+            return None
+        here = Whereabouts(
+            rank=self._plane.world.rank,
+            place=Place.BACKWARD,
+            points=self._points,
+            gates=self._gates,
+            point=Point(operation=operation),
+            backward_gate=gate,
+        )
+        return {"run": self._name, **here.to_plain()}
+
     def leave_gate(self) -> None:
         """This rank has passed the gate, or has given up."""
         self._place = None
@@ -163,8 +193,11 @@ class Points:
         pause_s = min(_LOOK_EVERY_S + _LOOK_SHARE * elapsed_s, _LOOK_AT_LEAST_EVERY_S)
         self._look_at_s = elapsed_s + max(pause_s, _LOOK_PER_RANK_S * self._plane.world.size)
         own = self._publish()
-        others = (self._read(rank) for rank in self._some_others())
-        if not any(other is not None and own.excludes(other) for other in others):
+        others = self._some_others()
+        if self._place is Place.POINT and any(own.excludes(other) for other in self._in_backwards(others).values()):
+            raise self._decided(self._in_backwards(self._plane.world.ranks) | self._places())
+        places = (self._read(rank) for rank in others)
+        if not any(other is not None and own.excludes(other) for other in places):
             self._excluded_since = None
             return
         self._look_at_s = elapsed_s + _LOOK_EVERY_S
@@ -179,7 +212,7 @@ class Points:
             raise self._decided(places)
 
     def _has_stood(self, seconds: float) -> bool:
-        now = time.monotonic()
+        now = running_time()
         if self._excluded_since is None:
             self._excluded_since = now
         return now - self._excluded_since >= seconds
@@ -195,6 +228,13 @@ class Points:
         places = {rank: self._read(rank) for rank in self._plane.world.ranks}
         return {rank: one for rank, one in places.items() if one is not None and self._is_present(one)}
 
+    def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
+        """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
+        beats = self._plane.read_each([beat_key(rank) for rank in ranks])
+        told = [words_of(beat).get("whereabouts") for beat in beats if beat is not None]
+        found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self._name]
+        return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
+
     def _is_present(self, one: Whereabouts) -> bool:
         """Whether a word is of a place that this rank has not passed; every other one may be old."""
         passed_points = self._points - (self._place is Place.POINT)
@@ -202,6 +242,20 @@ class Points:
         if one.place is Place.POINT:
             return one.points > passed_points
         return one.place is Place.END or one.gates > passed_gates
+
+    def ended(self, line: ControlPlane) -> dict[int, str]:
+        """Peers that have ended their run, or wait for this rank at the end of an epoch, and which; from any thread.
+
+        Args:
+            line: A control plane with a connection of that thread's own.
+        """
+        found = {}
+        for rank in self._some_others():
+            data = line.read(self._at(rank))
+            one = None if data is None else Whereabouts.from_plain(words_of(data))
+            if one is not None and (one.place is Place.END or one.points > self._points) and one.point.has_ended:
+                found[rank] = one.point.has_ended
+        return found
 
     def _some_others(self) -> list[int]:
         """All other ranks, or, among many, those at distances 1, 2, 4, ...: one pair that differs is enough."""
@@ -220,14 +274,15 @@ class Points:
                 points=self._points,
                 gates=self._gates,
                 point=self._point(),
+                backward_gate=self._backward[1],
                 location=self._locate() if self._place is Place.POINT else None,
             )
-            self._plane.send(self._at(rank), self._own.to_json())
+            self._plane.send(self._at(rank), json.dumps(self._own.to_plain()).encode())
         return self._own
 
     def _read(self, rank: int) -> Whereabouts | None:
         data = self._plane.read(self._at(rank))
-        return None if data is None else Whereabouts.from_json(data)
+        return None if data is None else Whereabouts.from_plain(words_of(data))
 
     def _at(self, rank: int) -> str:
         return f"points/{self._name}/at/{rank}"

@@ -13,7 +13,7 @@ from lightning_distplus.errors import DivergenceError
 
 __all__ = ["RECORD_BYTES", "GateRecord", "Wish", "compare"]
 
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 
 
 class Wish(IntFlag):
@@ -58,9 +58,6 @@ class GateRecord:
     """A sum of this rank's own samples, unsigned 64 bits; it never has to agree."""
     learning_rate: float = 0.0
     loss_scale: float = 0.0
-    loss: float = 0.0
-    """Of this rank in the step before; it never has to agree, nor the next one."""
-    gradient_norm: float = 0.0
     lead_s: float = 0.0
     """From the gate before to this rank's first backward, to three digits; it never has to agree."""
     wait_s: float = 0.0
@@ -97,7 +94,7 @@ class GateRecord:
 
 _NAMES = tuple(field.name for field in fields(GateRecord))
 _values = attrgetter(*_NAMES)  # dataclasses.astuple copies deeply, which costs more than the exchange
-_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd dd ee".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd ee".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from lightning_distplus._compat import Store
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import RendezvousError
 
 __all__ = ["Refusals"]
@@ -59,7 +60,7 @@ class Refusals:
         if self._seen_at_s is None:
             if not self._store.check([self._key]):
                 return
-            self._note = json.loads(self._store.get(self._key))
+            self._note = words_of(self._store.get(self._key))
             self._seen_at_s = elapsed_s
         if self._note["is_certain"] or elapsed_s - self._seen_at_s >= self._grace_s:
             raise RendezvousError(f"The ranks cannot meet, because one process was refused. {self._note['text']}")

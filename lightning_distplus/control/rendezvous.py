@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +28,9 @@ from lightning_distplus.control.reach import SILENCE_S, is_local
 from lightning_distplus.control.refusals import Refusals
 from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
-from lightning_distplus.world import World
+from lightning_distplus.world import LAUNCHER, World
 
-__all__ = ["Address", "connect", "connect_over", "connected", "disconnect"]
+__all__ = ["Address", "connect", "connect_over", "connected", "disconnect", "has_own_store"]
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ def connected() -> ControlPlane | None:
     return _plane
 
 
+def has_own_store() -> bool:
+    """Whether this process's control plane has a store of its own, and did not meet over that of a process group."""
+    return _plane is not None and _met_over is None
+
+
 def connect(world: World, address: Address, deadline: timedelta, folder: Path | None = None) -> ControlPlane:
     """Meets all ranks at the store; a second call returns the plane of the first.
 
@@ -91,6 +97,7 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             return _plane
         if _plane is not None:
             _plane.stop_listening()
+            _plane = _met_over = None  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
         post = Post(address.host, address.port, address.prefix, world.rank) if world.num_nodes > 1 else None
         meeting = f"{address.prefix} {address.host}:{address.port}"
@@ -129,6 +136,7 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         prefixed.set_timeout(_CALL_TIMEOUT)
         _claim_rank(prefixed, world)
         plane = ControlPlane(prefixed, world)
+        plane.run_id = _agree_on_run_id(store)
         _meet(plane, deadline)
         _plane, _met_over = plane, store
         return plane
@@ -143,12 +151,14 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
         except RendezvousError as error:
             _refusals(store, world, address).leave(str(error))
             raise
-        return ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
+        plane = ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
+        plane.run_id = _agree_on_run_id(store)
+        return plane
     except dist.DistNetworkError as error:
         raise PeerLost(
             f"Rank {world.rank} on {world.host} lost the connection to the store at {address.host}:{address.port} "
             "while the ranks were meeting. The process that serves it is gone; look at the last lines of its log.",
-            [] if address.is_served_by_launcher else [0],
+            [LAUNCHER] if address.is_served_by_launcher else [0],
         ) from error
 
 
@@ -307,6 +317,12 @@ def _agree_on_job(store: Store, world: World, address: Address) -> None:
                 f"host {found['host']}, pid {found['pid']}). Give each job its own MASTER_PORT and start all ranks "
                 "with the same world size."
             )
+
+
+def _agree_on_run_id(store: Store) -> str:
+    """The id that the launcher gave, else one that the first rank makes; a store that outlives an attempt keeps it."""
+    mine = env.DISTPLUS_RUN_ID.get() or uuid.uuid4().hex[:8]
+    return bytes(store.compare_set("distplus/run-id", "", mine)).decode()
 
 
 def _claim_rank(store: Store, world: World, store_host: str = "") -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_distplus.control.post import Post
+from lightning_distplus.control.secret import words_of
 
 __all__ = ["Unheard"]
 
@@ -105,7 +106,7 @@ class Unheard:
         found: dict[int, _Note] = {}
         for path in [] if self._folder is None else sorted(self._folder.glob(pattern)):
             try:
-                note = json.loads(path.read_text())
+                note = words_of(path.read_text())
                 if note["version"] == _VERSION:
                     found[int(path.stem.removeprefix(self._stem))] = _Note(str(note["text"]), str(note["id"]))
             except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import name_ranks
 
-__all__ = ["Place", "Point", "Whereabouts", "disagreement", "sides"]
+__all__ = ["Place", "Point", "Whereabouts", "disagreement", "ended_early", "sides"]
 
 _SHOWN_SIDES = 8
 _SHOWN_STRUCTURE = 600
@@ -29,6 +29,11 @@ _OTHER_STRUCTURE = (
     "dimension differs."
 )
 _OTHER_ARGUMENTS = "Pass the same arguments on every rank."
+_END_ON_ALL_RANKS = (
+    "What they wait for never comes. End on all ranks at the same batch: a StopIteration out of a step or a hook, or "
+    "-1 from on_train_batch_start, ends the epoch of that rank alone; trainer.should_stop must be set on every rank."
+)
+_END = "the end of its "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,16 @@ class Point:
     """Tree, dtypes and shapes of what is exchanged; "" where they may differ."""
     arguments: str = ""
     """What else must be equal, for example the reduction."""
+
+    @classmethod
+    def at_end(cls, what: str, batch_idx: int | None = None) -> Point:
+        """The end of a ``"run"``, or of an ``"epoch"`` that is left in the middle of a batch."""
+        return cls(operation=f"{_END}{what}" + ("" if batch_idx is None else f" after batch {batch_idx}"))
+
+    @property
+    def has_ended(self) -> str:
+        """What a rank has ended that stands here, as it follows its name; "" where this is no end."""
+        return f"has ended its {self.operation.removeprefix(_END)}" if self.operation.startswith(_END) else ""
 
     @cached_property
     def digest(self) -> bytes:
@@ -65,6 +80,8 @@ class Place(str, Enum):
 
     POINT = "point"
     GATE = "gate"
+    BACKWARD = "backward"
+    """In the backward of a step, where the gradients of all ranks meet; or behind it, in the same step."""
     END = "end"
     """The run has ended on this rank: it waits for nobody and comes to nothing any more."""
 
@@ -80,23 +97,26 @@ class Whereabouts:
     gates: int
     """How many gates the rank has begun."""
     point: Point
+    backward_gate: int = 0
+    """How many gates it had begun when it began its last backward."""
     location: str | None = None
     """``file.py:line`` in the user's code from which a point was reached; a gate is Lightning's own call."""
 
-    def to_json(self) -> bytes:
+    def to_plain(self) -> dict[str, Any]:
         """The whereabouts as they are published."""
-        return json.dumps(asdict(self)).encode()
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, data: bytes) -> Whereabouts:
+    def from_plain(cls, values: Mapping[str, Any]) -> Whereabouts:
         """Reads what a peer has published."""
-        values = json.loads(data)
         return cls(**{**values, "place": Place(values["place"]), "point": Point(**values["point"])})
 
     def waits_for(self, other: Whereabouts) -> bool:
         """Whether this rank cannot go on before the other has come to where it stands."""
         if self.place is Place.POINT:
             return other.points < self.points
+        if self.place is Place.BACKWARD:
+            return other.backward_gate < self.backward_gate
         return self.place is Place.GATE and other.gates < self.gates
 
     def excludes(self, other: Whereabouts) -> bool:
@@ -104,6 +124,9 @@ class Whereabouts:
 
         What is published stays true for as long as it matters: a rank leaves its place only after the others have
         come to it, so that an old word of a peer never stands against a place that this rank has not passed.
+
+        A backward, unlike the other places, may go on by itself; but on ranks that run one program what comes before it
+        on one of them does so on all. A rank that is in it will not come to a call at which another one stands before.
         """
         if Place.END in (self.place, other.place):
             return self.waits_for(other) or other.waits_for(self)
@@ -111,8 +134,8 @@ class Whereabouts:
 
     def describe(self) -> str:
         """The place, as it follows the name of the rank."""
-        if self.place is Place.END:
-            return "at the end of its run"
+        if self.point.has_ended:
+            return self.point.has_ended
         if self.place is Place.GATE:
             return f"at {self.point}"
         return f"in {self.point}{f' at {self.location}' if self.location else ''}"
@@ -121,13 +144,16 @@ class Whereabouts:
 def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> DivergenceError:
     """The error for ranks that stand where they cannot meet.
 
-    The majority is right. In a tie the step gate is: every step comes to it, the other call is the odd one. With
-    nothing to decide, all that have come are named.
+    The majority is right. In a tie the step gate or the backward is: every step comes to it, the other call is the
+    odd one. With nothing to decide, all that have come are named.
 
     Args:
         places: Where the ranks stand, as far as they have come.
         world_size: The number of all ranks.
     """
+    ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
+    if 0 < len(ended) < len(places):
+        return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
     kinds = {rank: (one.place, one.point) for rank, one in places.items()}
     wrong = _wrong(kinds)
     absent = sorted(set(range(world_size)) - set(places))
@@ -146,11 +172,28 @@ def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> Divergen
     )
 
 
+def ended_early(ended: Mapping[int, str], others: Mapping[int, str]) -> DivergenceError:
+    """The error for ranks that wait for what ranks that have ended will never come to; in a tie, these are wrong.
+
+    Args:
+        ended: What each of some ranks has ended, as it follows its name.
+        others: Where each of the others stands.
+    """
+    going_on = {rank: f"has not: {place}" for rank, place in others.items()}
+    wrong = sorted(ended if len(ended) <= len(others) else others)
+    return DivergenceError(
+        f"{sides(ended)}; {sides(going_on)} (wrong: {name_ranks(wrong)}). {_END_ON_ALL_RANKS}",
+        ranks=wrong,
+        field="end",
+        values={**ended, **going_on},
+    )
+
+
 def _wrong(kinds: Mapping[int, tuple[Place, Point]]) -> list[int]:
     (common, count), *others = Counter(kinds.values()).most_common()
     leading = [common, *(kind for kind, number in others if number == count)]
     if len(leading) > 1:
-        leading = [kind for kind in leading if kind[0] is Place.GATE]
+        leading = [kind for kind in leading if kind[0] in (Place.GATE, Place.BACKWARD)]
     right = leading[0] if len(leading) == 1 else None
     return sorted(rank for rank, kind in kinds.items() if kind != right)
 

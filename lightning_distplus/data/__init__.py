@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_distplus.data import samplers
     from lightning_distplus.data.audit import SampleAudit
     from lightning_distplus.data.map_datamodule import ResumableDataModule
     from lightning_distplus.data.masks import document_mask
@@ -28,6 +29,7 @@ __all__ = [
     "document_mask",
     "dtype_for",
     "permute",
+    "samplers",
 ]
 
 _HOMES = {
@@ -48,6 +50,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: this package alone imports neither torch nor Lightning."""
+    if name == "samplers":
+        return importlib.import_module(f"{__name__}.samplers")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

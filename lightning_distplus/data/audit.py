@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from numpy.typing import NDArray
 
 from lightning_distplus.control import connected
 from lightning_distplus.data.audit_records import AuditWriter, SampleSum
@@ -27,6 +30,9 @@ _MODULUS = 1 << 64
 class SampleAudit(Callback):
     """Writes the ids of each micro-batch that went through ``training_step``; ``distplus audit`` reads them.
 
+    By itself it knows what the data set was asked for: one that returns another sample passes. Where the batch carries
+    the ids, name their place by ``ids``; then they are recorded too, and compared. The report says which it has.
+
     A checkpoint holds the sum of a hash of every sample of its completed steps, over all ranks: ``distplus audit``
     compares it with what the runs before it have written. In a save the ranks exchange their sums, over the control
     plane under a Resilient strategy, otherwise over the default group. List it before callbacks of your own that save;
@@ -34,10 +40,14 @@ class SampleAudit(Callback):
 
     Args:
         folder: For the records; None means ``<default_root_dir>/distplus/audit``. All runs of a job have the same.
+        ids: Where a batch carries the index with which the data set was asked for each sample: a key of a dict, or a
+            place in a tuple. Integers of shape (num_samples,), or (num_samples, 2) for source and index. Reading them
+            from a GPU waits for it.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None, *, ids: str | int | None = None) -> None:
         self._folder = folder
+        self._place_of_ids = ids
         self._writer: AuditWriter | None = None
         self._data: ExactDataModule | None = None
         self._loaded: dict[str, Any] | None = None
@@ -75,6 +85,7 @@ class SampleAudit(Callback):
         self._is_stream = "sources" in data.identity
         facts = {
             "version": _VERSION,
+            "ids": "asked for" if self._place_of_ids is None else "arrived",
             "world_size": trainer.world_size,
             "data_parallel": [geometry.ranks.rank, geometry.ranks.size],
             "first_step": trainer.global_step,
@@ -98,6 +109,9 @@ class SampleAudit(Callback):
             self._window, self._step = [], step
         request = self._request = self._data.delivered
         assert request is not None, "a batch was delivered"
+        if self._place_of_ids is not None:
+            arrived = self._arrived(batch, has_weights=request.weights is not None)
+            request = self._request = request._replace(ids=_side_by_side(request.ids, arrived))
         if self._is_counted:
             self._window.append((self._epoch(request), request))
 
@@ -144,9 +158,31 @@ class SampleAudit(Callback):
             )
         self._loaded = dict(state_dict) or None
 
+    def _arrived(self, batch: Any, *, has_weights: bool) -> NDArray[np.int64]:
+        """The ids in a batch: int64 of shape (num_samples, numbers per id)."""
+        carrier, place = batch[0] if has_weights else batch, self._place_of_ids
+        try:
+            found = torch.as_tensor(carrier[place])
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            what = f"the keys {sorted(map(str, carrier))}" if isinstance(carrier, dict) else type(carrier).__name__
+            raise ValueError(
+                f"SampleAudit(ids={place!r}): the batch carries no ids there, it is {what} ({error}). Name the key of "
+                "a dict or the place in a tuple that holds the index of each sample, or leave ids out."
+            ) from error
+        ids: NDArray[np.int64] = found.detach().cpu().numpy().astype(np.int64)
+        return ids.reshape(len(ids), -1) if ids.ndim else ids.reshape(1, 1)
+
     def _epoch(self, request: Request) -> int:
         """Positions of a stream count over all epochs."""
         return 0 if self._is_stream else request.epoch
+
+
+def _side_by_side(asked: NDArray[np.int64], arrived: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What was asked for and what arrived, in a row of twice the numbers per id; -1 where nothing arrived."""
+    asked = asked.reshape(len(asked), -1)
+    rows, width = np.full_like(asked, -1), min(asked.shape[1], arrived.shape[1])
+    rows[: len(arrived), :width] = arrived[: len(asked), :width]
+    return np.concatenate([asked, rows], axis=1)
 
 
 def _from_all_ranks(mine: list[int]) -> list[list[int]]:

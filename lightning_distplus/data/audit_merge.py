@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distplus.data.audit_records import AuditBatch, AuditFile, read_audit, sum_of_samples
-from lightning_distplus.data.combined import CombinedOrder
+from lightning_distplus.data.audit_records import AuditBatch, AuditFile, read_audit
 from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.data.phases import order_of
 from lightning_distplus.data.quarantine import Quarantine
@@ -52,6 +51,8 @@ class AuditReport:
     num_apart: int = 0
     """Samples in quarantine whose place another one has taken; they are neither missed nor repeated."""
     problems: list[str] = field(default_factory=list)
+    num_arrived: int = 0
+    """Samples whose ids the batch carried into ``training_step``; of the others is known what was asked for."""
 
     @property
     def ok(self) -> bool:
@@ -108,6 +109,7 @@ def audit(folder: str | Path) -> AuditReport:
                 report.num_undone += len(batch.positions)
     if runs:
         report.num_samples = sum(len(batch.positions) for _, _, batch in kept)
+        report.num_arrived = sum(len(batch.positions) for _, _, batch in kept if batch.arrived is not None)
         report.num_steps = len({batch.step for _, _, batch in kept})
         _check(runs, kept, report)
     return report
@@ -138,7 +140,7 @@ def _compare_sum(run: _Run, kept: list[tuple[int, int, AuditBatch]], report: Aud
             report.problems.append(f"run {run.number} resumed from a checkpoint that holds no audit")
         return
     num_samples = sum(len(batch.positions) for _, _, batch in kept)
-    total = sum(sum_of_samples(batch.epoch, batch.positions, batch.ids) for _, _, batch in kept) % _MODULUS
+    total = sum(batch.sum() for _, _, batch in kept) % _MODULUS
     if (loaded["sum"], loaded["num_samples"]) != (f"{total:016x}", num_samples):
         report.problems.append(
             f"run {run.number} resumed at step {run.facts['first_step']} from a checkpoint of {loaded['num_samples']} "
@@ -200,6 +202,7 @@ def _by_phase(runs: list[_Run], positions: NDArray[np.int64]) -> Iterator[tuple[
 def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, AuditBatch]], report: AuditReport) -> None:
     """Each position once is each sample once only if the ids are those of the order."""
     for run, rank, batch in batches:
+        _compare_arrived(run, rank, batch, report)
         expected = _expected_ids(runs[run].facts["identity"], epoch, batch.positions)
         if expected is None:
             continue
@@ -217,6 +220,18 @@ def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, Aud
             )
 
 
+def _compare_arrived(run: int, rank: int, batch: AuditBatch, report: AuditReport) -> None:
+    """A data set, or what collates its samples, may give others than it was asked for."""
+    if batch.arrived is None:
+        return
+    for row in np.flatnonzero((batch.arrived != batch.ids).any(axis=1)).tolist():
+        report.problems.append(
+            f"run {run}, rank {rank}, step {batch.step}: for position {batch.positions[row]} of epoch {batch.epoch} "
+            f"the data was asked for sample {tuple(batch.ids[row].tolist())}, and {tuple(batch.arrived[row].tolist())} "
+            "reached training_step"
+        )
+
+
 def _in_quarantine(facts: dict[str, Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     quarantine = Quarantine()
     quarantine.add(facts.get("quarantine", []))
@@ -225,13 +240,11 @@ def _in_quarantine(facts: dict[str, Any], ids: NDArray[np.int64]) -> NDArray[np.
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """The ids that the order assigns to positions, int64 of shape (num_positions, numbers per id); None: not known."""
-    if identity.get("sampling") is not None:
-        return None  # the weights, lengths or sampler are not in the records
+    if identity.get("sampling") is not None or identity.get("parts"):
+        return None  # weights, lengths or sampler are not in the records; several data sets are of earlier versions
     if "sources" in identity:
-        return order_of(identity)(positions)
-    seed, shuffle = identity["seed"], identity["shuffle"]
-    if identity.get("parts"):
-        length = identity["num_samples"]
-        return CombinedOrder(identity["parts"], length=length, seed=seed, epoch=epoch, shuffle=shuffle)(positions)
-    order = EpochOrder(num_samples=identity["num_samples"], seed=seed, epoch=epoch, shuffle=shuffle)
+        return order_of({"order_version": 1, **identity})(positions)
+    keyed = {"seed": identity["seed"], "epoch": epoch, "shuffle": identity["shuffle"]}
+    keyed["version"] = identity.get("order_version", 1)  # which older records lack
+    order = EpochOrder(num_samples=identity["num_samples"], **keyed)
     return order(positions)[:, None]

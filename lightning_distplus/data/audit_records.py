@@ -132,7 +132,14 @@ class AuditBatch:
     positions: NDArray[np.int64]
     """int64 of shape (num_samples,)."""
     ids: NDArray[np.int64]
-    """int64 of shape (num_samples, numbers per id)."""
+    """int64 of shape (num_samples, numbers per id): what the data set was asked for."""
+    arrived: NDArray[np.int64] | None = None
+    """Likewise, as the batch carried them into ``training_step``; None where the records do not have them."""
+
+    def sum(self) -> int:
+        """The ``sum_of_samples`` of what was recorded."""
+        recorded = self.ids if self.arrived is None else np.concatenate([self.ids, self.arrived], axis=1)
+        return sum_of_samples(self.epoch, self.positions, recorded)
 
 
 @dataclass(kw_only=True)
@@ -167,7 +174,10 @@ def read_audit(path: Path) -> AuditFile:
             continue
         numbers = np.frombuffer(payload, dtype=np.int64)
         positions, ids = numbers[:count], numbers[count:].reshape(count, width)
-        found.batches.append(AuditBatch(epoch=epoch, step=step, at=at, positions=positions, ids=ids))
+        arrived = None
+        if found.facts.get("ids") == "arrived":
+            ids, arrived = ids[:, : width // 2], ids[:, width // 2 :]
+        found.batches.append(AuditBatch(epoch=epoch, step=step, at=at, positions=positions, ids=ids, arrived=arrived))
     found.num_torn_bytes = len(data) - end
     return found
 

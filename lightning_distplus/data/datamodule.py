@@ -9,11 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_distplus.data.batch_schedule import BatchSchedule, tell_engine
 from lightning_distplus.data.handing_out import HandsOut
 from lightning_distplus.data.in_step import InStep, Timer, is_fitting
 from lightning_distplus.data.loader import SampleLoader, WorkerOptions
-from lightning_distplus.data.lr_scaling import LrScaling
+from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import (
     Position,
@@ -58,7 +57,6 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         pin_memory: bool | None,
         allow_global_batch_change: bool,
         ignore_fingerprint: bool,
-        lr_scaling: LrScaling | None = None,
         start_sample: int | None = None,
     ) -> None:
         super().__init__()
@@ -70,15 +68,12 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         self._pin_memory = pin_memory
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
-        self._lr_scaling = lr_scaling
         self._start_sample = start_sample
-        self._scaled_by = 1.0
         self._cursor: Cursor | None = None
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._changes: list[list[int]] = []
         self._ignored: list[list[Any]] = []
-        self._schedule: BatchSchedule | None = None
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
         self.timer: Timer | None = None
@@ -102,17 +97,12 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
     @property
     def identity(self) -> dict[str, Any]:
         """What defines the data and its order, as a checkpoint holds it; known once a Trainer fits."""
-        return dict(self._known_identity)
+        return {"order_version": ORDER_VERSION, **self._known_identity}
 
     @property
     def cursor(self) -> Cursor:
         """Where the present Trainer stands."""
         return self._joined()
-
-    @property
-    def lr_factor(self) -> float:
-        """What ``scale_lr`` multiplies the learning rates by; 1 without it. Under a schedule: of its last stage."""
-        return 1.0 if self._lr_scaling is None else self._lr_scaling.factor(self.geometry.global_batch)
 
     @property
     def geometry(self) -> Geometry:
@@ -166,7 +156,7 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
             "global_batch_changes": self._changes,
             "ignored": self._ignored,
             "quarantine": self.quarantine.ids,
-            "lr_factor": None if self._scaled_by == 1.0 else self._scaled_by,
+            "ends_open": self._cursor.ends_open,
         }
         return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
 
@@ -193,6 +183,19 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         """
         if self._loaded is not None:
             refuse_past_end(self.trainer, self._translate(self._loaded, self._joined().geometry))
+
+    def count_steps(self, num_steps: int) -> None:
+        """Takes the Trainer's steps over, of which manual optimization may do none or several in a batch."""
+        if self._loaded is not None:
+            self._loaded["steps"] = num_steps
+
+    @property
+    def is_past_end(self) -> bool:
+        """Whether the loaded run is done, although a window of manual optimization was open at its end."""
+        if self._loaded is None or not self._loaded.get("ends_open"):
+            return False
+        max_epochs: int | None = self.trainer.max_epochs  # type: ignore[union-attr]
+        return max_epochs is not None and 0 <= max_epochs <= self._loaded["epoch"] + 1
 
     def begin_without_state(self, num_steps: int) -> bool:
         """Goes on at ``start_sample`` after the steps of a checkpoint without a position; False where that is not set.
@@ -232,8 +235,8 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         if not any(isinstance(one, InStep) and one.data is self for one in trainer.callbacks):
             trainer.callbacks.insert(0, InStep(self))  # first, so that its records are made when others save
         ranks = data_parallel(trainer)
-        accumulation, schedule = self.accumulation(trainer, ranks), self._schedule
-        geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks, schedule=schedule)
+        accumulation = self.accumulation(trainer, ranks)
+        geometry = Geometry(micro_batch=self._micro_batch, accumulation=accumulation, ranks=ranks)
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         if cursor is None or cursor.trainer is not trainer:
             self._changes, self._ignored = [], []
@@ -249,17 +252,6 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
     def _num_batches(self, geometry: Geometry) -> int | float:
         """Micro-batches of an epoch; infinite where only the data knows."""
         return self._num_global_batches(geometry) * geometry.accumulation
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether the global batch changes during the run."""
-        return self._schedule is not None
-
-    def begin_batch(self, batch_idx: int) -> None:
-        """Follows the schedule, called before each training step."""
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:  # type: ignore[union-attr]
-            self.cursor.begin_window()
-        tell_engine(self.trainer, batch_idx)
 
     def _loader(
         self, stage: str, plan: Callable[[], Iterable[Request]], num_batches: Callable[[], int]
@@ -301,35 +293,35 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
             explain=self._explain,
             ignore_fingerprint=self._ignore_fingerprint,
         )
+        if state["order_version"] != ORDER_VERSION:  # the run goes on in the order in which it began
+            self._known_identity = {**self._known_identity, "order_version": state["order_version"]}
         require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
         position, global_batch = read_state(state), int(state["global_batch"])
         self._require_reachable(position, global_batch)
         self._changes = [list(change) for change in state["global_batch_changes"]]
-        here = geometry.at(position.consumed_samples)
-        if global_batch != here.global_batch:
-            change = [position.consumed_samples, global_batch, here.global_batch]
+        if global_batch != geometry.global_batch:
+            change = [position.consumed_samples, global_batch, geometry.global_batch]
             self._changes = [*self._changes, change][-_MAX_CHANGES:]
-        if (global_batch, state["micro_step"]) == (here.global_batch, here.micro_step):
+        is_same_cut = (global_batch, state["micro_step"]) == (geometry.global_batch, geometry.micro_step)
+        # After a ramp of the global batch, which earlier versions had, no window begins there.
+        if is_same_cut and (position.is_epoch_done or position.batches % geometry.accumulation == 0):
             return position
-        batches = -(-position.offset // here.global_batch) * here.accumulation
-        if geometry.schedule is not None:  # its windows are counted from where a stage begins, not from the epoch's
-            batches = -(-position.offset // here.micro_step)
-        return replace(position, batches=batches, total_batches=position.consumed_samples // here.micro_step)
+        batches = -(-position.offset // geometry.global_batch) * geometry.accumulation
+        return replace(position, batches=batches, total_batches=position.consumed_samples // geometry.micro_step)
 
     def place(self) -> None:
         """Puts the Trainer at a loaded position: called when training is about to start, before the first batch."""
         cursor = self._joined()
-        self._scaled_by = float((self._loaded or {}).get("lr_factor", 1.0))  # in the checkpoint's learning rates
-        if self._lr_scaling is not None:
-            self._scaled_by = self._lr_scaling.apply(self.trainer, self.geometry.global_batch, before=self._scaled_by)
         if self._loaded is not None:
             cursor.place(self._translate(self._loaded, cursor.geometry))
             self.receipt = change_of_cut(self._loaded, cursor.geometry)
+            if self.receipt:
+                self._warn_of_cut(self.receipt)
             self._loaded = None
             warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
-        if self.is_scheduled:
-            cursor.geometry.require_whole_steps(cursor.position().consumed_samples)
-            cursor.begin_window()
+
+    def _warn_of_cut(self, receipt: str) -> None:
+        """Says before training what depends on the cut of batches, which is not that of the checkpoint."""
 
     def _close(self) -> None:
         for loader in self._loaders.values():

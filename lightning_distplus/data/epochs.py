@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distplus.data.combined import Combined, CombinedOrder
-from lightning_distplus.data.order import EpochOrder
+from lightning_distplus.data.order import ORDER_VERSION, EpochOrder
 from lightning_distplus.data.plan import Geometry, Order, Uneven, num_global_batches
 from lightning_distplus.data.position import Position
-from lightning_distplus.data.samplers import Sampling
+from lightning_distplus.data.samplers import OwnSampler
 from lightning_distplus.errors import DatasetMismatch
 
 __all__ = ["Epochs", "weights_of"]
@@ -28,13 +27,15 @@ class Epochs:
         seed: Of the order.
         shuffle: False keeps the data's own order.
         uneven: What happens to the last global batch when it is not full.
+        order_version: Of the order.
     """
 
     dataset: Any
-    sampling: Sampling | None
+    sampling: OwnSampler | None
     seed: int
     shuffle: bool
     uneven: Uneven
+    order_version: int = ORDER_VERSION
 
     @property
     def num_samples(self) -> int:
@@ -47,17 +48,19 @@ class Epochs:
             "num_samples": len(self.dataset),
             "shuffle": self.shuffle,
             "sampling": None if self.sampling is None else self.sampling.fingerprint(),
-            "parts": self.dataset.rows() if isinstance(self.dataset, Combined) else None,
         }
 
-    def order(self, epoch: int, global_batch: int) -> Order:
+    def order(self, epoch: int) -> Order:
         """Positions of an epoch to dataset indices."""
         if self.sampling is not None:
-            return self.sampling.order(seed=self.seed, epoch=epoch, global_batch=global_batch)
-        keyed: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self.shuffle}
-        if isinstance(self.dataset, Combined):
-            return CombinedOrder(self.dataset.rows(), length=len(self.dataset), **keyed)
-        return EpochOrder(num_samples=len(self.dataset), **keyed)
+            return self.sampling.order(seed=self.seed, epoch=epoch)
+        return EpochOrder(
+            num_samples=len(self.dataset),
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            version=self.order_version,
+        )
 
     def num_global_batches(self, geometry: Geometry) -> int:
         """Optimizer steps of an epoch."""
@@ -73,14 +76,12 @@ class Epochs:
             return f"; {global_batch - rest} repeats of weight 0 fill each epoch of {size} samples"
         return f"; {rest} of {size} samples are left out of each epoch"
 
-    def require_reachable(self, position: Position, before: int, now: int) -> None:
-        """Checks a position that was saved with global batches of ``before`` samples; now they have ``now``.
+    def require_reachable(self, position: Position, before: int) -> None:
+        """Checks a position that was saved with global batches of ``before`` samples.
 
         Raises:
-            DatasetMismatch: It lies past the end of an epoch, or the order depends on the global batch.
+            DatasetMismatch: It lies past the end of an epoch.
         """
-        if self.sampling is not None and position.offset:
-            self.sampling.require_same_batch(before, now)
         if position.offset >= self.num_samples + before:
             raise DatasetMismatch(
                 f"The checkpoint stands at sample {position.offset} of epoch {position.epoch}, and an epoch of this "

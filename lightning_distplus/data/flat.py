@@ -1,4 +1,4 @@
-"""Token files without a format of their own: raw ``.bin``, numpy's ``.npy`` and datatrove's ``.ds``."""
+"""Token files without a format of their own: raw ``.bin``, and numpy's ``.npy``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_distplus.data.stream import INTEGERS, WHOLE, Part, Split, TokenStream, size_of
 
-__all__ = ["DatatroveTokens", "NpyTokens", "RawTokens"]
+__all__ = ["NpyTokens", "RawTokens"]
 
 _REMEDY = "Write it again, or leave it out."
 
@@ -58,43 +57,6 @@ class RawTokens(TokenStream):
                 )
             parts.append(Part(path, 0, size // stored.itemsize))
         super().__init__(parts, name=name, dtype=stored, seq_len=seq_len, split=split)
-
-
-class DatatroveTokens(RawTokens):
-    """datatrove's ``.ds`` files: raw tokens, with the documents' ends in ``<file>.index`` where that is there.
-
-    Arguments and errors are those of ``RawTokens``, and an index that does not fit its file is an error too.
-    """
-
-    format = "ds"
-
-    def _indices(self) -> list[Path]:
-        """The index of each file; none where one is missing."""
-        indices = [part.path.with_name(part.path.name + ".index") for part in self._parts]
-        return indices if all(index.is_file() for index in indices) else []
-
-    def _num_documents(self) -> int:
-        return sum(index.stat().st_size for index in self._indices()) // 8
-
-    def _index_paths(self) -> list[Path]:
-        return self._paths() + self._indices()
-
-    def _read_document_starts(self) -> NDArray[np.int64] | None:
-        starts = []
-        indices = self._indices()
-        if not indices:
-            return None
-        for part, first, index in zip(self._parts, self._starts.tolist(), indices, strict=True):
-            # Unsigned 64-bit numbers: the token behind each document's last one.
-            ends = np.fromfile(index, dtype="<u8").astype(np.int64)
-            if not len(ends) or ends[-1] != part.num_tokens or (np.diff(ends, prepend=0) < 0).any():
-                raise ValueError(
-                    f"{index} does not fit {part.path.name}: its last document ends at token "
-                    f"{ends[-1] if len(ends) else 0}, and the file holds {part.num_tokens} tokens of "
-                    f"{np.dtype(self.dtype).name}. Name the dtype with which it was written, or write both again."
-                )
-            starts.append(first + np.concatenate([[0], ends[:-1]]))
-        return np.concatenate(starts)
 
 
 class NpyTokens(TokenStream):

@@ -84,6 +84,3 @@ class KindOfData:
 
     def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes what ``extend_checkpoint`` has added."""
-
-    def require_few_repeats(self, num_samples: int) -> None:
-        """Warns, or raises ValueError, where a run of so many samples reads something over and over."""

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
-from lightning_distplus.data.grouped import GroupFetcher, groups_of
 from lightning_distplus.data.order import derive_key, splitmix64
 from lightning_distplus.data.request import Request
 
@@ -30,8 +29,9 @@ class SampleFetcher:
 
     Before each sample python's, numpy's and torch's CPU generators are seeded from (seed, epoch, position in the
     global order). So a random augmentation does not depend on the number of workers or ranks, on what was fetched
-    before, or on whether the run was interrupted. A data set with ``__getitems__`` is seeded once per batch, by its
-    first position: its augmentation then depends on how the batch is cut.
+    before, or on whether the run was interrupted. A data set with ``__getitems__`` of its own, such as those of Hugging
+    Face, is seeded once per batch, by its first position: its augmentation then depends on how the batch is cut. A
+    ``Subset`` (``random_split``) is read as what it is a part of.
 
     Args:
         dataset: Anything with ``__getitem__``, or ``__getitems__`` for a whole batch.
@@ -43,11 +43,12 @@ class SampleFetcher:
         self.dataset = dataset
         self.collate = collate or default_collate
         self.seed = seed
+        self.is_seeded_per_batch = seed is not None and gives_batches(dataset)
 
     def __getitems__(self, request: Request) -> Any:
         """The collated batch, or the pair (batch, weights) where the request has weights."""
         ids, seeds = request.ids.tolist(), self._seeds(request)
-        if hasattr(self.dataset, "__getitems__"):
+        if gives_batches(self.dataset):
             seed_generators(seeds[0])
             samples = self.dataset.__getitems__(ids)
         else:
@@ -63,6 +64,13 @@ class SampleFetcher:
             return [None] * len(request.ids)
         key = derive_key(self.seed, AUGMENT, request.epoch)
         return [splitmix64(key ^ position) for position in request.positions.tolist()]
+
+
+def gives_batches(dataset: Any) -> bool:
+    """Whether a data set fetches whole batches itself; that of a ``Subset`` only passes them on."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
 
 
 def seed_generators(seed: int | None) -> None:
@@ -106,8 +114,7 @@ class SampleLoader:
 
     Args:
         fetcher: An object with ``__getitems__(request)`` that returns the batch; where it also has
-            ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch. One that
-            returns arrays and has ``bytes_per_sample`` too is asked by worker processes for groups of micro-batches.
+            ``finish(batch, pin_memory=...)``, that is called in this process and returns the finished batch.
         plan: Called at the start of each pass: the requests that remain in this epoch.
         num_batches: Batches of a whole epoch, also after a resume (Lightning adds what was done before).
         options: Workers and pinning.
@@ -135,7 +142,6 @@ class SampleLoader:
         self._isolate = options.num_workers == 0 and getattr(fetcher, "seed", None) is not None
         # Without workers a DataLoader would only cost: 30 microseconds per batch.
         self._is_direct = options.num_workers == 0 and (self._finish is not None or not options.pin_memory)
-        self._is_grouped = hasattr(fetcher, "bytes_per_sample")
         self._asked = _Asked()
         self._generator = torch.Generator()
         self._inner: DataLoader[Any] | None = None  # where workers persist
@@ -176,41 +182,34 @@ class SampleLoader:
             return
         requests, asked = chain([first], plan), self._asked
         self._generator.manual_seed(self._seed)
-        inner = self._dataloader(len(first.ids)) if self._inner is None else self._inner
+        inner = self._dataloader() if self._inner is None else self._inner
         if self._options.persistent_workers:
             self._inner = inner
-        groups = inner.dataset if isinstance(inner.dataset, GroupFetcher) else None
         asked.drawn.clear()
-        asked.ahead = requests if groups is None else groups_of(requests, groups)
+        asked.ahead = requests
         batches = iter(inner)
         while True:
-            if groups is None and asked.drawn:
+            if asked.drawn:
                 self._ask(asked.drawn[0])
             taken = next(batches, _END)
             if taken is _END:
                 return
-            one = asked.drawn.popleft()
-            yield from [(one, taken)] if groups is None else groups.split(one, taken)
+            yield asked.drawn.popleft(), taken
 
     def _ask(self, request: Request) -> None:
         if request is not self._told:
             self._told = request
             self._on_asked(request)
 
-    def _dataloader(self, num_samples: int) -> DataLoader[Any]:
-        """A DataLoader of its own for each pass, so that workers of a pass that was left write nowhere else."""
+    def _dataloader(self) -> DataLoader[Any]:
         options: WorkerOptions = self._options
-        fetcher: Any = self._fetcher
-        if self._is_grouped:
-            num_groups = options.num_workers * (options.prefetch_factor or 2)
-            fetcher = GroupFetcher(fetcher, num_groups=num_groups, num_samples=num_samples)
         return DataLoader(
-            fetcher,
+            self._fetcher,
             batch_sampler=self._asked,  # any iterable of what the fetcher takes
             collate_fn=_as_it_is,
             generator=self._generator,
             num_workers=options.num_workers,
-            pin_memory=options.pin_memory and not self._is_grouped,
+            pin_memory=options.pin_memory and self._finish is None,
             persistent_workers=options.persistent_workers,
             prefetch_factor=options.prefetch_factor,
         )

@@ -1,26 +1,27 @@
 """The data module for any data set: map-style, or iterable with a state."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
+import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_distplus.choices import require_choice
-from lightning_distplus.data.combined import Combine, Combined
-from lightning_distplus.data.combined_loader import CombinedLoader, side_by_side
+from lightning_distplus.choices import refuse_unknown_arguments, require_choice
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.epochs import Epochs, weights_of
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
 from lightning_distplus.data.loader import SampleFetcher, WorkerOptions
-from lightning_distplus.data.lr_scaling import LrRule, LrScaling
+from lightning_distplus.data.order import ORDER_VERSION
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.rank_states import gather_bytes
 from lightning_distplus.data.request import Request
-from lightning_distplus.data.samplers import Sampling, SamplingOptions
+from lightning_distplus.data.samplers import OwnSampler
 from lightning_distplus.data.stateful import Stateful, is_iterable, require_data
 from lightning_distplus.data.stream_loader import StreamPasses
 from lightning_distplus.data.stream_worker import StreamReader
@@ -28,6 +29,8 @@ from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ResumableDataModule"]
+
+_log = logging.getLogger(__name__)
 
 _STATES = "lightning_distplus_iterable"  # in a checkpoint: the states of all ranks
 
@@ -49,8 +52,7 @@ class ResumableDataModule(ExactDataModule):
     Args:
         train_dataset: Anything with ``__len__`` and ``__getitem__``; or an iterable with ``state_dict()`` and
             ``load_state_dict(state)``, among them a ``StatefulDataLoader``, nodes of ``torchdata.nodes``, and the
-            ``StreamingDataLoader`` of litdata. A dict of map-style data sets is read side by side: a batch is a dict
-            with ``batch_size`` samples of each. So are the data sets of a ``CombinedLoader``, in its batch sizes.
+            ``StreamingDataLoader`` of litdata.
         val_dataset: Likewise; read in order, every sample once. An iterable needs no state. Of a dict each is read by
             itself, one after the other, and ``validation_step`` gets a ``dataloader_idx``.
         batch_size: Samples per data-parallel rank and micro-batch.
@@ -68,25 +70,14 @@ class ResumableDataModule(ExactDataModule):
         prefetch_factor: As in ``DataLoader``.
         seed_samples: Seed python's, numpy's and torch's generators for each sample from (seed, epoch, position), so
             that augmentation is exact too; costs 7 microseconds per sample, and 100 per batch with ``num_workers=0``.
-        scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
-            ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
-        base_global_batch_size: The global batch for which those learning rates were chosen.
         allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
             one global batch more.
         ignore_fingerprint: Resume although data, seed or order differ.
         start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
             with 0 the data begins. A checkpoint with a position goes on there.
-        weights: Draw the samples of an epoch in proportion to these, one finite number >= 0 per sample of the data set,
-            shape (len(train_dataset),), as ``WeightedRandomSampler`` does.
-        replacement: With ``weights``: whether a sample may be drawn twice in an epoch.
-        num_samples: With ``weights``: samples of an epoch; None: as many as the data set has (without replacement: as
-            many as have a weight above 0).
-        lengths: Group samples of similar length into global batches, one number per sample, shape
-            (len(train_dataset),). Another global batch gives another order.
         sampler: A function (seed, epoch) -> dataset indices of the epoch, of shape (num_samples,), or of shape
             (num_batches, batch_size), whose rows are micro-batches. It must depend on its arguments alone.
-        combine: How long an epoch of several training data sets is: "max_size_cycle" as the longest, and shorter ones
-            begin again; "min_size" as the shortest, and longer ones go on in the next epoch.
+            ``samplers.weighted(...)`` and ``samplers.by_length(...)`` make some.
         batched: The iterable yields batches of ``batch_size`` samples, which are passed on as they are.
         allow_stateless: Take iterable training data that has no state; a resumed run then begins it anew.
     """
@@ -107,20 +98,15 @@ class ResumableDataModule(ExactDataModule):
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
         seed_samples: bool = True,
-        scale_lr: LrRule | None = None,
-        base_global_batch_size: int | None = None,
         allow_global_batch_change: bool = False,
         ignore_fingerprint: bool = False,
         start_sample: int | None = None,
-        weights: Any = None,
-        replacement: bool = True,
-        num_samples: int | None = None,
-        lengths: Any = None,
         sampler: Callable[[int, int], Any] | None = None,
-        combine: Combine = "max_size_cycle",
         batched: bool = False,
         allow_stateless: bool = False,
+        **removed: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(ResumableDataModule).parameters)
         super().__init__(
             micro_batch=batch_size,
             seed=seed,
@@ -130,7 +116,6 @@ class ResumableDataModule(ExactDataModule):
             pin_memory=pin_memory,
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
-            lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
             start_sample=start_sample,
         )
         require_choice("uneven", uneven, Uneven)
@@ -140,21 +125,15 @@ class ResumableDataModule(ExactDataModule):
         self._uneven = uneven
         self._collate_fn = collate_fn
         self._seed_samples = seed_samples
-        self._sampling_options = SamplingOptions(
-            weights=weights,
-            replacement=replacement,
-            num_samples=num_samples,
-            lengths=lengths,
-            sampler=sampler,
-            shuffle=shuffle,
-        )
-        self._sampling: Sampling | None = None
-        self._combine = combine
+        if sampler is not None and not shuffle:
+            raise ValueError("shuffle is False and sampler decides about the order. Leave one of them out.")
+        self._sampler = sampler
+        self._sampling: OwnSampler | None = None
         self._batched = batched
         self._allow_stateless = allow_stateless
         self._datasets: dict[str, Any] = {}
         self._iterable: IterableTraining | None = None
-        if val_dataset is None and type(self).val_dataset is ResumableDataModule.val_dataset:
+        if val_dataset is None and not self._overrides("val_dataset"):
             self._hide_validation()
 
     @property
@@ -171,9 +150,34 @@ class ResumableDataModule(ExactDataModule):
         return self._given["val"]
 
     def setup(self, stage: str) -> None:
-        """Asks for the data sets anew and checks them against the batch sizes."""
+        """Asks for the data sets anew and checks them against the batch sizes.
+
+        Raises:
+            ValueError: The Trainer would ask for other training data later.
+        """
         self._datasets = {}
+        if stage == "fit":
+            self._refuse_other_data_later()
         super().setup(stage)
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(ResumableDataModule, name)
+
+    def _forget_validation(self) -> None:
+        """Lets the next loader ask for the validation data again."""
+        for stage in [one for one in {*self._datasets, *self._loaders} if one.partition("/")[0] == "val"]:
+            self._datasets.pop(stage, None)
+            if (loader := self._loaders.pop(stage, None)) is not None:
+                loader.close()
+
+    def _refuse_other_data_later(self) -> None:
+        every = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[union-attr]
+        if every and self._overrides("train_dataset"):
+            raise ValueError(
+                f"reload_dataloaders_every_n_epochs={every} asks for other training data in later epochs, and "
+                f"{type(self).__name__}.train_dataset() is asked once in a run: a position in data that changes cannot "
+                "be resumed. Leave reload_dataloaders_every_n_epochs out, or train on other data in another run."
+            )
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Gathers the states of iterable data from all ranks."""
@@ -197,12 +201,16 @@ class ResumableDataModule(ExactDataModule):
             dataset = self.train_dataset() if stage == "train" else self.val_dataset()
             require_data(dataset, stage)
             if stage == "train":
-                dataset = side_by_side(dataset, self._combine, self._micro_batch, shuffle=self._shuffle)
                 self._iterable = self._read_iterable(dataset) if is_iterable(dataset) else None
-                size = None if self._iterable is not None or isinstance(dataset, Combined) else len(dataset)
-                self._sampling = self._sampling_options.sampling(size, seed=self._seed, batch_size=self._micro_batch)
+                self._sampling = self._sample(dataset) if self._sampler is not None else None
             self._datasets[stage] = dataset
         return self._datasets[stage]
+
+    def _sample(self, dataset: Any) -> OwnSampler:
+        if self._iterable is not None:
+            raise ValueError("sampler needs a data set with an index, and the training data is iterable.")
+        sampler: Any = self._sampler
+        return OwnSampler(sampler, size=len(dataset), seed=self._seed, batch_size=self._micro_batch)
 
     def _epochs(self) -> Epochs:
         """Of map-style training data."""
@@ -212,6 +220,7 @@ class ResumableDataModule(ExactDataModule):
             seed=self._seed,
             shuffle=self._shuffle,
             uneven=self._uneven,
+            order_version=self._known_identity.get("order_version", ORDER_VERSION),
         )
 
     def _training_loader(self) -> Any:
@@ -227,6 +236,10 @@ class ResumableDataModule(ExactDataModule):
         )
 
     def _validation_loader(self, stage: str = "val") -> Any:
+        trainer: Any = self.trainer
+        is_anew = trainer is not None and trainer.reload_dataloaders_every_n_epochs > 0
+        if is_anew and stage == "val" and self._overrides("val_dataset"):
+            self._forget_validation()
         dataset = self._dataset(stage)
         if type(dataset) is dict:
             self._datasets.update({f"{stage}/{name}": one for name, one in dataset.items()})
@@ -299,7 +312,7 @@ class ResumableDataModule(ExactDataModule):
     def _identity(self) -> dict[str, Any]:
         dataset = self._dataset("train")
         fingerprint = getattr(dataset, "fingerprint", None)
-        order = {"num_samples": None, "shuffle": None, "sampling": None, "parts": None}
+        order = {"num_samples": None, "shuffle": None, "sampling": None}
         return {
             "fingerprint": str(fingerprint())[:64] if callable(fingerprint) else None,
             "seed": self._seed,
@@ -320,19 +333,27 @@ class ResumableDataModule(ExactDataModule):
         return math.inf if self._iterable is not None else super()._num_batches(geometry)
 
     def _order(self, position: Position) -> tuple[Order, int]:
-        return self._epochs().order(position.epoch, self.geometry.global_batch), position.offset
+        return self._epochs().order(position.epoch), position.offset
 
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
         size = self._epochs().num_samples
         for positions, ids in plan:
             yield Request(ids, positions, epoch, weights_of(positions, size, self._uneven))
 
+    def _warn_of_cut(self, receipt: str) -> None:
+        fetcher = self._fetcher("train") if self._iterable is None else None
+        if fetcher is not None and fetcher.is_seeded_per_batch and self.trainer.is_global_zero:  # type: ignore[union-attr]
+            _log.warning(
+                "%s fetches whole batches (__getitems__), so that random numbers drawn in it depend on how batches are "
+                "cut, which has changed%s. The samples and their order are those of the checkpoint; a random "
+                "augmentation inside the data set is not. Keep ranks and batch size to have the same one.",
+                type(fetcher.dataset).__name__,
+                receipt,
+            )
+
     def _fetcher(self, stage: str) -> SampleFetcher:
         seed = self._seed if self._seed_samples else None
-        dataset, collate = self._dataset(stage), self._collate_fn
-        if isinstance(dataset, Combined):
-            collate = partial(dataset.collate, collate)
-        return SampleFetcher(dataset, collate=collate, seed=seed)
+        return SampleFetcher(self._dataset(stage), collate=self._collate_fn, seed=seed)
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         dataset = self._dataset(stage)
@@ -347,4 +368,4 @@ class ResumableDataModule(ExactDataModule):
 
     def _require_reachable(self, position: Position, global_batch: int) -> None:
         if self._iterable is None:
-            self._epochs().require_reachable(position, global_batch, self.geometry.global_batch)
+            self._epochs().require_reachable(position, global_batch)

@@ -6,11 +6,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distplus.data.order import EpochOrder, derive_key, permute
+from lightning_distplus.data.order import ORDER_VERSION, EpochOrder, derive_key, permute
 
 __all__ = ["BLOCK", "DENOMINATOR", "MixedOrder", "Mixture"]
 
@@ -102,6 +103,7 @@ class MixedOrder:
         first: The global position that is number 0 of the mixture.
         draws: How often each source was drawn before that, int64; None means never.
         lanes: The number by which the order of each source is keyed; None means its place.
+        version: Of the order of each source.
     """
 
     def __init__(
@@ -114,11 +116,13 @@ class MixedOrder:
         first: int = 0,
         draws: NDArray[np.int64] | None = None,
         lanes: Sequence[int] | None = None,
+        version: int = ORDER_VERSION,
     ) -> None:
         self._mixture = mixture
         self._sizes = list(sizes)
         self._seed = seed
         self._shuffle = shuffle
+        self._version = version
         self._first = first
         self._draws = draws
         self._lanes = list(range(len(sizes))) if lanes is None else list(lanes)
@@ -133,15 +137,18 @@ class MixedOrder:
         for source, size in enumerate(self._sizes):
             of_source = np.flatnonzero(sources == source)
             lane = self._lanes[source]
-            ids[of_source, 1] = endless(draws[of_source], size, seed=self._seed, source=lane, shuffle=self._shuffle)
+            keyed: dict[str, Any] = {"seed": self._seed, "source": lane, "shuffle": self._shuffle}
+            ids[of_source, 1] = endless(draws[of_source], size, **keyed, version=self._version)
         return ids
 
 
-def endless(draws: NDArray[np.int64], size: int, *, seed: int, source: int, shuffle: bool) -> NDArray[np.int64]:
+def endless(
+    draws: NDArray[np.int64], size: int, *, seed: int, source: int, shuffle: bool, version: int = ORDER_VERSION
+) -> NDArray[np.int64]:
     """The index of each draw from a source of ``size`` samples, which begins another order when it runs out."""
     indices = np.empty_like(draws)
     for epoch, here in _groups(draws // size):
-        order = EpochOrder(num_samples=size, seed=seed, source=source, epoch=epoch, shuffle=shuffle)
+        order = EpochOrder(num_samples=size, seed=seed, source=source, epoch=epoch, shuffle=shuffle, version=version)
         indices[here] = order(draws[here])
     return indices
 

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_SAMPLES", "ORDER_VERSION", "EpochOrder", "derive_key", "permute", "splitmix64"]
+__all__ = [
+    "MAX_SAMPLES",
+    "ORDER_VERSION",
+    "READABLE_ORDER_VERSIONS",
+    "EpochOrder",
+    "derive_key",
+    "permute",
+    "splitmix64",
+]
 
-ORDER_VERSION = 1
-"""Changes whenever the same arguments would give another order. A checkpoint of another version is refused."""
+ORDER_VERSION = 2
+"""Changes whenever the same arguments would give another order. A run that began in an older one ends in it."""
+
+READABLE_ORDER_VERSIONS = (1, ORDER_VERSION)
+"""Version 1 had no shuffle of its own for up to 64 samples, where its network is not uniform."""
 
 MAX_SAMPLES = 2**40
 
-_NUM_ROUNDS = 8  # 4 rounds fail lag and adjacency tests at small n, 6 pass; two more cost 15 ns an index
+_NUM_ROUNDS = 8  # 4 rounds fail lag and adjacency tests at n = 1000, 6 pass; two more cost 15 ns an index
+_TABLE_SAMPLES = 64  # up to here a table; below 25 the network favours pairs, and at 9 has no odd permutation
 _CHUNK = 8192  # keeps the working arrays of one call within the second-level cache
 _MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 _SHIFT = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def splitmix64(value: int) -> int:
     """One step of Steele, Lea and Flood's SplitMix64: 64 bits in, 64 well mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -51,25 +65,28 @@ class EpochOrder:
     epoch: int = 0
     source: int = 0
     shuffle: bool = True
+    version: int = ORDER_VERSION
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset index at each position of the epoch."""
         indices = positions % self.num_samples
         if not self.shuffle:
             return indices
-        return permute(indices, self.num_samples, derive_key(self.seed, self.source, self.epoch))
+        return permute(indices, self.num_samples, derive_key(self.seed, self.source, self.epoch), self.version)
 
 
-def permute(indices: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
+def permute(indices: NDArray[np.int64], n: int, key: int, version: int = ORDER_VERSION) -> NDArray[np.int64]:
     """Where a keyed permutation of ``range(n)`` sends each index.
 
-    An unbalanced Feistel network over a grid of rows x columns >= n, of which at most one row is too many; the few
-    results beyond n are sent through it again (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Up to 64 samples it is a shuffle (Fisher and Yates), computed anew from the key: every permutation is as likely.
+    Above, an unbalanced Feistel network over a grid of rows x columns >= n, of which at most one row is too many; the
+    few results beyond n are sent through it again (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     Args:
         indices: int64 of any shape, each in ``range(n)``.
         n: Number of samples, 1 to ``MAX_SAMPLES``.
         key: 64 bits, see ``derive_key``.
+        version: Of the order.
 
     Returns:
         int64 of the shape of ``indices``, no value twice where ``indices`` has no value twice.
@@ -79,11 +96,23 @@ def permute(indices: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     flat = np.ascontiguousarray(indices, dtype=np.int64).ravel()
     if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= n):
         raise ValueError(f"Indices lie in 0..{n - 1}; got {int(flat.min())}..{int(flat.max())}.")
+    if n <= _TABLE_SAMPLES and version > 1:
+        return _shuffled(n, key & _MASK)[flat].reshape(np.shape(indices))
     grid = _Grid(n, key)
     result = np.empty(flat.size, dtype=np.int64)
     for start in range(0, flat.size, _CHUNK):
         result[start : start + _CHUNK] = grid.permute(flat[start : start + _CHUNK].astype(np.uint64))
     return result.reshape(np.shape(indices))
+
+
+@lru_cache(maxsize=256)
+def _shuffled(n: int, key: int) -> NDArray[np.int64]:
+    """``range(n)``, shuffled by the outputs of SplitMix64 from ``key`` on."""
+    table = np.arange(n)
+    for last in range(n - 1, 0, -1):
+        other = splitmix64(key + last * _GOLDEN) * (last + 1) >> 64  # in range(last + 1), to one part in 2**57
+        table[[last, other]] = table[[other, last]]
+    return table
 
 
 class _Grid:

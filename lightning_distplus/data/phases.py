@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_distplus.data.mixture import DENOMINATOR, MixedOrder, Mixture
-from lightning_distplus.data.order import derive_key
+from lightning_distplus.data.order import ORDER_VERSION, derive_key
 
 __all__ = ["Phase", "change_of_mixture", "order_of", "past_mixture"]
 
@@ -103,4 +103,5 @@ def order_of(identity: Mapping[str, Any]) -> MixedOrder:
         first=phase.first,
         draws=np.array(phase.draws),
         lanes=phase.lanes,
+        version=identity.get("order_version", ORDER_VERSION),
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distplus.data.batch_schedule import BatchSchedule
 from lightning_distplus.world import DataParallel
 
 __all__ = ["EpochPlan", "Geometry", "Order", "SequentialPlan", "Uneven", "num_global_batches"]
@@ -25,15 +24,11 @@ _GLOBAL_AHEAD = 8 * 4096  # and at most so many positions of all ranks, because 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Batch sizes in samples: micro_batch per rank, micro_step over all data-parallel ranks, global_batch per step.
-
-    Under a schedule ``accumulation`` and ``global_batch`` are those of its last stage.
-    """
+    """Batch sizes in samples: micro_batch per rank, micro_step over all data-parallel ranks, global_batch per step."""
 
     micro_batch: int
     accumulation: int
     ranks: DataParallel
-    schedule: BatchSchedule | None = None
 
     @property
     def micro_step(self) -> int:
@@ -44,39 +39,6 @@ class Geometry:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_step * self.accumulation
-
-    def at(self, sample: int) -> Geometry:
-        """The batch sizes of a step that begins at ``sample``."""
-        if self.schedule is None:
-            return self
-        return replace(self, accumulation=self.schedule.size_at(sample) // self.micro_step, schedule=None)
-
-    def require_whole_steps(self, sample: int) -> None:
-        """Checks the stages of the schedule from ``sample`` on.
-
-        Raises:
-            ValueError: The size of one is no multiple of a micro-step.
-        """
-        sizes = self.schedule.sizes_from(sample) if self.schedule is not None else []
-        if unfit := [str(size) for size in sizes if size % self.micro_step]:
-            raise ValueError(
-                f"The schedule has global batches of {', '.join(unfit[:5])}, no multiples of batch size "
-                f"{self.micro_batch} x {self.ranks.size} data-parallel ranks = {self.micro_step}. Choose a smaller "
-                "micro-batch, fewer ranks, or other stages."
-            )
-
-    def whole_windows(self, sample: int, num_batches: int) -> tuple[int, int]:
-        """Of micro-batches from ``sample`` on, where a step begins: how many are in whole steps, and the steps."""
-        if self.schedule is None:
-            return num_batches - num_batches % self.accumulation, num_batches // self.accumulation
-        num_steps, num_samples = self.schedule.whole_steps(sample, num_batches * self.micro_step)
-        return num_samples // self.micro_step, num_steps
-
-    def samples_of(self, sample: int, num_steps: int) -> int:
-        """Samples of ``num_steps`` steps, the first of which begins at ``sample``."""
-        if self.schedule is None:
-            return num_steps * self.global_batch
-        return self.schedule.samples_of(sample, num_steps)
 
     def __str__(self) -> str:
         return (

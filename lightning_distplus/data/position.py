@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_distplus.data.order import ORDER_VERSION
+from lightning_distplus.data.order import ORDER_VERSION, READABLE_ORDER_VERSIONS
 from lightning_distplus.data.plan import Geometry
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
@@ -30,6 +30,8 @@ _READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches no
 _log = logging.getLogger(__name__)
 # What the state records of ignored differences, so that it stays below 1 KB.
 _MAX_IGNORED, _MAX_DIFFERENCES, _MAX_CHARACTERS = 2, 3, 40
+_GONE = {"schedule": "a schedule of global batches", "parts": "several data sets side by side (their sizes)"}
+"""What earlier versions saved, and this one cannot go on with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +70,19 @@ def state_of(
         position: Where the run stands.
         geometry: Batch sizes of the run.
         identity: What must be equal for the same order.
-        records: What has changed before, and what the learning rates were multiplied by; what is empty is left out.
+        records: What has changed before; what is empty is left out.
     """
-    state = {
+    return {
         "version": STATE_VERSION,
         "order_version": ORDER_VERSION,
         **identity,
-        "global_batch": geometry.at(position.consumed_samples).global_batch,
+        "global_batch": geometry.global_batch,
         "micro_step": geometry.micro_step,
         "ranks": geometry.ranks.size,
         "global_batch_changes": [],
         **{name: record for name, record in records.items() if record},
         **asdict(position),
     }
-    if rest := rest_of_schedule(geometry, position.consumed_samples):
-        state["schedule"] = {"rest": rest, "text": str(geometry.schedule)}
-    return state
 
 
 def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, num_steps: int) -> Position:
@@ -98,15 +97,16 @@ def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, nu
     Raises:
         ValueError: No optimizer step begins there, or iterable data would have to be read up to there.
     """
-    done, _ = geometry.whole_windows(0, sample // geometry.micro_step)
-    if done * geometry.micro_step != sample or sample < 0:
+    num_windows, rest = divmod(sample, geometry.global_batch)
+    if rest or sample < 0:
         raise ValueError(
-            f"start_sample={sample} is not where an optimizer step begins: the global batch is "
-            f"{geometry.schedule or geometry}. The step before begins at sample {max(0, done * geometry.micro_step)}."
+            f"start_sample={sample} is not where an optimizer step begins: the global batch is {geometry}. The step "
+            f"before begins at sample {max(0, sample - rest)}."
         )
     if sample and num_batches == float("inf"):
         raise ValueError(f"start_sample={sample}: iterable training data begins at its beginning only, start_sample=0.")
-    epoch, batches = (0, done) if not sample or geometry.schedule is not None else divmod(done, int(num_batches))
+    done = num_windows * geometry.accumulation
+    epoch, batches = divmod(done, int(num_batches)) if sample else (0, 0)
     return Position(
         epoch=epoch,
         batches=batches,
@@ -121,17 +121,28 @@ def read_state(state: Mapping[str, Any]) -> Position:
     """The position in a saved state.
 
     Raises:
-        DatasetMismatch: The state or its order is of a version that this package does not know.
+        DatasetMismatch: The state or its order is of a version that this package does not know, or of a feature that
+            it no longer has.
     """
-    for name, ours in (("version", _READABLE), ("order_version", (ORDER_VERSION,))):
+    for name, ours in (("version", _READABLE), ("order_version", READABLE_ORDER_VERSIONS)):
         if state.get(name) not in ours:
             raise DatasetMismatch(
                 f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads "
                 f"{' and '.join(map(str, ours))}. "
                 "Resume with the version of lightning_distplus that wrote the checkpoint."
             )
+    for name, what in _GONE.items():
+        if state.get(name):
+            raise DatasetMismatch(
+                f"The checkpoint was written under {what}: {_text(state[name])}. This lightning_distplus does not read "
+                "data that way any more. Load its weights into a new run, or resume with the version that wrote it."
+            )
     names = Position.__dataclass_fields__.keys() - {"is_epoch_done"}  # which older states lack
     return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
+
+
+def _text(record: Any) -> str:
+    return str(record["text"] if isinstance(record, Mapping) else record)
 
 
 def require_same_data(
@@ -174,35 +185,21 @@ def require_same_data(
 
 
 def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
-    """Compares the global batch, and what is left of its schedule.
+    """Compares the global batch.
 
     Raises:
         DatasetMismatch: They differ and ``allow_change`` is False.
     """
-    here = geometry.at(saved["consumed_samples"])
-    if saved["global_batch"] != here.global_batch and not allow_change:
+    if saved["global_batch"] != geometry.global_batch and not allow_change:
         raise DatasetMismatch(
             f"The checkpoint was written with a global batch of {saved['global_batch']} samples; this run has "
-            f"{here}. Choose batch size, ranks and accumulation with the same product, or pass "
+            f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
             "allow_global_batch_change=True."
         )
-    before = saved.get("schedule", {"rest": "", "text": "no schedule"})
-    if before["rest"] != rest_of_schedule(geometry, saved["consumed_samples"]) and not allow_change:
-        raise DatasetMismatch(
-            f"From sample {saved['consumed_samples']} on the sizes of the global batches differ: {before['text']} in "
-            f"the checkpoint, {geometry.schedule or 'no schedule'} in this run. Give this run the schedule of the "
-            "checkpoint, or pass allow_global_batch_change=True."
-        )
-
-
-def rest_of_schedule(geometry: Geometry, sample: int) -> str:
-    """A digest of what follows after ``sample``; empty where the global batch does not change any more."""
-    return geometry.schedule.rest(sample) if geometry.schedule is not None else ""
 
 
 def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
     """How the global batches are cut now and were cut before; empty where nothing has changed."""
-    geometry = geometry.at(state["consumed_samples"])
     saved = (state["global_batch"], state["micro_step"], state.get("ranks", geometry.ranks.size))
     if saved == (geometry.global_batch, geometry.micro_step, geometry.ranks.size):
         return ""

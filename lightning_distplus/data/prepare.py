@@ -1,36 +1,33 @@
 """Preparation of token files: text, JSONL, Parquet or folders of them become one Megatron ``.bin/.idx`` pair.
 
-```text
-documents (documents.py) -> shards (shards.py), in worker processes (prepare_workers.py)
-                         -> <output>.bin, <output>.idx, <output>.tokenizer.json
-```
-
-The same files give the same bytes: no clock, no random number, no order of a directory listing, no number of processes
-enters the result. Everything is written into a folder beside the target (prepare_stage.py) and renamed at the end, the
-index last: a pair without an index does not exist for any reader.
+The same files give the same bytes: no clock, no random number, no order of a directory listing enters the result.
+Everything is written into a folder beside the target and renamed at the end, the index last: a pair without an index
+does not exist for any reader.
 """
 
 from __future__ import annotations
 
+import fcntl
+import importlib
+import inspect
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 
-from lightning_distplus.data.documents import SHARD_BYTES, Corpus, Format, Piece, Shard
-from lightning_distplus.data.prepare_stage import Stage, load_plan
-from lightning_distplus.data.prepare_workers import load_encoder, write_shards
-from lightning_distplus.data.shards import write_durably
-from lightning_distplus.data.tokens import MegatronWriter, dtype_for, megatron_pair
+from lightning_distplus.choices import refuse_unknown_arguments
+from lightning_distplus.data.tokens import MegatronWriter, dtype_for
 
-__all__ = ["END_OF_DOCUMENT", "PreparedTokens", "Progress", "prepare"]
+__all__ = ["END_OF_DOCUMENT", "Format", "PreparedTokens", "Progress", "prepare"]
 
+Format = Literal["auto", "text", "jsonl", "parquet"]
 StageName = Literal["tokenizer", "tokens"]
 TokenDtype = Literal["auto", "uint16", "int32"]
 
@@ -39,6 +36,10 @@ DEFAULT_VOCAB_SIZE = 32_000
 
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _DTYPES: dict[str, type[np.integer[Any]]] = {"uint16": np.uint16, "int32": np.int32}
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_PIECE_BYTES = 2**20
+_BATCH = 64  # pieces that are encoded together, on all cores
+_ROWS = 1024  # of Parquet, read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,6 @@ class PreparedTokens:
     num_documents: int
     num_tokens: int
     num_bytes: int
-    num_shards: int
-    num_reused: int
-    """Shards that an interrupted preparation had completed."""
 
 
 def prepare(
@@ -77,15 +75,11 @@ def prepare(
     dtype: TokenDtype = "auto",
     append_eod: bool = False,
     max_bytes: int | None = None,
-    num_workers: int = 0,
-    shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    **removed: Any,
 ) -> PreparedTokens:
-    """Turns text into ``<output>.bin`` and ``<output>.idx``.
-
-    The result does not depend on ``num_workers``, nor on whether the preparation was interrupted: the same call goes on
-    from the shards that are complete.
+    """Turns text into ``<output>.bin`` and ``<output>.idx``, in this process with the threads of ``tokenizers``.
 
     Args:
         inputs: Files and folders. A folder stands for all files below it that are not hidden, in sorted order.
@@ -99,131 +93,98 @@ def prepare(
         dtype: Type of a token on disk; ``"auto"`` takes uint16 where the vocabulary fits.
         append_eod: Ends every document with the tokenizer's end token.
         max_bytes: Stops before the document that would exceed so many bytes of text.
-        num_workers: Processes that write tokens; 0 is this one, with the threads of ``tokenizers``.
-        shard_bytes: Text between two points from which an interrupted preparation can go on.
         overwrite: Replaces an existing pair.
         on_progress: Called with the progress, some times per second.
+        removed: Arguments of earlier versions are refused by name.
 
     Raises:
         BlockingIOError: Another process prepares the same output.
-        ChildProcessError: A worker process died.
         FileExistsError: The pair exists and ``overwrite`` is not set.
         FileNotFoundError: An input does not exist.
         ModuleNotFoundError: tokenizers, or for Parquet pyarrow, is not installed.
         ValueError: The inputs are empty, badly encoded or malformed, or the vocabulary does not fit the type.
     """
+    refuse_unknown_arguments("prepare", removed, inspect.signature(prepare).parameters)
     prefix = Path(output)
     if tokenizer is not None and vocab_size is not None:
         raise ValueError("Both tokenizer and vocab_size are given; a given tokenizer has its own vocabulary. Drop one.")
-    if num_workers < 0 or shard_bytes < 1:
-        raise ValueError(f"num_workers={num_workers} is at least 0, and shard_bytes={shard_bytes} at least 1.")
     targets = [prefix.with_name(prefix.name + suffix) for suffix in (".tokenizer.json", ".bin", ".idx")]
     _refuse_existing(targets if tokenizer is None else targets[1:], overwrite)
-    corpus = Corpus(inputs, format=format, text_key=text_key, max_bytes=max_bytes, shard_bytes=shard_bytes)
-    settings = [vocab_size, format, text_key, dtype, append_eod, max_bytes, shard_bytes]
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with Stage(prefix, _identity(corpus, tokenizer, settings)) as stage:
-        codec = _codec(stage, corpus, tokenizer, vocab_size, on_progress)
+    corpus = _Corpus(inputs, format=format, text_key=text_key, max_bytes=max_bytes)
+    with _stage(prefix) as folder:
+        codec = _load_tokenizer(Path(tokenizer)) if tokenizer else _train(corpus, vocab_size, on_progress)
+        if tokenizer is None:
+            (folder / targets[0].name).write_bytes(codec.to_str().encode())
         chosen = _choose_dtype(codec.get_vocab_size(), dtype)
         end = [_end_id(codec)] if append_eod else []
-        shards = corpus.shards()
-        stage.save_plan(shards, {"end": end, "dtype": chosen.__name__, "text_key": text_key})
-        num_reused = _write(stage, shards, num_workers, on_progress)
-        facts, num_tokens = _merge(stage, shards, stage.folder / prefix.name, chosen, corpus)
-        if tokenizer is None:
-            shutil.copyfile(stage.tokenizer, stage.folder / targets[0].name)
-        _publish(stage.folder, targets)
-        stage.is_published = True
+        num_bytes = num_tokens = 0
+        with MegatronWriter(folder / prefix.name, dtype=chosen) as writer:
+            for document, size_bytes in _documents(corpus, codec, on_progress):
+                num_bytes += size_bytes
+                if document:  # an empty one leaves nothing, not even its end
+                    writer.add_document(document + end)
+                    num_tokens += len(document) + len(end)
+            if not num_tokens:
+                raise ValueError(corpus.no_text())
+        _publish(folder, targets)
     return PreparedTokens(
         prefix=prefix,
         tokenizer=targets[0] if tokenizer is None else _tokenizer_file(Path(tokenizer)),
         vocab_size=codec.get_vocab_size(),
         dtype=chosen.__name__,
-        num_documents=sum(fact["num_documents"] for fact in facts),
+        num_documents=writer.num_documents,
         num_tokens=num_tokens,
-        num_bytes=sum(fact["num_bytes"] for fact in facts),
-        num_shards=len(shards),
-        num_reused=num_reused,
+        num_bytes=num_bytes,
     )
 
 
-def _identity(corpus: Corpus, tokenizer: str | Path | None, settings: list[Any]) -> dict[str, Any]:
-    """Everything that decides about the result; a file counts by name, size and time."""
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in corpus.files]
-    given = None
-    if tokenizer is not None:
-        file = _tokenizer_file(Path(tokenizer))
-        given = xxhash.xxh3_64(file.read_bytes()).hexdigest() if file.is_file() else None
-    return {"files": files, "tokenizer": given, "settings": settings, "library": metadata.version("tokenizers")}
-
-
-def _codec(
-    stage: Stage,
-    corpus: Corpus,
-    tokenizer: str | Path | None,
-    vocab_size: int | None,
-    on_progress: Callable[[Progress], None],
-) -> Any:
-    """The tokenizer as all workers read it; trained once."""
-    if not stage.tokenizer.exists():
-        codec = _load_tokenizer(Path(tokenizer)) if tokenizer else _train(corpus, vocab_size, on_progress)
-        write_durably(stage.tokenizer, codec.to_str().encode())
-    stage.is_worth_keeping = tokenizer is None
-    return _load_tokenizer(stage.tokenizer)
-
-
-def _write(stage: Stage, shards: list[Shard], num_workers: int, report: Callable[[Progress], None]) -> int:
-    """Writes the shards that are not complete; returns how many were."""
-    todo = [number for number, shard in enumerate(shards) if stage.files(number).read_mark(shard) is None]
-    total = sum(shard.size_bytes for shard in shards)
-    done = total - sum(shards[number].size_bytes for number in todo)
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        report(Progress(stage="tokens", done_bytes=done, total_bytes=max(done, total)))
-
-    count(0)
-    if num_workers > 1 and len(todo) > 1:
-        write_shards(stage, shards, todo, num_workers, count)
-    else:
-        encoder = load_encoder(*_encoding(stage))
-        for number in todo:
-            stage.files(number).write(shards[number], encoder, count)
-    report(Progress(stage="tokens", done_bytes=max(done, total), total_bytes=max(done, total)))
-    return len(shards) - len(todo)
-
-
-def _encoding(stage: Stage) -> tuple[Path, dict[str, Any]]:
-    return stage.folder, load_plan(stage.folder)[1]
-
-
-def _merge(
-    stage: Stage, shards: list[Shard], prefix: Path, dtype: type[np.integer[Any]], corpus: Corpus
-) -> tuple[list[dict[str, Any]], int]:
-    """One pair from all shards; returns what each holds, and the number of tokens."""
-    facts, num_tokens = [], 0
-    for leftover in megatron_pair(prefix):
-        leftover.unlink(missing_ok=True)  # of a run that was killed while it merged
-    with MegatronWriter(prefix, dtype=dtype) as writer:
-        for number, shard in enumerate(shards):
-            files = stage.files(number)
-            fact = files.read_mark(shard)
-            assert fact is not None, f"shard {number} was written"
-            facts.append(fact)
-            lengths = files.read_lengths()
-            num_tokens += int(lengths.sum())
-            with files.tokens.open("rb") as tokens:
-                writer.add_written(tokens, lengths)
-        if not num_tokens:
-            raise ValueError(corpus.no_text())
-    return facts, num_tokens
+# -- the target --------------------------------------------------------------------------------------------------------
 
 
 def _refuse_existing(targets: Iterable[Path], overwrite: bool) -> None:
     existing = [str(path) for path in targets if path.exists()]
     if existing and not overwrite:
         raise FileExistsError(f"{', '.join(existing)} exists already. Choose another --output, or pass --overwrite.")
+
+
+@contextmanager
+def _stage(prefix: Path) -> Iterator[Path]:
+    """An empty folder beside the target, for one process at a time; removed at the end, or by the next one."""
+    folder = prefix.with_name(f".{prefix.name}.prepare")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"Another preparation writes to the same target, in {folder}. Wait for it, or choose another --output."
+            ) from None
+        for left in folder.iterdir():
+            if left.name != "lock":
+                left.unlink()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, targets: list[Path]) -> None:
+    """Moves the finished files to their names; the old index goes first and the new one comes last."""
+    written = [target for target in targets if (folder / target.name).exists()]
+    for target in written:
+        with (folder / target.name).open("rb") as file:
+            os.fsync(file.fileno())
+    targets[-1].unlink(missing_ok=True)
+    for target in written:
+        (folder / target.name).replace(target)
+    directory = os.open(targets[-1].parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -242,7 +203,7 @@ def _tokenizer_file(path: Path) -> Path:
     return path / "tokenizer.json" if path.is_dir() else path
 
 
-def _train(corpus: Corpus, vocab_size: int | None, on_progress: Callable[[Progress], None]) -> Any:
+def _train(corpus: _Corpus, vocab_size: int | None, on_progress: Callable[[Progress], None]) -> Any:
     """Trains a byte-level BPE: every byte has a token, so that no text is ever unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -258,15 +219,7 @@ def _train(corpus: Corpus, vocab_size: int | None, on_progress: Callable[[Progre
     )
     pieces = _counted(corpus, "tokenizer", on_progress)
     codec.train_from_iterator((piece.text for piece in pieces), trainer)
-    return codec
-
-
-def _counted(corpus: Corpus, stage: StageName, report: Callable[[Progress], None]) -> Iterator[Piece]:
-    done = 0
-    for piece in corpus.pieces():
-        yield piece
-        done += piece.size_bytes
-        report(Progress(stage=stage, done_bytes=done, total_bytes=max(done, corpus.size_bytes)))
+    return Tokenizer.from_str(codec.to_str())  # as whoever reads the file has it
 
 
 def _choose_dtype(vocab_size: int, name: TokenDtype) -> type[np.integer[Any]]:
@@ -288,18 +241,213 @@ def _end_id(codec: Any) -> int:
     raise ValueError(f"The tokenizer has none of the end tokens {', '.join(_END_TOKENS)}. Leave out --append_eod.")
 
 
-def _publish(stage: Path, targets: list[Path]) -> None:
-    """Moves the finished files to their names; the old index goes first and the new one comes last."""
-    for target in targets:
-        if (stage / target.name).exists():
-            with (stage / target.name).open("rb") as file:
-                os.fsync(file.fileno())
-    targets[-1].unlink(missing_ok=True)
-    for target in targets:
-        if (stage / target.name).exists():
-            (stage / target.name).replace(target)
-    folder = os.open(targets[-1].parent, os.O_RDONLY)
+# -- the documents -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A document, or a part of a long one that was cut behind a line break."""
+
+    text: str
+    size_bytes: int
+    document_bytes: int
+    """Size of the whole document, the same in all its pieces."""
+    begins: bool
+    ends: bool
+
+
+class _Corpus:
+    """The documents of some inputs, in bounded memory; can be read more than once, always in the same order.
+
+    Arguments and errors are those of ``prepare``.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str | Path],
+        *,
+        format: Format,  # noqa: A002 - the name of the option
+        text_key: str,
+        max_bytes: int | None,
+    ) -> None:
+        self._files = _list_files(inputs)
+        self._text_key = text_key
+        self._format = format
+        self._max_bytes = max_bytes
+        total = sum(self._size_of(path) for path in self._files)
+        self.size_bytes = total if max_bytes is None else min(total, max_bytes)
+
+    def pieces(self) -> Iterator[_Piece]:
+        """All documents, piece by piece.
+
+        Raises:
+            ValueError: A file is not UTF-8, a line or row is not what the format asks for, or there is no text at all.
+        """
+        is_empty, taken_bytes = True, 0
+        for piece in chain.from_iterable(map(self._read, self._files)):
+            taken_bytes += piece.document_bytes if piece.begins else 0
+            if self._max_bytes is not None and taken_bytes > self._max_bytes:
+                break
+            is_empty = is_empty and not piece.text
+            yield piece
+        if is_empty:
+            raise ValueError(self.no_text())
+
+    def no_text(self) -> str:
+        """The message for inputs without text."""
+        limit = "" if self._max_bytes is None else f" within max_bytes={self._max_bytes}"
+        return f"There is no text{limit} in the {len(self._files)} input file(s); the first is {self._files[0]}."
+
+    def _format_of(self, path: Path) -> str:
+        return _SUFFIXES.get(path.suffix, "text") if self._format == "auto" else self._format
+
+    def _size_of(self, path: Path) -> int:
+        if self._format_of(path) == "parquet":
+            return _size_of_parquet(path, self._text_key)
+        return path.stat().st_size
+
+    def _read(self, path: Path) -> Iterator[_Piece]:
+        readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text}
+        return readers[self._format_of(path)](path, self._text_key)
+
+
+def _documents(corpus: _Corpus, codec: Any, on_progress: Callable[[Progress], None]) -> Iterator[tuple[list[int], int]]:
+    """The tokens of each document, and its size in bytes."""
+    document: list[int] = []
+    pieces = _counted(corpus, "tokens", on_progress)
+    while batch := list(islice(pieces, _BATCH)):
+        encodings = codec.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            document += encoding.ids
+            if piece.ends:
+                yield document, piece.document_bytes
+                document = []
+
+
+def _counted(corpus: _Corpus, stage: StageName, report: Callable[[Progress], None]) -> Iterator[_Piece]:
+    done = 0
+    for piece in corpus.pieces():
+        yield piece
+        done += piece.size_bytes
+        report(Progress(stage=stage, done_bytes=done, total_bytes=max(done, corpus.size_bytes)))
+    report(Progress(stage=stage, done_bytes=done, total_bytes=done))
+
+
+def _list_files(inputs: Sequence[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    for item in map(Path, inputs):
+        if item.is_dir():
+            below = (path.relative_to(item) for path in item.rglob("*") if path.is_file())
+            visible = [path for path in below if not any(part.startswith(".") for part in path.parts)]
+            files += [item / path for path in sorted(visible, key=Path.as_posix)]
+        elif item.exists():
+            files.append(item)
+        else:
+            raise FileNotFoundError(f"The input {item} does not exist.")
+    if not files:
+        raise ValueError(f"There is no file in {', '.join(map(str, inputs)) or 'an empty list of inputs'}.")
+    return files
+
+
+def _read_text(path: Path, text_key: str) -> Iterator[_Piece]:
+    offset = 0
+    document_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        while lines := file.readlines(_PIECE_BYTES):
+            data = b"".join(lines)
+            end = offset + len(data)
+            yield _Piece(
+                text=_decode(data, path, offset),
+                size_bytes=len(data),
+                document_bytes=document_bytes,
+                begins=offset == 0,
+                ends=end >= document_bytes,
+            )
+            offset = end
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[_Piece]:
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            content = _decode(line, path, offset)
+            if content.strip():
+                text = _text_of(content, text_key, path, offset)
+                yield _Piece(text=text, size_bytes=len(line), document_bytes=len(line), begins=True, ends=True)
+            offset += len(line)
+
+
+def _size_of_parquet(path: Path, column: str) -> int:
+    file = _open_parquet(path, column)
+    place = file.schema_arrow.names.index(column)
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    return sum(group.column(place).total_uncompressed_size for group in groups)
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[_Piece]:
+    file, row = _open_parquet(path, column), 0
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if text is None:
+                    raise ValueError(f"{path}, row {row}: column {column!r} holds null. Leave such rows out.")
+                size = len(text.encode())
+                yield _Piece(text=text, size_bytes=size, document_bytes=size, begins=True, ends=True)
+    except OSError as error:  # pyarrow: a damaged page
+        raise ValueError(f"{path} is damaged: {error}. Write it again, or leave it out.") from None
+
+
+def _open_parquet(path: Path, column: str) -> Any:
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path} is Parquet, and pyarrow is not installed. Run: pip install pyarrow",
+            name="pyarrow",
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise ValueError(
+            f"{path} is no Parquet file, or truncated: {error}. Write it again, or leave it out."
+        ) from None
+    names = file.schema_arrow.names
+    if column not in names:
+        raise ValueError(f"{path} has no column {column!r}; found {', '.join(names)}. Name it with --text_key.")
+    kind = file.schema_arrow.field(column).type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise ValueError(f"{path}: column {column!r} holds {kind}, not strings. Name another with --text_key.")
+    return file
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start}, {error.reason}. "
+            "Convert the file (for example with iconv), or leave it out."
+        ) from None
+
+
+def _text_of(line: str, text_key: str, path: Path, offset: int) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{_place(path, offset)} is not JSON: {error}.") from None
+    if not isinstance(record, dict) or text_key not in record:
+        found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
+        where = _place(path, offset)
+        raise ValueError(f"{where} has no field {text_key!r}; found {found}. Name the field with --text_key.")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(f"{_place(path, offset)}: field {text_key!r} is a {type(text).__name__}, not a string.")
+    return text
+
+
+def _place(path: Path, offset: int) -> str:
+    """The line that begins at ``offset``, for a message."""
+    with path.open("rb") as file:
+        number = sum(file.read(min(_PIECE_BYTES, offset - at)).count(b"\n") for at in range(0, offset, _PIECE_BYTES))
+    return f"{path}, line {number + 1}"

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_distplus.data.batch_schedule import Window
 from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import Position
 
-__all__ = ["Cursor"]
+__all__ = ["Cursor", "reopen_epoch"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ class _Validation:
 
     after: int
     batches_before: int
+    is_extra: bool = False
+    """Only because the run stops: the run that nobody stops does not validate here."""
     is_finished: bool = False
 
 
@@ -63,20 +64,66 @@ class Cursor:
             total_batches=trainer.fit_loop.epoch_loop.batch_progress.total.processed,
             steps=trainer.global_step,
         )
+        # Of manual optimization, where the module decides when a window of accumulation ends: at an optimizer's step.
+        self._steps = trainer.global_step
+        self._whole = self._anchor.total_batches
+        self._window_before_epoch: Position | None = None
+        self._stepped_in = 0
 
     def position(self) -> Position:
         """Where a run that is resumed now would go on."""
+        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if not self._is_window_open:
+            return self._position_after(total)
+        if self._window_before_epoch is not None and self._whole < self._anchor.total_batches:
+            return self._window_before_epoch
+        return self._position_after(max(self._whole, self._anchor.total_batches))
+
+    @property
+    def ends_open(self) -> bool:
+        """Whether an epoch has just ended inside a window of manual optimization, whose micro-batches are replayed."""
+        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        return self._is_window_open and self._position_after(total).batches == 0
+
+    @property
+    def _is_window_open(self) -> bool:
+        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        return self._has_own_windows and self._whole < total
+
+    @property
+    def is_behind_step(self) -> bool:
+        """Whether an optimizer has stepped in the batch that is under way: weights and counters do not fit together."""
+        total = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        return bool(self._stepped_in == total.ready > total.processed)
+
+    @property
+    def _has_own_windows(self) -> bool:
+        module = self.trainer.lightning_module
+        return module is not None and not module.automatic_optimization and bool(self.trainer.optimizers)
+
+    def note_step(self) -> None:
+        """An optimizer has stepped."""
+        self._stepped_in = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def end_batch(self) -> None:
+        """A micro-batch has run. Lightning counts a step that a loss scaler leaves out, too."""
+        total = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        if self._stepped_in == total.ready or self.trainer.global_step != self._steps:
+            self._steps, self._whole = self.trainer.global_step, total.processed
+
+    def _position_after(self, total: int) -> Position:
+        """The position after so many micro-batches of the whole run, of which the last ones are of this epoch."""
         anchor, fit = self._anchor, self.trainer.fit_loop
         counters = fit.epoch_loop.batch_progress
-        num_done = counters.total.processed - anchor.total_batches
+        num_done = total - anchor.total_batches
         batches = anchor.batches + num_done
-        has_ended = self.is_end is not None and batches > 0 and self.is_end(counters.total.processed)
+        has_ended = self.is_end is not None and batches > 0 and self.is_end(total)
         is_epoch_done = has_ended or batches >= self.trainer.num_training_batches
-        num_whole, num_steps = self.geometry.whole_windows(anchor.consumed_samples, num_done)
+        num_steps, rest = divmod(num_done, self.geometry.accumulation)
         if is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
-            num_steps += num_whole < num_done
+            num_steps += rest > 0
         else:
-            num_done = num_whole
+            num_done -= rest
         num_samples = num_done * self.geometry.micro_step
         here = Position(
             epoch=anchor.epoch,
@@ -84,11 +131,12 @@ class Cursor:
             offset=anchor.offset + num_samples,
             consumed_samples=anchor.consumed_samples + num_samples,
             total_batches=anchor.total_batches + num_done,
-            steps=anchor.steps + num_steps,
+            steps=self.trainer.global_step if self._has_own_windows else anchor.steps + num_steps,
             is_epoch_done=has_ended,
         )
         is_epoch_closed = is_epoch_done and fit.epoch_progress.current.processed > anchor.epoch
         is_epoch_left = counters.current.processed > counters.current.started  # on_train_batch_start returned -1
+        is_epoch_left = is_epoch_left and total == counters.total.processed
         if is_epoch_closed or is_epoch_left:
             return replace(here, epoch=anchor.epoch + 1, batches=0, offset=0, is_epoch_done=False)
         return self._with_validation(here)
@@ -100,8 +148,10 @@ class Cursor:
         epoch, batches = fit.epoch_progress.current.processed, counters.current.ready
         is_placed_here = self._is_placed and (epoch, batches) == (self._anchor.epoch, self._anchor.batches)
         if not is_placed_here:
+            if self._is_window_open and self._whole >= self._anchor.total_batches:
+                self._window_before_epoch = self.position()
             self._anchor = replace(
-                self.position(),
+                self._position_after(counters.total.processed),
                 epoch=epoch,
                 batches=batches,
                 offset=batches * self.geometry.micro_step,
@@ -130,11 +180,15 @@ class Cursor:
         is_due = is_inside and _validation_is_due(self.trainer, position)
         _place_validation(loop.val_loop.batch_progress, position, is_pending=is_due and not position.is_validated)
         # Where a validation is due, the loop passes the end of the last batch once more and counts its step there.
-        loop.on_load_checkpoint({"_batches_that_stepped": position.steps - is_due})
+        num_stepped = position.steps
+        if self._has_own_windows:  # Lightning counts batches there, however often the optimizers step
+            num_stepped = position.total_batches // self.geometry.accumulation
+        loop.on_load_checkpoint({"_batches_that_stepped": num_stepped - is_due})
         fit.restarting = True
         loop.restarting = is_inside
         fit.update_restart_stage()
         self._anchor, self._is_placed = position, True
+        self._whole, self._steps, self._stepped_in = position.total_batches, self.trainer.global_step, 0
         self._validations = []
         if position.is_validated:
             done = _Validation(position.total_batches, position.validation_batches, is_finished=True)
@@ -147,24 +201,17 @@ class Cursor:
         is_open = fit.epoch_progress.current.processed == self._anchor.epoch
         return self._is_placed and is_here and is_open and _is_at_end(self.trainer, self._anchor)
 
-    def begin_window(self) -> None:
-        """Follows a schedule of global batches, at the first micro-batch of a step."""
-        here = self.position()
-        now = self.geometry.at(here.consumed_samples)
-        before = self.trainer.accumulate_grad_batches
-        if isinstance(before, Window) and before == now.accumulation:
-            return
-        self.trainer.accumulate_grad_batches = Window(now.accumulation, first_batch=here.batches)
-        if isinstance(before, Window) and self.trainer.is_global_zero:
-            _log.info("global batch %s from sample %d, step %d on", now, here.consumed_samples, here.steps)
-
     def begin_validation(self) -> None:
         """A validation begins, not the sanity check."""
         loop = self.trainer.fit_loop.epoch_loop
         total = loop.val_loop.batch_progress.total
         total.ready = total.started = total.completed  # a pending validation counted its start when it was placed
-        after = loop.batch_progress.total.processed
-        self._validations.append(_Validation(after=after, batches_before=total.completed))
+        after, batches = loop.batch_progress.total.processed, loop.batch_progress.current.processed
+        here = replace(
+            self._anchor, total_batches=after, batches=batches, is_epoch_done=loop.batch_progress.is_last_batch
+        )
+        is_extra = self.trainer.should_stop and not _validation_is_due(self.trainer, here)
+        self._validations.append(_Validation(after, total.completed, is_extra))
 
     def end_validation(self) -> None:
         """The validation has run."""
@@ -172,11 +219,25 @@ class Cursor:
 
     def _with_validation(self, position: Position) -> Position:
         runs = self._validations
-        is_validated = any(run.is_finished and run.after >= position.total_batches for run in runs)
-        replayed = [run for run in runs if run.after > position.total_batches or not run.is_finished]
+        counted = [run for run in runs if run.is_finished and not run.is_extra]
+        is_validated = any(run.after >= position.total_batches for run in counted)
+        replayed = [run for run in runs if run.after > position.total_batches or run not in counted]
         total = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
         num_batches = replayed[0].batches_before if replayed else total.completed
         return replace(position, is_validated=is_validated, validation_batches=num_batches)
+
+
+def reopen_epoch(checkpoint: dict[str, Any], position: Position) -> None:
+    """Counts the epoch of ``position`` as begun and not done, in a checkpoint that is about to be restored.
+
+    A run that is stopped inside an epoch counts that epoch as done before it saves. Lightning asks whether all epochs
+    are done before ``on_train_start``, where the loops are placed: the last epoch would be left out (lightning 2.6.6,
+    ``fit_loop.py`` 186-193 and 211).
+    """
+    loops = checkpoint.get("loops") or {}
+    for tracker in loops.get("fit_loop", {}).get("epoch_progress", {}).values():
+        begun = position.epoch + (position.batches > 0)
+        tracker.update(ready=begun, started=begun, processed=position.epoch, completed=position.epoch)
 
 
 def _validation_is_due(trainer: Any, position: Position) -> bool:

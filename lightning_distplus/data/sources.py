@@ -9,9 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_distplus.data.arrow import ArrowTokens, ParquetTokens
-from lightning_distplus.data.flat import DatatroveTokens, NpyTokens, RawTokens
-from lightning_distplus.data.litchunks import LitdataTokens, is_litdata
+from lightning_distplus.data.flat import NpyTokens, RawTokens
 from lightning_distplus.data.litpacked import LitPackedTokens, is_lit_packed
 from lightning_distplus.data.stream import INTEGERS, TokenStream
 from lightning_distplus.data.tokens import MegatronTokens, megatron_pair
@@ -19,7 +17,12 @@ from lightning_distplus.data.tokens import MegatronTokens, megatron_pair
 __all__ = ["Source", "SourceFormat", "detect", "open_source"]
 
 _MAX_LOOKED_AT = 64  # files of a folder
-SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy", "ds", "litdata", "arrow", "parquet"]
+_REMOVED = ("ds", "litdata", "arrow", "parquet")
+_INSTEAD = (
+    "read it by its own library, as a data set or iterable of ResumableDataModule, or write a Megatron pair of its "
+    "text by `distplus prepare`"
+)
+SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +38,15 @@ class Source:
     format: SourceFormat = "auto"
     """What is at the path; "auto" looks."""
     dtype: str | None = None
-    """Type of a token where the files do not say it (raw, ds), for example "uint16"."""
+    """Type of a token where the files do not say it (raw), for example "uint16"."""
     split: tuple[float, float] = (0.0, 1.0)
     """The share that is read, from and to: (0.0, 0.99) to train and (0.99, 1.0) to validate have no token in common."""
-    column: str = "input_ids"
-    """The column of token lists (arrow, parquet)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", tuple(self.split))
+        if self.format in _REMOVED:
+            what = f"format of source {self.path} is {self.format!r}"
+            raise ValueError(f"{what}, which is not read in place: {_INSTEAD}.")
         if self.format not in _OPENERS and self.format != "auto":
             raise ValueError(f"format of source {self.path} is {self.format!r}; it is auto, {', '.join(_OPENERS)}.")
         if self.dtype is not None and self.dtype not in INTEGERS:
@@ -89,7 +93,8 @@ def detect(path: str) -> str:
         inside = sorted(one.name for one in Path(path).iterdir())[:3] if Path(path).is_dir() else []
         holds = f" (it holds {', '.join(inside) or 'nothing'})" if Path(path).is_dir() else ""
         raise ValueError(
-            f"{path}{holds} is in no format that is known by its look: {', '.join(_OPENERS)}. Name it with format=..."
+            f"{path}{holds} is in no format that is known by its look: {', '.join(_OPENERS)}. Name it "
+            f"with format=..., or {_INSTEAD}."
         )
     return "megatron"  # and its reader names the file that is missing
 
@@ -128,16 +133,17 @@ def _looks_packed(path: Path) -> bool:
 
 def _looks_raw(path: Path) -> bool:
     alone = [one for one in _files(path, ".bin") if one.suffix == ".bin" and not one.with_suffix(".idx").exists()]
-    return bool(alone) and not _looks_packed(path) and not is_litdata(path)
+    return bool(alone) and not _looks_packed(path) and not _is_litdata(path)
 
 
 def _looks_like(suffix: str) -> Callable[[Path], bool]:
     return lambda path: any(one.suffix == suffix for one in _files(path, suffix))
 
 
-def _looks_arrow(path: Path) -> bool:
-    inside = ("state.json", "dataset_dict.json")
-    return any((path / name).is_file() for name in inside) or _looks_like(".arrow")(path)
+def _is_litdata(path: Path) -> bool:
+    """Whether a folder has an index like litdata's: its chunks end in .bin, and are not raw."""
+    index = path / "index.json"
+    return index.is_file() and b'"chunks"' in index.read_bytes()[:4096]
 
 
 def _open_packed(source: Source, seq_len: int) -> TokenStream:
@@ -149,20 +155,11 @@ def _open_raw(source: Source, seq_len: int) -> TokenStream:
     return RawTokens(files, seq_len, dtype=source.dtype, name=source.path, split=source.split)
 
 
-def _open_ds(source: Source, seq_len: int) -> TokenStream:
-    files = _required(source, ".ds")
-    return DatatroveTokens(files, seq_len, dtype=source.dtype, name=source.path, split=source.split)
-
-
 _LOOKS: dict[str, Callable[[Path], bool]] = {
     "megatron": _looks_megatron,
     "litpkds": _looks_packed,
     "raw": _looks_raw,
     "npy": _looks_like(".npy"),
-    "ds": _looks_like(".ds"),
-    "litdata": is_litdata,
-    "arrow": _looks_arrow,
-    "parquet": _looks_like(".parquet"),
 }
 
 _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
@@ -170,8 +167,4 @@ _OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
     "litpkds": _open_packed,
     "raw": _open_raw,
     "npy": lambda source, seq_len: NpyTokens(_required(source, ".npy"), seq_len, name=source.path, split=source.split),
-    "ds": _open_ds,
-    "litdata": lambda source, seq_len: LitdataTokens(source.path, seq_len, split=source.split),
-    "arrow": lambda source, seq_len: ArrowTokens(source.path, seq_len, column=source.column, split=source.split),
-    "parquet": lambda source, seq_len: ParquetTokens(source.path, seq_len, column=source.column, split=source.split),
 }

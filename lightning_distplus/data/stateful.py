@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_distplus.world import DataParallel
@@ -36,6 +37,11 @@ def require_data(dataset: Any, stage: str) -> None:
     Raises:
         ValueError: It is no data set, or there is none to train on.
     """
+    if stage == "train" and (type(dataset) is dict or isinstance(dataset, CombinedLoader)):
+        raise ValueError(
+            f"The training data is a {type(dataset).__name__}, and training reads one data set. Pass one whose samples "
+            "are dicts with a sample of each: docs/data.md, Several data sets."
+        )
     if isinstance(dataset, Mapping) and type(dataset) is not dict:
         raise ValueError(
             f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
@@ -170,7 +176,7 @@ def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ra
         raise ValueError(
             f"A litdata CombinedStreamingDataset with {loader.num_workers} workers does not go on where it was "
             "(litdata 0.2.76 divides what was read evenly over workers). Use at most one worker, or "
-            "TokenDataModule, which reads litdata chunks and mixes them exactly."
+            "TokenDataModule over token files, which it mixes exactly."
         )
     sampler = getattr(loader, "sampler", None)
     is_indexed = not isinstance(loader.dataset, IterableDataset)

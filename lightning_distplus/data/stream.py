@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_distplus.data.index_cache import shared_index
 from lightning_distplus.data.inventory import digest_files, rows_of_files
 
 __all__ = ["INTEGERS", "WHOLE", "Part", "Split", "TokenStream", "size_of"]
@@ -21,7 +21,6 @@ Split = tuple[float, float]
 WHOLE: Split = (0.0, 1.0)
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
-_SHARED_FROM = 2**18  # documents; where fewer begin is read faster than verified
 _MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
 
 
@@ -39,7 +38,7 @@ class TokenStream:
 
     Either the parts are one stream, in which sample i is tokens[i * seq_len : i * seq_len + seq_len + 1]: neighbours
     share one token, so that every token but the first is a target once. Or each part is blocks of ``seq_len + 1``
-    tokens that share none (``is_blocked``), as lit-gpt and litdata read them; what remains of a part is left out.
+    tokens that share none (``is_blocked``), as lit-gpt reads them; what remains of a part is left out.
 
     Args:
         parts: Where the tokens are.
@@ -79,6 +78,7 @@ class TokenStream:
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._maps: OrderedDict[int, NDArray[np.integer[Any]]] = OrderedDict()
+        self._mapped: dict[int, os.stat_result] = {}  # the file of each map, as it was then
         self._documents: NDArray[np.int64] | None = None
         if is_blocked:
             counts = lengths // (seq_len + 1)
@@ -107,11 +107,14 @@ class TokenStream:
         blocks = np.empty((len(indices), width), dtype=self.dtype)
         if len(self._parts) == 1 and not self._is_blocked:  # nothing to look up: half the time of the general case
             tokens = self._tokens(0)
+            self._require_whole(0)
             for row, index in enumerate(indices.tolist()):
                 start = self._first + index * self.seq_len
                 blocks[row] = tokens[start : start + width]
             return blocks
         parts, starts = self._locate(indices)
+        for part in np.unique(parts).tolist():
+            self._require_whole(part)
         places = zip(parts.tolist(), (starts - self._starts[parts]).tolist(), strict=True)
         for row, (part, start) in enumerate(places):
             tokens = self._tokens(part)[start : start + width]
@@ -192,41 +195,15 @@ class TokenStream:
     def _document_starts(self) -> NDArray[np.int64] | None:
         """The token with which each document begins, ascending; None where that is unknown."""
         if self._documents is None:
-            if self._num_documents() < _SHARED_FROM:
-                self._documents = self._read_document_starts()
-            else:
-                self._documents = shared_index(self._paths()[0], self._index_key(), self._require_document_starts)
+            self._documents = self._read_document_starts()
         return self._documents
 
     def _read_document_starts(self) -> NDArray[np.int64] | None:
         return None
 
-    def _num_documents(self) -> int:
-        """About how many documents there are, known without reading where they begin; 0 where that is unknown."""
-        return 0
-
     def _paths(self) -> list[Path]:
         """The files whose content is that of the source."""
         return list(dict.fromkeys(part.path for part in self._parts))
-
-    def _index_paths(self) -> list[Path]:
-        """The files on which the begins of the documents depend."""
-        return self._paths()
-
-    def _index_key(self) -> int:
-        """64 bits over format, type, sizes, times and (spread samples of the) content of the files."""
-        digest = xxhash.xxh3_64(f"{self.format} {self._dtype.name}".encode())
-        paths = self._index_paths()
-        for path in paths:
-            found = path.stat()
-            digest.update(np.array([found.st_size, found.st_mtime_ns], dtype="<i8").tobytes())
-        digest_files(digest, paths)
-        return digest.intdigest()
-
-    def _require_document_starts(self) -> NDArray[np.int64]:
-        begins = self._read_document_starts()
-        assert begins is not None, "a source that counts its documents knows where they begin"
-        return begins
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part in which each sample begins, and its first token, counted over all parts."""
@@ -241,6 +218,7 @@ class TokenStream:
         """A sample that continues in the next parts."""
         pieces, missing = [], self.seq_len + 1
         while missing:
+            self._require_whole(part)
             pieces.append(self._tokens(part)[start : start + missing])
             missing -= len(pieces[-1])
             part, start = part + 1, 0
@@ -251,7 +229,25 @@ class TokenStream:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.popitem(last=False)
             self._maps[part] = self._open(self._parts[part])
+            self._mapped[part] = self._parts[part].path.stat()
         return self._maps[part]
+
+    def _require_whole(self, part: int) -> None:
+        """Looks at the size before the map is read: a read past the end of a file ends the process by SIGBUS.
+
+        Raises:
+            ValueError: The file has become shorter since it was opened.
+        """
+        path, before = self._parts[part].path, self._mapped.get(part)
+        try:
+            now = path.stat()
+        except OSError:
+            return  # removed, and still there for those who have it open
+        if before is not None and now.st_size < before.st_size and os.path.samestat(now, before):
+            raise ValueError(
+                f"{path} was cut short while it is read: it has {now.st_size} bytes, and had {before.st_size} when "
+                "this run opened it. Restore the file and resume; write new data under a new name."
+            )
 
     def _open(self, part: Part) -> NDArray[np.integer[Any]]:
         if not part.num_tokens:
@@ -261,7 +257,11 @@ class TokenStream:
         return np.asarray(np.memmap(part.path, dtype=self._dtype, mode="r", offset=part.offset_bytes, shape=shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": OrderedDict(), "_documents": None}  # a worker process opens files by itself
+        return self.__dict__ | {
+            "_maps": OrderedDict(),
+            "_mapped": {},
+            "_documents": None,
+        }  # a worker process opens files by itself
 
 
 def size_of(path: Path, remedy: str) -> int:

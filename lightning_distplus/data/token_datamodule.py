@@ -1,27 +1,25 @@
 """The data module for pretraining: weighted mixtures of token files."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lightning_distplus.data.batch_schedule import BatchSchedule, Window, require_fit_for_schedule
+from lightning_distplus.choices import refuse_unknown_arguments, require_type
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.inventory import first_difference, inventory
 from lightning_distplus.data.loader import WorkerOptions
-from lightning_distplus.data.lr_scaling import LrRule, LrScaling
 from lightning_distplus.data.mixture import Mixture
 from lightning_distplus.data.phases import Phase, change_of_mixture, order_of, past_mixture
 from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, num_global_batches
 from lightning_distplus.data.position import Position
-from lightning_distplus.data.repetition import refuse_repetition
 from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import Source, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
-from lightning_distplus.data.trainer_view import is_overfitting
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]
@@ -51,15 +49,11 @@ class TokenDataModule(ExactDataModule):
         seq_len: Tokens per sample.
         micro_batch_size: Samples per data-parallel rank and micro-batch.
         global_batch_size: Samples per optimizer step. The Trainer's accumulation then follows from it. None means
-            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``. A list of pairs (first sample, size)
-            is a schedule: a step that begins at the first sample of a stage, or after it, has that size. The run then
-            has one epoch, and needs ``max_steps``.
-        rampup_batch_size: Megatron-LM's three numbers, (start, increment, samples): the global batch begins with
-            ``start`` and grows by ``increment``, in equal stages over so many samples, to ``global_batch_size``.
+            micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``.
         val_sources: Validation data, read in order, each source once; weights do not count.
         seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
-        num_workers: Processes that read ahead, 2 MB of stored tokens at a time. 0 is enough for files on a local disk.
+        num_workers: Processes that read ahead. 0 is enough for files on a local disk.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
         position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
             document, counted from the beginning of the sample where the document began before it.
@@ -67,13 +61,8 @@ class TokenDataModule(ExactDataModule):
             attend to each other where theirs are equal.
         pin_memory: None means: when the Trainer runs on CUDA.
         persistent_workers: As in ``torch.utils.data.DataLoader``.
-        prefetch_factor: Such groups that each worker reads ahead; None means 2.
-        scale_lr: Multiply the learning rates of ``configure_optimizers``, with their schedules, by (global batch /
-            ``base_global_batch_size``), "linear", or by its square root, "sqrt"; once, also over resumes. None: never.
-        base_global_batch_size: The global batch for which those learning rates were chosen.
-        max_epochs_per_source: Refuse a run that reads a source more often, as its length and the weights have it. None
-            warns from 4 times on.
-        allow_global_batch_change: Resume with another global batch, or another schedule.
+        prefetch_factor: Micro-batches that each worker reads ahead; None means 2.
+        allow_global_batch_change: Resume with another global batch.
         allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
             state, so that later resumes need not allow it again.
@@ -88,8 +77,7 @@ class TokenDataModule(ExactDataModule):
         *,
         seq_len: int,
         micro_batch_size: int,
-        global_batch_size: int | list[tuple[int, int]] | None = None,
-        rampup_batch_size: tuple[int, int, int] | None = None,
+        global_batch_size: int | None = None,
         val_sources: str | list[Source] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -100,14 +88,13 @@ class TokenDataModule(ExactDataModule):
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
-        scale_lr: LrRule | None = None,
-        base_global_batch_size: int | None = None,
-        max_epochs_per_source: float | None = None,
         allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
         ignore_fingerprint: bool = False,
         start_sample: int | None = None,
+        **removed: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(TokenDataModule).parameters)
         super().__init__(
             micro_batch=micro_batch_size,
             seed=seed,
@@ -117,7 +104,6 @@ class TokenDataModule(ExactDataModule):
             pin_memory=pin_memory,
             allow_global_batch_change=allow_global_batch_change,
             ignore_fingerprint=ignore_fingerprint,
-            lr_scaling=LrScaling.of(scale_lr, base_global_batch_size),
             start_sample=start_sample,
         )
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
@@ -125,11 +111,9 @@ class TokenDataModule(ExactDataModule):
             raise ValueError("sources is empty; name at least one source.")
         self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
         self._seq_len = seq_len
-        self._schedule = _schedule(global_batch_size, rampup_batch_size)
-        last = self._schedule.stages[-1][1] if self._schedule is not None else None
-        self._global_batch_size = global_batch_size if isinstance(global_batch_size, int) else last
+        require_type("global_batch_size", global_batch_size, int, or_none=True)
+        self._global_batch_size = global_batch_size
         self._shuffle = shuffle
-        self._max_epochs_per_source = max_epochs_per_source
         self._allow_mixture_change = allow_mixture_change
         self._phase: Phase | None = None  # None is the first one
         self._past_mixtures: list[list[Any]] = []
@@ -230,11 +214,6 @@ class TokenDataModule(ExactDataModule):
         accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
         if rest or not accumulation:
             raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
-        if self._schedule is not None:
-            require_fit_for_schedule(trainer, self._schedule)
-            if not isinstance(trainer.accumulate_grad_batches, Window):
-                trainer.accumulate_grad_batches = Window(1)  # the stage is known once a state is loaded, or none is
-            return accumulation
         if present not in (1, accumulation):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
@@ -251,32 +230,9 @@ class TokenDataModule(ExactDataModule):
     def _num_global_batches(self, geometry: Geometry) -> int:
         return num_global_batches(sum(self._num_samples("train")), geometry, "drop")
 
-    def _num_batches(self, geometry: Geometry) -> int | float:
-        """Under a schedule the epoch is the whole run: so many micro-batches as ``max_steps`` take."""
-        if geometry.schedule is None:
-            return super()._num_batches(geometry)
-        here: Position = Position()
-        if self._loaded is not None:
-            here = self._translate(self._loaded, geometry)
-        elif self._cursor is not None and self._cursor.trainer is self.trainer:
-            here = self._cursor.position()
-        num_steps = max(0, self.trainer.max_steps - here.steps)  # type: ignore[union-attr]
-        return here.batches + geometry.schedule.samples_of(here.consumed_samples, num_steps) // geometry.micro_step
-
     def source_names(self) -> list[str]:
         """What messages call the training sources."""
         return [source.label for source in self._sources["train"]]
-
-    def require_few_repeats(self, num_samples: int) -> None:
-        """Compares what each source gives to the run with its size.
-
-        Raises:
-            ValueError: One would be read more often than ``max_epochs_per_source``.
-        """
-        trainer, names = self._joined().trainer, self.source_names()
-        if not is_overfitting(trainer):
-            bound, is_said = self._max_epochs_per_source, trainer.is_global_zero
-            refuse_repetition(self._known_identity, names, num_samples, bound=bound, is_said=is_said)
 
     def _order(self, position: Position) -> tuple[Order, int]:
         return order_of(self._known_identity), position.consumed_samples
@@ -306,20 +262,10 @@ class TokenDataModule(ExactDataModule):
 def _as_sources(sources: str | Sequence[Source | dict[str, Any]]) -> list[Source]:
     if isinstance(sources, str):
         return [Source(path=sources)]
+    for source in sources:
+        if not isinstance(source, Source):
+            refuse_unknown_arguments("Source", source, Source.__dataclass_fields__)
     return [source if isinstance(source, Source) else Source(**source) for source in sources]
-
-
-def _schedule(sizes: int | Sequence[Sequence[int]] | None, ramp: Sequence[int] | None) -> BatchSchedule | None:
-    if ramp is not None:
-        if not isinstance(sizes, int) or len(ramp) != 3:
-            raise ValueError(
-                f"rampup_batch_size={list(ramp)} is (start, increment, samples), and leads to a single "
-                f"global_batch_size; that is {sizes}. Give both so, or a schedule as global_batch_size alone."
-            )
-        return BatchSchedule.ramp(ramp[0], ramp[1], ramp[2], sizes)
-    if sizes is None or isinstance(sizes, int):
-        return None
-    return BatchSchedule(tuple((int(first), int(size)) for first, size in sizes))
 
 
 def _no_fit(wanted: int, micro_batch: int, ranks: DataParallel) -> str:

@@ -62,12 +62,6 @@ class TokenFetcher:
         types = {np.dtype(source.dtype) for source in sources}
         self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)
 
-    @property
-    def bytes_per_sample(self) -> int:
-        """What a sample takes at most before it is finished: the stored type is a quarter of int64."""
-        documents = self._seq_len * np.dtype(np.int32).itemsize if self._position_ids or self._document_ids else 0
-        return (self._seq_len + 1) * self._dtype.itemsize + documents
-
     def __getitems__(self, request: Request) -> TokenBlocks:
         """The samples as they are stored.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import os
-import shutil
 import struct
 import sys
 from collections.abc import Iterable
@@ -96,9 +95,6 @@ class MegatronTokens(TokenStream):
             digest_file(digest, path)
         return self._sealed(digest)
 
-    def _num_documents(self) -> int:
-        return self.num_documents
-
     def _paths(self) -> list[Path]:
         return [self._idx, self._bin]
 
@@ -109,10 +105,11 @@ class MegatronTokens(TokenStream):
             stream.seek(_HEADER.size + 4 * num_sequences)
             pointers = np.fromfile(stream, dtype="<i8", count=num_sequences)
             marks = np.fromfile(stream, dtype="<i8", count=self._index.num_documents)
-        if len(marks) and (marks.min() < 0 or marks.max() >= num_sequences):
+        if len(marks) and (marks.min() < 0 or marks.max() > num_sequences):
             raise ValueError(f"{self._idx} is damaged: a document begins past its {num_sequences} sequences.")
-        starts: NDArray[np.int64] = pointers[marks] // self._dtype.itemsize
-        if (np.diff(starts) < 0).any() or (len(starts) and (starts[0] or starts[-1] >= self.num_tokens)):
+        # Empty documents at the end begin where the data ends.
+        starts: NDArray[np.int64] = np.append(pointers // self._dtype.itemsize, self.num_tokens)[marks]
+        if (np.diff(starts) < 0).any() or (len(starts) and (starts[0] or starts[-1] > self.num_tokens)):
             raise ValueError(f"{self._idx} is damaged: its documents do not follow one another from token 0 on.")
         return starts
 
@@ -166,11 +163,6 @@ class MegatronWriter:
             )
         self._stream.write(np.ascontiguousarray(ids, dtype=self._dtype).tobytes())
         self._lengths.append(ids.size)
-
-    def add_written(self, tokens: IO[bytes], lengths: NDArray[np.int32]) -> None:
-        """Appends documents that are there as bytes of the stored type: all of ``tokens``, cut by ``lengths``."""
-        shutil.copyfileobj(tokens, self._stream, 2**22)
-        self._lengths.frombytes(np.ascontiguousarray(lengths, dtype=np.int32).tobytes())
 
     def close(self) -> None:
         """Makes both files visible. Without any document this is an error and nothing is left."""

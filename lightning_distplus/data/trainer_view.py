@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_distplus.data.plan import Geometry
 from lightning_distplus.data.position import Position
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
@@ -18,7 +17,6 @@ __all__ = [
     "epoch_length",
     "is_overfitting",
     "of_first_epoch",
-    "planned_samples",
     "refuse_changing_windows",
     "refuse_past_end",
 ]
@@ -91,16 +89,3 @@ def refuse_past_end(trainer: Any, position: Position) -> None:
         if trainer.is_global_zero:
             text = "training is already finished: the checkpoint stands after %s, and %s is %d; raise it to go on"
             _log.warning(text, where, name, limit)
-
-
-def planned_samples(trainer: Any, geometry: Geometry, position: Position) -> int | None:
-    """Samples of all ranks by the end of the run, as ``max_steps`` or ``max_epochs`` plans it; None without an end."""
-    ends = []
-    if trainer.max_steps >= 0:
-        num_steps = max(0, trainer.max_steps - position.steps)
-        ends.append(geometry.samples_of(position.consumed_samples, num_steps))
-    num_batches = trainer.num_training_batches
-    if (trainer.max_epochs or 0) > 0 and geometry.schedule is None and num_batches != float("inf"):
-        left = (trainer.max_epochs - position.epoch) * num_batches - position.batches
-        ends.append(max(0, left) * geometry.micro_step)
-    return position.consumed_samples + min(ends) if ends else None

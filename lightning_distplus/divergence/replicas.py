@@ -1,27 +1,46 @@
-"""State that is the same on several ranks: which it is, which rank differs in it, in which element, and by how much."""
+"""State that is equal on several ranks, or must not change between two steps: who differs, and in which element."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distplus import _compat
-from lightning_distplus.divergence.elements import Exchange, look_closer
-from lightning_distplus.divergence.fingerprint import fingerprint_of_each
+from lightning_distplus.control import GateRecord
+from lightning_distplus.divergence.check import Check, MonitoredRun
+from lightning_distplus.divergence.fingerprint import WORD_BYTES, Windows, fingerprint_of_each, row_sums
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import disagreement
+from lightning_distplus.world import ranges
 
-__all__ = ["EVERYWHERE", "Difference", "Replica", "find_difference", "odd_ranks", "plain_name", "replicated_state"]
+__all__ = [
+    "EVERYWHERE",
+    "AtRestCheck",
+    "Difference",
+    "Exchange",
+    "Replica",
+    "ReplicaCheck",
+    "find_difference",
+    "look_closer",
+    "odd_ranks",
+    "plain_name",
+    "replicated_state",
+]
 
 EVERYWHERE = ""
 """The group of what is the same on all ranks."""
-
 _LOCAL_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -137,8 +156,6 @@ def plain_name(name: str) -> str:
 
 
 # -- who differs -------------------------------------------------------------------------------------------------------
-
-
 def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
     """The ranks that differ from the majority, and the lowest rank of the majority.
 
@@ -256,3 +273,438 @@ def _missing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> Difference | None:
         element=0,
         largest=math.nan,
     )
+
+
+# -- which element of a tensor differs most ----------------------------------------------------------------------------
+
+Exchange = Callable[[str, bytes], list[bytes]]
+"""Every rank's bytes, in rank order, on all ranks."""
+_ROW_BYTES = 256 * WORD_BYTES  # what one row sum covers
+_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
+_SHOWN_PARTS = 32
+_MAX_BYTES = 1 << 19
+
+
+def look_closer(
+    tensor: Tensor | None,
+    holders: Sequence[int],
+    wrong: Sequence[int],
+    source: int | None,
+    exchange: Exchange,
+) -> tuple[int, float, dict[int, float | int | str]]:
+    """The element that differs most: its index in the flat tensor, the difference, and its value on each holder.
+
+    All ranks call it together and get the same answer.
+
+    Args:
+        tensor: This rank's copy; None where it holds none.
+        holders: The ranks that hold one.
+        wrong: Those whose copy is another than the majority's, or all.
+        source: The lowest rank of the majority, if there is one.
+        exchange: How the ranks meet.
+    """
+    tensor = None if tensor is None else tensor.detach().contiguous()
+    tensor = torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
+    mine = None if tensor is None else _Layout(tensor.dtype, tuple(tensor.shape))
+    told = exchange("layout", b"" if mine is None else mine.pack())
+    layouts = {rank: _Layout.unpack(told[rank]) for rank in holders}
+    if len(set(layouts.values())) > 1:
+        return 0, math.nan, {rank: f"{one.dtype} {list(one.shape)}" for rank, one in layouts.items()}
+    layout = layouts[holders[0]]
+    reference = source if source is not None else holders[0]
+    others = [rank for rank in wrong if rank != reference]
+    sums = exchange("rows", b"" if tensor is None else _packed_sums(tensor, layout))
+    columns = {rank: struct.unpack(f"<{len(sums[rank]) // WORD_BYTES}q", sums[rank]) for rank in holders}
+    parts = sorted({
+        part
+        for rank in others
+        for part, (one, other) in enumerate(zip(columns[rank], columns[reference], strict=True))
+        if one != other
+    })[:_SHOWN_PARTS]  # fmt: skip
+    raw = exchange("elements", b"" if tensor is None else _bytes_of(tensor, layout, parts))
+    if not parts:
+        return 0, math.nan, dict.fromkeys(holders, "?")
+    return _largest(layout, {rank: raw[rank] for rank in holders}, reference, others, parts)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a tensor's bytes mean; also known to ranks that do not hold it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        return json.dumps([str(self.dtype).removeprefix("torch."), self.shape]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Layout:
+        dtype, shape = json.loads(data)
+        return cls(getattr(torch, dtype), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows_per_part(self) -> int:
+        """How many rows of 2 KiB one number of the exchange stands for."""
+        num_rows = -(-self.num_elements * self.dtype.itemsize // _ROW_BYTES)
+        return max(1, -(-num_rows // _MAX_ROWS))
+
+    @property
+    def part_bytes(self) -> int:
+        return self.rows_per_part * _ROW_BYTES
+
+
+def _packed_sums(tensor: Tensor, layout: _Layout) -> bytes:
+    sums, step = row_sums(tensor).cpu(), layout.rows_per_part
+    if step > 1:
+        # An odd factor for each row, so that equal and opposite changes in two rows do not cancel.
+        sums = sums * (2 * torch.arange(len(sums)) + 1)
+        sums = torch.nn.functional.pad(sums, (0, -len(sums) % step)).view(-1, step).sum(1)
+    return struct.pack(f"<{len(sums)}q", *sums.tolist())
+
+
+def _bytes_of(tensor: Tensor, layout: _Layout, parts: Sequence[int]) -> bytes:
+    """The differing parts, as far as a message takes them."""
+    flat, elements = tensor.view(-1), layout.part_bytes // layout.dtype.itemsize
+    chosen = [flat[part * elements : (part + 1) * elements] for part in parts]
+    joined = torch.cat(chosen) if chosen else flat[:0]
+    return joined.cpu().view(torch.uint8).numpy().tobytes()[:_MAX_BYTES]
+
+
+def _largest(
+    layout: _Layout, raw: Mapping[int, bytes], reference: int, others: Sequence[int], parts: Sequence[int]
+) -> tuple[int, float, dict[int, float | int | str]]:
+    elements = {rank: torch.frombuffer(bytearray(data), dtype=layout.dtype) for rank, data in raw.items()}
+    gap = torch.zeros(len(elements[reference]), dtype=torch.float64)
+    for rank in others:
+        unequal = _bits(elements[rank]) != _bits(elements[reference])
+        away = (elements[rank].double() - elements[reference].double()).abs()
+        # NaN on one side is further away than any number; bits that differ in equal values (-0.0) still differ.
+        away = torch.nan_to_num(away, nan=math.inf).clamp(min=5e-324)
+        gap = torch.maximum(gap, torch.where(unequal, away, 0.0))
+    place = int(gap.argmax())
+    per_part = layout.part_bytes // layout.dtype.itemsize
+    index = parts[place // per_part] * per_part + place % per_part
+    return index, float(gap[place]), {rank: elements[rank][place].item() for rank in raw}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])
+
+
+# -- the check of copies: a window at each gate, all of them now and then ----------------------------------------------
+
+log = logging.getLogger(__name__)
+_NUM_WINDOWS = 16
+_WINDOW_BYTES = 1 << 20  # less than this is not worth cutting
+_SHOWN_NAMES = 6
+
+
+class ReplicaCheck(Check):
+    """Names the rank whose copy of a weight, a buffer or an optimizer state is not that of the others.
+
+    Each gate carries the fingerprint of one window, so that everything has been read after 16 steps. Everything is read
+    at once at the start, before each save and every ``parameters_every_n_steps``.
+
+    Args:
+        repairs: Whether a copy that differs from the majority's is overwritten with it, instead of raising.
+    """
+
+    def __init__(self, *, repairs: bool = False) -> None:
+        self._repairs = repairs
+        self._replicas: list[Replica] = []
+        self._windows = Windows([])
+        self._num_states = -1
+        self._agreed_at = [0] * _NUM_WINDOWS
+        self._num_repaired = 0
+
+    def attach(self, run: MonitoredRun) -> None:
+        """Looks at what kind of engine it is."""
+        super().attach(run)
+        model: torch.nn.Module = run.trainer.strategy.model  # type: ignore[assignment]
+        self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0  # type: ignore[operator]
+        # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
+        self._holds_whole = not any(
+            isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules()
+        ) and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+    def start(self) -> None:
+        """Everything, before the first step.
+
+        Raises:
+            DivergenceError: On all ranks.
+        """
+        self._compare_all("before the first step")
+
+    def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """The fingerprint of this step's window."""
+        found = self._windows.fingerprint(self.run.trainer.global_step)
+        return {} if found is None else {"state_fingerprint": int(found) & (1 << 64) - 1}
+
+    def hear(self, records: Sequence[GateRecord]) -> None:
+        """Compares the windows of all ranks, and now and then everything.
+
+        Raises:
+            DivergenceError: On all ranks.
+        """
+        step = records[0].global_step
+        if any(record.state_fingerprint != records[0].state_fingerprint for record in records):
+            self._find(f"before step {step}")
+        else:
+            self._agreed_at[step % self._windows.count] = step
+        if step % self.run.parameters_every_n_steps == 0 or self._num_states != self._count_states():
+            self._compare_all(f"before step {step}")
+
+    def before_save(self) -> None:
+        """Everything, so that no checkpoint holds a wrong copy.
+
+        Raises:
+            DivergenceError: On all ranks.
+        """
+        self._compare_all(f"before the save after {self.run.trainer.global_step} steps")
+
+    def metrics(self) -> dict[str, float]:
+        """How many copies were overwritten."""
+        return {"repaired_replicas": float(self._num_repaired)} if self._repairs else {}
+
+    # -- comparing ---------------------------------------------------------------------------------------------------
+
+    def _count_states(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self.run.trainer.optimizers if hasattr(optimizer, "state"))
+
+    def _refresh(self) -> None:
+        """The optimizer makes its state in the first step, and engines may exchange tensors."""
+        self._num_states = self._count_states()
+        model: Any = self.run.trainer.strategy.model
+        optimizers = [] if self._is_zero else self.run.trainer.optimizers
+        self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
+        device = self.run.trainer.strategy.root_device.type
+        everywhere = [
+            one.tensor for one in self._replicas if one.group == EVERYWHERE and one.tensor.device.type == device
+        ]
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in everywhere)
+        count = max(1, min(_NUM_WINDOWS, size_bytes // _WINDOW_BYTES))
+        self._windows = Windows(everywhere, count)
+
+    def _compare_all(self, when: str) -> None:
+        self._refresh()
+        told = self.run.gather("state", {"tensors": self._totals(), "facts": self._facts()})
+        held: dict[str, set[str]] = defaultdict(set)
+        for one in told:
+            for group, value in one["tensors"].items():
+                held[group].add(value)
+        if any(len(values) > 1 for values in held.values()):
+            self._find(when)
+        else:
+            self._agreed_at = [self.run.trainer.global_step] * _NUM_WINDOWS
+        self._compare_facts([one["facts"] for one in told], when)
+
+    def _totals(self) -> dict[str, str]:
+        """One fingerprint for each group of ranks and device."""
+        tensors: dict[str, list[Tensor]] = defaultdict(list)
+        for one in self._replicas:
+            tensors[f"{one.group}@{one.tensor.device.type}"].append(one.tensor)
+        totals = {key: Windows(held, 1).fingerprint(0) for key, held in sorted(tensors.items())}
+        return {key: f"{int(value) & (1 << 64) - 1:016x}" for key, value in totals.items() if value is not None}
+
+    def _facts(self) -> dict[str, str]:
+        """State that is no tensor: schedulers and the loss scaler, as text."""
+        facts = {
+            f"scheduler {number}": _as_text(config.scheduler.state_dict())
+            for number, config in enumerate(self.run.trainer.lr_scheduler_configs)
+        }
+        scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            facts["loss scaler"] = _as_text(scaler.state_dict())
+        return facts
+
+    def _compare_facts(self, told: Sequence[dict[str, str]], when: str) -> None:
+        for name in sorted({name for one in told for name in one}):
+            values = {rank: one.get(name, "none") for rank, one in enumerate(told)}
+            if len(set(values.values())) > 1:
+                remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
+                self.run.tell(disagreement(name, values, where=when, remedy=remedy))
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def _find(self, when: str) -> None:
+        """All ranks come here together."""
+        for _ in range(len(self._replicas) + 1):
+            difference = find_difference(self._replicas, self._exchange)
+            if difference is None:
+                return
+            if not self._repair(difference):
+                self.run.tell(self._error(difference, when))
+                return
+
+    def _exchange(self, name: str, data: bytes) -> list[bytes]:
+        return self.run.plane.gather(f"divergence/state/{name}", data, self.run.patience())
+
+    def _repair(self, difference: Difference) -> bool:
+        """Overwrites the wrong copies with the majority's; whether it could."""
+        if not self._repairs or difference.source is None or difference.group != EVERYWHERE:
+            return False
+        (replica,) = [one for one in self._replicas if (one.kind, one.name) == (difference.kind, difference.name)]
+        with torch.no_grad():
+            content = replica.tensor.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(content, src=difference.source)
+            replica.tensor.copy_(content)
+        self._num_repaired += 1
+        self.run.note(
+            "repaired",
+            state=difference.kind,
+            name=difference.name,
+            ranks=difference.wrong,
+            source=difference.source,
+            element=difference.element,
+            values=difference.values,
+            global_step=self.run.trainer.global_step,
+        )
+        log.warning(
+            "rank %d: %s of rank %s is overwritten with that of rank %d; element %d was %s",
+            self.run.rank,
+            difference.name,
+            ranges(difference.wrong),
+            difference.source,
+            difference.element,
+            difference.values,
+        )
+        return True
+
+    def _error(self, difference: Difference, when: str) -> DivergenceError:
+        since = min(self._agreed_at[: self._windows.count])
+        others = difference.names[1:]
+        more = f"; {len(others)} more differ: {', '.join(others[:_SHOWN_NAMES])}" if others else ""
+        where = (
+            f"({difference.name}, element {difference.element}, off by {difference.largest:g}) {when}{more}. "
+            f"It happened at step {since} or later"
+        )
+        error = disagreement(
+            difference.kind,
+            difference.values,
+            where=where,
+            wrong=difference.wrong,
+            remedy="load the last checkpoint; look for code that changes weights on one rank only, then at that host's "
+            "memory",
+        )
+        error.parameter = difference.name  # type: ignore[attr-defined]
+        return error
+
+
+def _as_text(state: dict[str, Any]) -> str:
+    """The plain values of a state, in order."""
+    plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, bool, list, tuple))}
+    return repr(dict(sorted(plain.items())))[:1000]
+
+
+# -- the check at rest: what a rank alone holds changes between two steps only by itself -------------------------------
+
+
+class AtRestCheck(Check):
+    """Names the rank and the tensor whose memory changed though nobody wrote to it.
+
+    No other rank holds a copy of a shard, so that comparing ranks says nothing. What is compared is the same memory on
+    the same rank, at the end of a step and before the next one: weights and the optimizer's state. Code that changes
+    weights between two steps (an average of weights that is swapped in) is found too, and is no fault: such a run goes
+    without this check.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._left: dict[torch.device, Tensor] = {}
+        self._step = -1
+
+    def start(self) -> None:
+        """The first step to come is not done yet."""
+        self._step = self.run.trainer.global_step
+
+    def batch_end(self) -> None:
+        """Fingerprints everything, on its device, when an optimizer step is done; waits for nothing."""
+        if self.run.trainer.global_step == self._step:
+            return
+        self._step = self.run.trainer.global_step
+        self._held = dict(_held(self.run.trainer))
+        self._left = self._fingerprints()
+
+    def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Compares, before the forward.
+
+        Raises:
+            DivergenceError: On this rank; its peers hear of it at their gate.
+        """
+        self._compare()
+        self._left = {}
+        return {}
+
+    def before_save(self) -> None:
+        """Compares what is about to be saved.
+
+        Raises:
+            DivergenceError: On this rank.
+        """
+        self._compare()
+
+    def _compare(self) -> None:
+        if not self._left or self.run.trainer.global_step != self._step:
+            return
+        changed = []
+        for device, now in self._fingerprints().items():
+            names = [name for name, tensor in self._held.items() if tensor.device == device]
+            are_odd = (now != self._left[device]).tolist()
+            changed += [name for name, is_odd in zip(names, are_odd, strict=True) if is_odd]
+        if changed:
+            self._tell(changed)
+
+    def _tell(self, changed: list[str]) -> None:
+        others = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        error = disagreement(
+            "state_at_rest",
+            {self.run.rank: f"changed: {', '.join(changed[:_SHOWN_NAMES])}"},
+            wrong=[self.run.rank],
+            where=f"({changed[0]}{others}) between step {self._step} and the next one, when nothing may write to it",
+            remedy="load the last checkpoint; look at that host's memory, and for code that changes weights between "
+            "two steps",
+        )
+        error.parameter = changed[0]  # type: ignore[attr-defined]
+        self.run.tell(error)
+
+    def _fingerprints(self) -> dict[torch.device, Tensor]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in self._held.values():
+            by_device.setdefault(tensor.device, []).append(tensor)
+        return {device: fingerprint_of_each(tensors) for device, tensors in by_device.items()}
+
+
+def _held(trainer: Any) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds of weights and optimizer state, between two steps."""
+    model: torch.nn.Module = trainer.strategy.model
+    known = {id(parameter) for parameter in model.parameters()}
+    units = _compat.flat_units(model)
+    for unit in units:
+        yield f"shard of {plain_name(unit.sections[0][0])} and what is beside it", unit.local
+    for name, parameter in model.named_parameters():
+        if not units:
+            yield from _local(plain_name(name), parameter)
+    for index, optimizer in enumerate(trainer.optimizers):
+        inner = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the one that has the state
+        held = [parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"]]
+        # ZeRO-3 gives them to the optimizer for the length of a step only; their state stays.
+        for number, parameter in enumerate(dict.fromkeys([*held, *getattr(inner, "state", {})])):
+            if id(parameter) not in known:
+                yield from _local(f"weights {number} of optimizer {index}", parameter)
+        for number, state in enumerate(getattr(inner, "state", {}).values()):
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+                if isinstance(value, Tensor):
+                    yield from _local(f"{key} of tensor {number} of optimizer {index}", value)
+
+
+def _local(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    # ZeRO-3 keeps the shard beside a parameter that is whole or empty, as it likes.
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if tensor.numel() and not tensor.is_meta:
+        yield name, tensor.detach()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_distplus.divergence.agreement import is_equal
 from lightning_distplus.divergence.batch import digest
 from lightning_distplus.divergence.fingerprint import fingerprint_of_each
+from lightning_distplus.majority import is_equal
 
 __all__ = ["first_odd_entry", "signature", "weights"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.divergence.agreement import disagreement
 from lightning_distplus.errors import DistplusError, DivergenceError
+from lightning_distplus.majority import disagreement
 from lightning_distplus.trees import describe
 from lightning_distplus.world import ranges
 

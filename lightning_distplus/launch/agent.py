@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import signal
+import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,16 +21,22 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.launch.meeting import HostsApart
-from lightning_distplus.launch.merged_log import MergedLog
+from lightning_distplus.launch.rendezvous import BETWEEN_HOSTS, ON_ONE_HOST
+from lightning_distplus.launch.signals import Signals
 
-__all__ = ["PASSED_ON", "Hosts", "Stop", "run_attempt", "tell_ranks"]
+__all__ = ["Hosts", "RankOutput", "run_attempt"]
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
 _SHUTDOWN_S = 10  # for ranks that outlive a peer: they name it and end by themselves within seconds
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_POLL_S = 0.1
+_OVERWRITTEN_EVERY_S = 1.0
+_CHUNK_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 16
+_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\Z))")  # a \r at the very end may be the begin of \r\n
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of an uncaught error; ours says the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +52,6 @@ class Hosts:
     """How long an attempt waits for further hosts when ``min_nodes`` are there."""
 
 
-class Stop(BaseException):
-    """The launcher was asked to stop while no rank was there to be told."""
-
-
 class _MetAgain(Exception):
     """The agent wants to start ranks a second time, because a host has joined."""
 
@@ -56,12 +59,15 @@ class _MetAgain(Exception):
 class _RankLogs(LogsSpecs):
     """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank."""
 
-    def __init__(self, folder: Path, write: Callable[[str], object], on_start: Callable[[int], object]) -> None:
+    def __init__(
+        self, folder: Path, write: Callable[[str], object], signals: Signals, on_start: Callable[[int], object]
+    ) -> None:
         super().__init__(str(folder))
         self._folder = folder
         self._write_line = write
+        self._signals = signals
         self._on_start = on_start
-        self.merged: MergedLog | None = None
+        self._follower: _Follower | None = None
         self.ranks: list[int] = []
         """The ranks of this host, once they are known."""
 
@@ -86,10 +92,12 @@ class _RankLogs(LogsSpecs):
         outs = {local_rank: stem.with_suffix(".out") for local_rank, stem in stems.items()}
         errs = {local_rank: stem.with_suffix(".err") for local_rank, stem in stems.items()}
         self.close()
-        self.merged = MergedLog(
-            {path: ranks[local_rank] for paths in (outs, errs) for local_rank, path in paths.items()}, self._write_line
-        )
-        self.merged.start()
+        outputs = [
+            RankOutput(path, ranks[one], self._write_line) for paths in (outs, errs) for one, path in paths.items()
+        ]
+        self._follower = _Follower(outputs, self._signals)
+        self._follower.start()
+        self._signals.ranks_begin()
         return LogsDest(
             stdouts={local_rank: str(path) for local_rank, path in outs.items()},
             stderrs={local_rank: str(path) for local_rank, path in errs.items()},
@@ -97,9 +105,93 @@ class _RankLogs(LogsSpecs):
         )
 
     def close(self) -> None:
-        if self.merged is not None:
-            self.merged.stop()
-            self.merged = None
+        if self._follower is not None:
+            self._follower.stop()
+            self._follower = None
+
+
+class RankOutput:
+    r"""Shows what one rank writes into one file, line by line, with the rank before each.
+
+    It keeps its place, and the begin of an unfinished line. A ``\r`` ends a line as well: of those that a progress bar
+    overwrites, one a second is shown.
+
+    Args:
+        path: The file; one that is not there yet is waited for.
+        rank: The rank.
+        write: Gets each line.
+    """
+
+    def __init__(self, path: Path, rank: int, write: Callable[[str], object]) -> None:
+        self._path = path
+        self._rank = rank
+        self._write = write
+        self._file: BinaryIO | None = None
+        self._begun = b""
+        self._overwritten = b""
+        self._shown_at = -_OVERWRITTEN_EVERY_S
+
+    def look(self) -> None:
+        """Shows the lines that have come."""
+        if self._file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = self._path.open("rb", buffering=0)
+        while self._file is not None and (chunk := self._file.read(_CHUNK_BYTES)):
+            self._take(chunk)
+        if self._overwritten and time.monotonic() - self._shown_at >= _OVERWRITTEN_EVERY_S:
+            self._show(self._overwritten)
+            self._overwritten, self._shown_at = b"", time.monotonic()
+
+    def close(self) -> None:
+        """Shows what is left."""
+        self.look()
+        for line in (self._overwritten, self._begun.rstrip(b"\r")):
+            if line:
+                self._show(line)
+        if self._file is not None:
+            self._file.close()
+
+    def _take(self, chunk: bytes) -> None:
+        text, end = self._begun + chunk, 0
+        for match in _LINE.finditer(text):
+            end = match.end()
+            if match[2] != b"\r":
+                self._overwritten = b""
+                self._show(match[1])
+            elif match[1]:
+                self._overwritten = match[1]
+        self._begun = text[end:]
+        if len(self._begun) > _LONGEST_LINE_BYTES:
+            self._show(self._begun)
+            self._begun = b""
+
+    def _show(self, line: bytes) -> None:
+        text = _TORCHS_PREFIX.sub("", line.decode(errors="replace"))
+        with contextlib.suppress(OSError):  # the terminal is gone; the file keeps it
+            self._write(f"[{self._rank}] {text}\n")
+
+
+class _Follower(threading.Thread):
+    """Shows what the ranks write while they run, and tells those that come late of a signal."""
+
+    def __init__(self, outputs: Sequence[RankOutput], signals: Signals) -> None:
+        super().__init__(name="distplus-logs", daemon=True)
+        self._outputs = outputs
+        self._signals = signals
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopping.wait(_POLL_S):
+            self._signals.pass_on()
+            for output in self._outputs:
+                output.look()
+        for output in self._outputs:
+            output.close()
+
+    def stop(self) -> None:
+        """Shows what is left and ends."""
+        self._stopping.set()
+        self.join()
 
 
 def run_attempt(
@@ -109,7 +201,7 @@ def run_attempt(
     run_id: str,
     log_dir: Path,
     write: Callable[[str], object],
-    on_signal: Callable[[str], None],
+    signals: Signals,
     on_start: Callable[[int], object] = lambda num_nodes: None,
 ) -> dict[int, int]:
     """Runs ``python <command>`` on the ranks of this host until all have ended.
@@ -122,8 +214,8 @@ def run_attempt(
         hosts: Where the ranks run.
         run_id: Names the attempt; the same on all nodes.
         log_dir: Where the ranks' output goes.
-        write: Gets the merged lines.
-        on_signal: Told the name of a signal.
+        write: Gets the lines of all ranks.
+        signals: Those of this process.
         on_start: Told, before the ranks are started, on how many hosts they are.
 
     Returns:
@@ -133,10 +225,10 @@ def run_attempt(
         Stop: A signal came while no rank was there.
         HostsApart: Too few hosts came, or the one that serves the store has left.
     """
-    before = {number: signal.signal(number, _Forward(on_signal)) for number in PASSED_ON}
-    logs = _RankLogs(log_dir, write, on_start)
+    logs = _RankLogs(log_dir, write, signals, on_start)
     try:
-        elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)
+        with signals.interrupting():
+            elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except (_MetAgain, RendezvousError) as error:
@@ -148,8 +240,6 @@ def run_attempt(
         failures = {}
     finally:
         logs.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     gc.collect()  # the error held the agent, and with it the port at which the next attempt meets
     return failures
 
@@ -161,48 +251,14 @@ def _config(hosts: Hosts, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         max_nodes=hosts.max_nodes,
         nproc_per_node=hosts.nproc,
         run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=hosts.rdzv or f"{_LOOPBACK}:0",
-        # Between hosts the launchers' own store serves the agents as well, so that it outlives their attempts.
-        rdzv_configs={} if is_alone else {"is_host": "false", "last_call_timeout": hosts.join_s},
+        rdzv_backend=ON_ONE_HOST if is_alone else BETWEEN_HOSTS,
+        # The launchers' own store serves the agents as well, so that it outlives their attempts.
+        rdzv_endpoint=hosts.rdzv,
+        rdzv_configs={} if is_alone else {"last_call_timeout": hosts.join_s},
         local_addr=_LOOPBACK if is_alone else None,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
         logs_specs=logs,
-        signals_to_handle="SIGHUP,SIGQUIT",
+        signals_to_handle="SIGQUIT",
         shutdown_timeout=_SHUTDOWN_S,
     )
-
-
-class _Forward:
-    """The launcher's signal handler."""
-
-    def __init__(self, on_signal: Callable[[str], None]) -> None:
-        self._on_signal = on_signal
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self._on_signal(signal.Signals(signum).name)
-        if not tell_ranks(signum):
-            raise Stop
-
-
-def tell_ranks(signum: int) -> bool:
-    """Sends a signal to the ranks of this host; returns whether there are any."""
-    ranks = _ranks()
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-    return bool(ranks)
-
-
-def _ranks() -> list[int]:
-    """Processes that this one has started as leaders of sessions of their own, which is how the agent starts ranks."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        for word in (task / "children").read_text().split():
-            try:
-                if os.getsid(int(word)) == int(word):
-                    found.append(int(word))
-            except ProcessLookupError:
-                continue
-    return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_distplus.events import read_events
+from lightning_distplus.watchdog import find_verdicts
 
 __all__ = ["History", "read_history"]
 
@@ -32,20 +32,23 @@ class History:
     is_hang: bool = False
 
 
-def read_history(home: Path | None, attempt: int, since: float) -> History:
+def read_history(home: Path | None, attempt: int, since: float, run_id: str | None) -> History:
     """Reads what an attempt has written.
 
     Args:
         home: The folder of the run's artefacts; None where no rank came so far as to name it.
         attempt: Its number.
-        since: Unix time at which it began; older verdicts and events are those of other jobs in the same folder.
+        since: Unix time at which it began; older verdicts and events are those of earlier attempts.
+        run_id: The run; what other runs have left in the same folder concerns it as little. None: it is not known.
     """
     if home is None:
         return History()
-    events = [event for event in read_events(home) if event["attempt"] == attempt and event["time"] >= since]
+    of_run = read_events(home, run_id=run_id)
+    events = [event for event in of_run if event["attempt"] == attempt and event["time"] >= since]
     failed = [event for event in events if event["kind"] == "failed"]
     steps = [event["global_step"] for event in events if event.get("global_step") is not None]
-    verdict = _verdict(home, since)
+    # The first verdict since then: what came after it is its consequence.
+    verdict: dict[str, Any] = next(iter(find_verdicts(home, run_id=run_id, since=since)), {})
     if verdict:
         steps.append(verdict["global_step"])
     return History(
@@ -59,11 +62,3 @@ def read_history(home: Path | None, attempt: int, since: float) -> History:
         culprits=verdict.get("culprits", []),
         is_hang=verdict.get("kind") == "hang",
     )
-
-
-def _verdict(home: Path, since: float) -> dict[str, Any]:
-    """The first verdict since then: what came after it is its consequence."""
-    found = [path for path in home.glob("verdict-*.json") if path.stat().st_mtime >= since]
-    if not found:
-        return {}
-    return dict(json.loads(min(found, key=lambda path: path.stat().st_mtime).read_text()))

@@ -14,8 +14,10 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from lightning_distplus._compat import PrefixStore, TCPStore
+from lightning_distplus._compat import PrefixStore, Store, TCPStore
+from lightning_distplus.control.joining import listen_on
 from lightning_distplus.control.reach import is_local
+from lightning_distplus.control.secret import Secret, SignedStore, escaped
 
 __all__ = ["HostsApart", "Meeting"]
 
@@ -46,10 +48,13 @@ class Meeting:
     def __init__(self, endpoint: str, job: str) -> None:
         self._endpoint = endpoint
         self._num_hosts = 1
+        self._known = 0
         host, _, port = endpoint.rpartition(":")
         with self._names_the_store():
             store, self._serves = _open(host, int(port))
-        self._store = PrefixStore(f"distplus-launch/{job}", store)
+        self._store: Store = PrefixStore(f"distplus-launch/{job}", store)
+        self._secret = Secret.from_environment()
+        self._signed = SignedStore(self._store, self._secret)
 
     def join(self, on_wait: Callable[[int], object]) -> int:
         """The number of the attempt to take part in; waits for the next one where one is under way.
@@ -59,9 +64,9 @@ class Meeting:
         """
         with self._names_the_store():
             number = self._number()
-            if self._store.check([f"running/{number}"]):
+            if self._signed.read(f"running/{number}") is not None:
                 on_wait(number)
-                self._store.set(f"wanted/{number}", socket.gethostname())
+                self._signed.set(f"wanted/{number}", socket.gethostname().encode())
                 while self._number() == number:
                     time.sleep(_LOOK_EVERY_S)
             return self._number()
@@ -70,7 +75,7 @@ class Meeting:
         """Says that the ranks of an attempt are being started: who comes now waits for the next one."""
         self._num_hosts = num_hosts
         with self._names_the_store():
-            self._store.set(f"running/{number}", "")
+            self._signed.set(f"running/{number}", b"")
 
     def share(self, number: int, failures: Mapping[int, int], *, waits: bool) -> dict[int, int]:
         """The exit codes of the ranks that failed on all hosts.
@@ -81,13 +86,16 @@ class Meeting:
             waits: Whether to wait for the other hosts, as long as their ranks may take to end; not every host lives.
         """
         with self._names_the_store():
-            place = self._store.add(f"failed/{number}", 1)
-            self._store.set(f"failed/{number}/{place}", json.dumps(sorted(failures.items())))
-            keys = [f"failed/{number}/{one}" for one in range(1, self._num_hosts + 1)]
+            key = f"failed/{number}"
+            told = self._secret.entries(key)
+            self._store.append(key, told.entry(json.dumps(sorted(failures.items())).encode()))
+
+            def read() -> list[bytes]:
+                return told.read(self._signed.read_raw(key) or b"")
+
             if waits:
-                self._wait(lambda: self._store.check(keys))
-            told = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-            return dict(itertools.chain(*told))
+                self._wait(lambda: len(read()) >= self._num_hosts)
+            return dict(itertools.chain(*map(json.loads, read())))
 
     def leave(self, number: int) -> None:
         """Called at the end of the job; the host that serves the store waits a while for the others."""
@@ -100,14 +108,14 @@ class Meeting:
         """The attempt after this one, which has ended here."""
         with self._names_the_store():
             if self._number() == number:
-                self._store.compare_set("attempt", str(number) if number else "", str(number + 1))
+                self._signed.claim(f"attempt/{number + 1}", b"")
             return self._number()
 
     def newcomer(self, number: int) -> str | None:
         """The host that asked, during this attempt, to be let in."""
         with self._names_the_store():
-            key = f"wanted/{number}"
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            host = self._signed.read(f"wanted/{number}")
+            return None if host is None else escaped(host.decode())
 
     @contextmanager
     def watched(self, number: int, on_newcomer: Callable[[], object]) -> Iterator[None]:
@@ -135,7 +143,12 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _number(self) -> int:
-        return int(self._store.get("attempt")) if self._store.check(["attempt"]) else 0
+        """The last attempt that was announced; each announces the one after it."""
+        number = self._known
+        while self._signed.read(f"attempt/{number + 1}") is not None:
+            number += 1
+        self._known = number
+        return number
 
     @contextmanager
     def _names_the_store(self) -> Iterator[None]:
@@ -151,6 +164,9 @@ class Meeting:
 def _open(host: str, port: int) -> tuple[TCPStore, bool]:
     """The store, and whether it is served here: on the host that the endpoint names, by the first launcher there."""
     if is_local(host):
-        with contextlib.suppress(DistNetworkError):
-            return TCPStore(host, port, is_master=True, wait_for_workers=False), True
+        with contextlib.suppress(OSError):  # another launcher of this host serves it
+            listener = listen_on(host, port)
+            return TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            ), True
     return TCPStore(host, port, is_master=False, timeout=_HOSTS_COME), False

@@ -14,7 +14,8 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy
-from lightning_distplus.launch.told import LAUNCHER, told_home
+from lightning_distplus.launch.told import told_home
+from lightning_distplus.world import LAUNCHER
 
 __all__ = ["end_of_start"]
 
@@ -59,8 +60,10 @@ def _starts(home: Path | None, last: int) -> list[History]:
     """What each start of this job has left; a start that numbers 0 begins a job."""
     if home is None:
         return [History()] * (last + 1)
-    began = [one["time"] for one in read_events(home) if one["kind"] == "start" and one["attempt"] == 0]
-    return [read_history(home, number, max(began, default=0.0)) for number in range(last + 1)]
+    run_id = env.DISTPLUS_RUN_ID.get()
+    of_run = read_events(home, run_id=run_id)
+    began = [one["time"] for one in of_run if one["kind"] == "start" and one["attempt"] == 0]
+    return [read_history(home, number, max(began, default=0.0), run_id) for number in range(last + 1)]
 
 
 def _code_of_culprit(code: int, history: History) -> int:
@@ -107,5 +110,5 @@ def _end(home: Path | None, number: int, code: int, why: str) -> int:
 
 def _note(home: Path | None, number: int, kind: str, **fields: object) -> None:
     if home is not None:
-        with EventLog(home, LAUNCHER, attempt=number) as events:
+        with EventLog(home, LAUNCHER, attempt=number, run_id=env.DISTPLUS_RUN_ID.get() or "") as events:
             events.write(kind, **fields)

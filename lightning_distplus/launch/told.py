@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["LAUNCHER", "told_home"]
-
-LAUNCHER = -1
-"""The launcher's rank in the ledger."""
+__all__ = ["told_home"]
 
 
 def told_home(file: str | Path | None) -> Path | None:

@@ -1,20 +1,150 @@
-"""What one host must have: shared memory, open files, and a folder that takes checkpoints, fast enough."""
+"""What one host must have: software, GPUs, shared memory, open files, a folder that takes files, interfaces."""
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
+import json
 import os
 import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from lightning_distplus.preflight.facts import Facts
-from lightning_distplus.preflight.finding import Finding, Status
-from lightning_distplus.preflight.interfaces import own_name
-from lightning_distplus.preflight.running import Check
+from lightning_distplus import env
+from lightning_distplus.liveness import address_towards
+from lightning_distplus.preflight.check import Check, Facts, Finding, Status
 
-__all__ = ["HOST_CHECKS", "write_speed"]
+__all__ = [
+    "DEFECTS",
+    "GPU_CHECKS",
+    "HOST_CHECKS",
+    "INTERFACE_CHECKS",
+    "SOFTWARE_CHECKS",
+    "Defect",
+    "Interface",
+    "interface_towards",
+    "own_name",
+    "query",
+    "versions",
+    "write_speed",
+]
+
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One interface; empty where none was found."""
+
+    name: str = ""
+    address: str = ""
+    mtu: int = 0
+
+
+def interface_towards(host: str) -> Interface:
+    """The interface from which packets to a host leave."""
+    address = address_towards(host)
+    for _, name in socket.if_nameindex():
+        if address and _address_of(name) == address:
+            return Interface(name=name, address=address, mtu=_mtu_of(name))
+    return Interface(address=address)
+
+
+def _address_of(name: str) -> str:
+    found = _asked(name, _SIOCGIFADDR)
+    return socket.inet_ntoa(found[20:24]) if found else ""
+
+
+def _mtu_of(name: str) -> int:
+    found = _asked(name, _SIOCGIFMTU)
+    return int(struct.unpack("16xi", found[:20])[0]) if found else 0
+
+
+def _asked(name: str, what: int) -> bytes:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return fcntl.ioctl(asking.fileno(), what, struct.pack("256s", name.encode()[:15]))
+    return b""
+
+
+def interfaces(facts: Facts) -> Iterator[Finding]:
+    """The interfaces that variables name must be there; gloo wants whole names, NCCL takes beginnings."""
+    there = [name for _, name in socket.if_nameindex()]
+    wanted = facts.text(env.GLOO_SOCKET_IFNAME)
+    missing = [name for name in (wanted or "").split(",") if name and name not in there]
+    if missing:
+        yield _missing(facts, env.GLOO_SOCKET_IFNAME, f"no interface {', '.join(missing)}", there, Status.ERROR)
+    wanted = facts.text(env.NCCL_SOCKET_IFNAME)
+    if wanted is not None and not [name for name in there if _takes(wanted, name)]:
+        status = Status.ERROR if facts.accelerator == "cuda" else Status.WARNING
+        yield _missing(facts, env.NCCL_SOCKET_IFNAME, "no interface that this admits", there, status)
+
+
+def _takes(wanted: str, name: str) -> bool:
+    """NCCL's rules: beginnings of names, whole ones after =, and what to leave out after ^."""
+    is_excluded = wanted.startswith("^")
+    text = wanted.removeprefix("^")
+    is_whole = text.startswith("=")
+    parts = [part for part in text.removeprefix("=").split(",") if part]
+    found = any(name == part.partition(":")[0] if is_whole else name.startswith(part) for part in parts)
+    return found is not is_excluded
+
+
+def _missing(facts: Facts, variable: env.Variable, what: str, there: list[str], status: Status) -> Finding:
+    return Finding(
+        status=status,
+        subject=f"{variable.name}={facts.text(variable)}, and host {facts.host} has {what}.",
+        detail=f"its interfaces: {', '.join(there)}",
+        remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
+    )
+
+
+def own_name(facts: Facts) -> Iterator[Finding]:
+    """Where no interface is named, gloo tells the others to come where this host's own name leads."""
+    if not facts.spans_hosts or facts.text(env.GLOO_SOCKET_IFNAME) is not None:
+        return
+    address = _own_address(facts.host)
+    if address and not ipaddress.ip_address(address).is_loopback:
+        return
+    name = interface_towards(facts.text(env.MASTER_ADDR) or "").name
+    outward = name if name not in ("", "lo") else "<the interface of this network>"
+    yield Finding(
+        # NCCL finds an interface by itself; only groups of the CPU (saves in the background) are gloo's there.
+        status=Status.ERROR if facts.accelerator == "cpu" else Status.WARNING,
+        subject=f"Host {facts.host} {f'calls itself {address}' if address else 'does not know its own name'}: gloo "
+        "tells the other hosts a loopback address, and they cannot connect to it.",
+        detail=f"'getent hosts {facts.host}' leads to {address or 'no address of it'}; "
+        + facts.shown(env.GLOO_SOCKET_IFNAME),
+        remedy=f"export GLOO_SOCKET_IFNAME={outward}, or give {facts.host} its address of this network in /etc/hosts",
+    )
+
+
+def _own_address(host: str) -> str:
+    """The first address of this host to which its name leads, as gloo looks for it; empty where there is none."""
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as trial:
+                trial.bind(place)
+                return str(place[0])
+    return ""
+
+
+INTERFACE_CHECKS: Mapping[str, Check] = {"interfaces": interfaces}
+"""The check of the named interfaces; it opens no connection."""
+
+
+# -- shared memory, open files, disk -----------------------------------------------------------------------------------
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, nothing is written there
 _MIN_SHARED_BYTES = 1 << 30
@@ -107,3 +237,268 @@ HOST_CHECKS: Mapping[str, Check] = {
     "disk": disk,
 }
 """The checks of one host, by name."""
+
+
+# -- torch and its kin, and their known defects ------------------------------------------------------------------------
+
+PACKAGES = ("torch", "lightning", "pytorch-lightning", "deepspeed", "torchdata", "numpy")
+_PROBE_S = 90.0
+_PROBE = """
+import json, torch, torch.distributed as dist
+found = {"version": torch.__version__, "file": torch.__file__, "distributed": dist.is_available()}
+found["gloo"] = dist.is_available() and dist.is_gloo_available()
+found["cuda"] = torch.version.cuda
+found["gpus"] = []
+for index in range(torch.cuda.device_count()):
+    left, right = torch.arange(4096.).reshape(64, 64) % 7, torch.arange(4096.).reshape(64, 64) % 5
+    same = torch.equal((left.to(f"cuda:{index}") @ right.to(f"cuda:{index}")).cpu(), left @ right)
+    free, total = torch.cuda.mem_get_info(index)
+    found["gpus"].append({"name": torch.cuda.get_device_name(index), "computes": same, "free": free, "total": total})
+if found["gpus"]:
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print("\\n" + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """A defect of a released version, with its evidence and the day on which that was looked at."""
+
+    package: str
+    releases: tuple[str, ...]
+    """Prefixes: ``"2.13"`` is every 2.13.x."""
+    variables: Mapping[str, str]
+    """It needs these variables, at these values."""
+    status: Status
+    subject: str
+    remedy: str
+    source: str
+    seen_on: str
+
+    def is_here(self, installed: Mapping[str, str], facts: Facts) -> bool:
+        """Whether the version and the variables are those of the defect."""
+        parts = installed.get(self.package, "").split("+")[0].split(".")
+        has_release = any(parts[: release.count(".") + 1] == release.split(".") for release in self.releases)
+        return has_release and all(facts.variables.get(name) == value for name, value in self.variables.items())
+
+
+DEFECTS = (
+    Defect(
+        package="lightning",
+        releases=("2.6.2", "2.6.3"),
+        variables={},
+        status=Status.ERROR,
+        subject="This release of lightning was compromised: it runs foreign code when it is imported.",
+        remedy="pip install 'lightning>=2.6.4', and change every secret that this machine could read",
+        source="Lightning-AI/pytorch-lightning#21691",
+        seen_on="2026-11-21",
+    ),
+    Defect(
+        package="pytorch-lightning",
+        releases=("2.6.2", "2.6.3"),
+        variables={},
+        status=Status.ERROR,
+        subject="This release of pytorch-lightning was compromised: it runs foreign code when it is imported.",
+        remedy="pip install 'pytorch-lightning>=2.6.4', and change every secret that this machine could read",
+        source="Lightning-AI/pytorch-lightning#21691",
+        seen_on="2026-11-21",
+    ),
+    Defect(
+        package="torch",
+        releases=("2.13",),
+        variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        status=Status.WARNING,
+        subject="DistributedDataParallel over gloo ends with a segmentation fault when it is made.",
+        remedy="unset TORCH_DISTRIBUTED_DEBUG, or set it to INFO",
+        source="tests/faults/test_doctor.py shows it",
+        seen_on="2026-11-21",
+    ),
+)
+"""Dated, and each with a test: a defect of torch that is no more makes its test fail."""
+
+
+def versions() -> dict[str, str]:
+    """The installed versions, without importing anything."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def torch_works(facts: Facts) -> Iterator[Finding]:
+    """Imports torch in a child process, and multiplies two matrices on each GPU."""
+    found, failure = _probe()
+    if failure:
+        is_missing = "No module named 'torch'" in failure
+        yield Finding(
+            status=Status.ERROR,
+            subject="torch is not installed here." if is_missing else "torch is installed here and does not work.",
+            detail=f"{sys.executable}: {failure}",
+            remedy="pip install torch" if is_missing else "pip install --force-reinstall torch, for this host",
+        )
+        return
+    if not found["gloo"]:
+        yield Finding(
+            status=Status.ERROR,
+            subject="This torch was built without torch.distributed or without gloo.",
+            detail=f"torch {found['version']} in {found['file']}",
+            remedy="pip install a release of torch",
+        )
+    installed = versions().get("torch")
+    if installed is not None and installed.split("+")[0] != found["version"].split("+")[0]:
+        yield Finding(
+            status=Status.ERROR,
+            subject="Another torch is imported than the one that is installed.",
+            detail=f"imported {found['version']} from {found['file']}, installed {installed}",
+            remedy="Take the other one out of PYTHONPATH and of the working directory",
+        )
+    yield from _gpus(found["gpus"])
+    gpus = ", ".join(gpu["name"] for gpu in found["gpus"]) or "no GPU"
+    nccl = f", NCCL {found['nccl']}" if found.get("nccl") else ""
+    subject, detail = f"torch {found['version']} works.", f"{gpus}{nccl}; {found['file']}"
+    yield Finding(status=Status.NOTE, subject=subject, detail=detail)
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+    for index, gpu in enumerate(gpus):
+        if not gpu["computes"]:
+            yield Finding(
+                status=Status.ERROR,
+                subject=f"GPU {index} multiplies two matrices of whole numbers wrongly.",
+                detail=gpu["name"],
+                remedy="Take this GPU out of service (nvidia-smi -q -d ECC shows more)",
+            )
+        if gpu["free"] < 0.9 * gpu["total"]:
+            yield Finding(
+                status=Status.WARNING,
+                subject=f"GPU {index} is in use by somebody else.",
+                detail=f"{gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB are free",
+                remedy="nvidia-smi shows the processes",
+            )
+
+
+@lru_cache(maxsize=1)
+def _probe() -> tuple[dict[str, Any], str]:
+    """What torch says of itself, or the last line of its failure."""
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False, cwd=os.sep)
+    except subprocess.TimeoutExpired:
+        return {}, f"import torch had not ended after {_PROBE_S:g} s"
+    if ended.returncode == 0:
+        return json.loads(ended.stdout.splitlines()[-1]), ""
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    return {}, lines[-1] if lines else f"import torch ended with {ended.returncode}"
+
+
+def requirements(facts: Facts) -> Iterator[Finding]:
+    """The installed versions against those that this package asks for."""
+    try:
+        from packaging.requirements import Requirement
+
+        needed = [Requirement(line) for line in metadata.requires("lightning-distplus") or []]
+    except (ImportError, metadata.PackageNotFoundError):
+        return
+    installed = versions()
+    for requirement in needed:
+        version = installed.get(requirement.name)
+        is_ours = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if version is not None and is_ours and not requirement.specifier.contains(version, prereleases=True):
+            yield Finding(
+                status=Status.ERROR,
+                subject=f"{requirement.name} {version} does not fit: {requirement.specifier} is needed.",
+                detail=f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in installed.items())}",
+                remedy=f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+
+
+def defects(facts: Facts) -> Iterator[Finding]:
+    """Known defects of the installed versions, under the variables of this process."""
+    installed = versions()
+    for defect in DEFECTS:
+        if defect.is_here(installed, facts):
+            needs = "".join(f", {name}={value}" for name, value in defect.variables.items())
+            yield Finding(
+                status=defect.status,
+                subject=defect.subject,
+                detail=f"{defect.package} {installed[defect.package]}{needs} ({defect.source}, {defect.seen_on})",
+                remedy=defect.remedy,
+            )
+
+
+SOFTWARE_CHECKS: Mapping[str, Check] = {"torch": torch_works, "requirements": requirements, "defects": defects}
+"""The checks of the installation, by name."""
+
+
+# -- GPUs, as nvidia-smi tells -----------------------------------------------------------------------------------------
+
+_DEADLINE_S = 20.0
+_FIELDS = (
+    "index", "name", "ecc.errors.uncorrected.volatile.total", "ecc.errors.uncorrected.aggregate.total",
+    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown", "clocks.max.sm", "clocks.applications.graphics",
+)  # fmt: skip
+_LOW_SHARE = 0.7  # of the highest clock that may be set
+
+
+def health(facts: Facts) -> Iterator[Finding]:
+    """Errors of the memory since the last reset, and clocks that are held down by heat, power or settings."""
+    for gpu in query():
+        name = f"GPU {gpu['index']} ({gpu['name']})"
+        now = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+        ever = _number(gpu["ecc.errors.uncorrected.aggregate.total"])
+        if now:
+            yield Finding(
+                status=Status.ERROR,
+                subject=f"{name} has {now:.0f} uncorrected errors of its memory since it was last reset.",
+                detail=f"{'unknown' if ever is None else f'{ever:.0f}'} in its life",
+                remedy="Take it out of service, or reset it: nvidia-smi -q -d ECC,ROW_REMAPPER shows more",
+            )
+        reasons = [key.partition(".")[2] for key, value in gpu.items() if "throttle" in key and value == "Active"]
+        if reasons:
+            yield Finding(
+                status=Status.WARNING,
+                subject=f"{name} is slowed down: every other rank waits for it.",
+                detail=", ".join(reasons),
+                remedy="Look at its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
+            )
+        highest, set_to = _number(gpu["clocks.max.sm"]), _number(gpu["clocks.applications.graphics"])
+        if highest and set_to and set_to < _LOW_SHARE * highest:
+            yield Finding(
+                status=Status.WARNING,
+                subject=f"{name} is set to {set_to:.0f} MHz of {highest:.0f}.",
+                remedy="nvidia-smi --reset-applications-clocks, where that is not meant",
+            )
+
+
+@lru_cache(maxsize=1)
+def query() -> tuple[Mapping[str, str], ...]:
+    """One mapping a GPU; none where there is no driver."""
+    printed = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    rows = [[part.strip() for part in line.split(",")] for line in printed.splitlines() if line.strip()]
+    return tuple(dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS))
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        command = ["nvidia-smi", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]": this GPU has none
+        return None
+
+
+GPU_CHECKS: Mapping[str, Check] = {"gpu_health": health}
+"""What NVML tells of the GPUs, by name."""

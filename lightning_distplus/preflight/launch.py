@@ -10,10 +10,8 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 
 from lightning_distplus import env
-from lightning_distplus.preflight.facts import Facts
-from lightning_distplus.preflight.finding import Finding, Status
-from lightning_distplus.preflight.interfaces import INTERFACE_CHECKS
-from lightning_distplus.preflight.running import Check
+from lightning_distplus.preflight.check import Check, Facts, Finding, Status
+from lightning_distplus.preflight.host import INTERFACE_CHECKS
 
 __all__ = ["LAUNCH_CHECKS", "is_loopback"]
 

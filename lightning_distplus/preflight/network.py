@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.preflight.finding import Finding, Status
-from lightning_distplus.preflight.interfaces import Interface
+from lightning_distplus.preflight.check import Finding, Status
+from lightning_distplus.preflight.host import Interface
 
 __all__ = ["Pair", "judge", "mtu_findings", "pair_hosts", "second_round", "try_pairs"]
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
-from lightning_distplus.preflight.finding import Finding, Status
+from lightning_distplus.preflight.check import Finding, Status
 
 __all__ = ["Holder", "RunLock"]
 

@@ -10,9 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.preflight.facts import Facts
-from lightning_distplus.preflight.finding import Finding, Status
-from lightning_distplus.preflight.running import Check, Settings, run_checks
+from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.world import name_ranks
 
 __all__ = ["as_message", "gathered", "merged", "run_in_time", "spans_hosts"]

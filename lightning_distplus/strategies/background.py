@@ -17,10 +17,10 @@ import torch
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
+from lightning_distplus.checkpoint.tensors import pieces_of_saved
 from lightning_distplus.errors import PeerMissing
 from lightning_distplus.strategies.shards import save_shards
 from lightning_distplus.strategies.staging import Staging
-from lightning_distplus.strategies.tensors import pieces_of_saved
 
 __all__ = ["BackgroundSave", "Writes"]
 

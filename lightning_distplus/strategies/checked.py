@@ -35,6 +35,21 @@ class ChecksCollectives(NamesPeers):
 
     _points: Points | None = None
     _is_covered = False
+    _is_in_step = False
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part; a backward within it is one in which the gradients of all ranks meet."""
+        self._is_in_step = True
+        try:
+            return super().optimizer_step(*arguments, **named)
+        finally:
+            self._is_in_step = False
+
+    def backward(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, once it is known where this rank is: inside it, it cannot say so."""
+        if self._points is not None and self._is_in_step:
+            self._points.begin_backward(f"backward{self._batch}")
+        return super().backward(*arguments, **named)
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """The parent's part, once all ranks are at a barrier of this name."""

@@ -5,25 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from lightning_distplus.checkpoint.catalog import link
 from lightning_distplus.checkpoint.copies import Copier, Copies
-from lightning_distplus.checkpoint.linking import link
-from lightning_distplus.checkpoint.scrubbing import Scrubber
+from lightning_distplus.checkpoint.tensors import parameters_of_optimizers
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.background import BackgroundSave, Writes
 from lightning_distplus.strategies.comparing import ComparesLoadedState
 from lightning_distplus.strategies.failing_saves import FailingSaves
-from lightning_distplus.strategies.provenance import layout_of
+from lightning_distplus.strategies.provenance import engine_of, layout_of
 from lightning_distplus.strategies.restoring import Search, Verification
 from lightning_distplus.strategies.saving import CommittedSaves
 from lightning_distplus.strategies.staging import Staging
 from lightning_distplus.strategies.streaming_io import StreamingCheckpointIO
-from lightning_distplus.strategies.tensors import parameters_of_optimizers
 from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["CommitsCheckpoints", "Digest"]
-
-Digest = Literal["xxh3", "sha256"]
+__all__ = ["CommitsCheckpoints"]
 
 
 class CommitsCheckpoints(ComparesLoadedState, _Base):
@@ -42,9 +38,6 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
 
     _failing_saves: FailingSaves
     async_save: bool
-    read_back_saves: bool
-    digest: Digest
-    scrub_every: timedelta | None
     copy_to: str | None
     verify: Verification
     search: Search | None = None
@@ -111,10 +104,10 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
             return
         finally:
             self.phases.current = max(before, Phase.CHECKPOINT, key=self.phases.patience_in)
-        self._committed_saves.committed(begun.path)
         if self.is_global_zero:
             for checkpoint, name in begun.links:
                 link(Path(checkpoint), Path(name))
+        self._committed_saves.committed(begun.path)  # what it stands in for goes when no link leads there any more
         self._saved(begun.path, begun.global_step)
 
     def require_saved(self) -> None:
@@ -140,26 +133,17 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
 
     def _make_saves(self, plane: ControlPlane) -> CommittedSaves:
         moves = Lock()
-        scrubber = None
-        if self.scrub_every is not None:
-            scrubber = Scrubber(self.scrub_every, moves=moves, on_damage=self._note_damage)
         copies = None if self.copy_to is None else Copies(self.copy_to)
         return CommittedSaves(
             plane,
             self.phases,
-            strategy=type(self).__name__,
+            strategy=engine_of(type(self)),
             verification=self.verify,
             search=self.search,
             copies=copies,
             copier=None if copies is None else Copier(copies, self._note_copy),
-            reads_back=self.read_back_saves,
-            with_sha256=self.digest == "sha256",
-            scrubber=scrubber,
             moves=moves,
         )
-
-    def _note_damage(self, path: Path, kept: Path, damage: str) -> None:
-        self.note("checkpoint_damaged", path=str(path), kept=str(kept), damage=damage)
 
     def _note_copy(self, path: Path, error: str | None) -> None:
         self.note("checkpoint_copied" if error is None else "copy_failed", path=str(path), to=self.copy_to, error=error)
@@ -204,7 +188,7 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
             return
         if self.is_global_zero:
             postpone = self._failing_saves.is_failing or self._in_flight is not None
-            self._committed_saves.remove(filepath, postpone=postpone)
+            self._committed_saves.remove(filepath, postpone=postpone or self._is_linked(Path(filepath)))
 
     def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
@@ -212,7 +196,15 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
             self._in_flight.links.append((filepath, linkpath))
         elif self.is_global_zero:
             link(Path(filepath), Path(linkpath))
+            if not self._failing_saves.is_failing:
+                self._committed_saves.remove_postponed(Path(filepath))
         self.barrier("ModelCheckpoint.link")
+
+    def _is_linked(self, path: Path) -> bool:
+        """Whether a ModelCheckpoint's last.ckpt leads to a checkpoint: it is linked to the next one in a moment."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        names = [getattr(callback, "last_model_path", "") for callback in getattr(trainer, "checkpoint_callbacks", [])]
+        return any(name and Path(name).is_symlink() and Path(name).resolve() == path.resolve() for name in names)
 
     @property
     def num_failed_saves(self) -> int:

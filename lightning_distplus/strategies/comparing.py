@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_distplus import _compat, env
+from lightning_distplus.checkpoint.catalog import asides_without_target
 from lightning_distplus.checkpoint.fingerprints import Sums, differing, sums_of_pieces
-from lightning_distplus.checkpoint.reading_back import named_tensors
+from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
 from lightning_distplus.strategies.calibrating import CalibratesDeadlines
 from lightning_distplus.strategies.saving import CommittedSaves
-from lightning_distplus.strategies.tensors import pieces_of_live
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import Marks, Transfer
 
@@ -27,6 +29,20 @@ else:
 __all__ = ["ComparesLoadedState"]
 
 _WEIGHTS, _MOMENTS = "weights/", "optimizer "
+_TRUE = ("1", "y", "yes", "true")  # to torch
+_TRUST = (
+    "If you know that class, declare it with torch.serialization.add_safe_globals; if you trust whoever wrote the "
+    "checkpoint, resume with Trainer.fit(weights_only=False), or --weights_only=false on the command line."
+)
+
+
+def _last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
+    """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
+    if not isinstance(trainer.strategy, ComparesLoadedState) or "://" in folder:
+        return set()
+    found = asides_without_target(Path(folder))
+    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+    return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
 
 
 class ComparesLoadedState(CalibratesDeadlines, _Base):
@@ -45,18 +61,24 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
         assert self._saves is not None
         return self._saves
 
+    def _configure_launcher(self) -> None:
+        """The parent's part, when the Trainer is made: before it looks for what ``ckpt_path="last"`` means."""
+        _compat.find_more_last_checkpoints(_last_ones_aside)
+        super()._configure_launcher()
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads what rank 0 has chosen, after verifying it.
 
         Raises:
             CheckpointCorrupt: A file is torn, missing or changed, or what is in memory then is not what was saved.
+            CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
             CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
         """
         self._marks.set(f"load {checkpoint_path}")
         with self._transfer.of("load"):
             checkpoint = self._committed_saves.load(
                 checkpoint_path,
-                lambda path: super(ComparesLoadedState, self).load_checkpoint(path, weights_only),
+                partial(self._read, weights_only=weights_only),
                 fitting=self._fitting_checkpoint,
                 only_reads=self.lightning_restore_optimizer,
             )
@@ -67,6 +89,13 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
         self._adopt_deadlines(self._committed_saves.loaded_deadlines_s)
         self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
         return checkpoint
+
+    def _read(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
+        if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
+            return super().load_checkpoint(path, weights_only)
+        with _compat.refusing_code(path, _TRUST):
+            return super().load_checkpoint(path, weights_only)
 
     def _agree_on_resume(self, path: str | Path | None) -> str | None:
         """What rank 0 resumes from; its calibrated deadlines hold from here on, as the load itself has one."""

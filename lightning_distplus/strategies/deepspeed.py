@@ -11,13 +11,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_distplus import _compat, env
+from lightning_distplus.checkpoint.export import converted_beside, is_universal, num_shards
+from lightning_distplus.checkpoint.tensors import pieces_of_live
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.strategies.background import Writes
 from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
 from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
 from lightning_distplus.strategies.mixin import ResilientStrategy
-from lightning_distplus.strategies.tensors import pieces_of_live
-from lightning_distplus.strategies.universal import converted_beside, is_universal, num_shards
 
 __all__ = ["ResilientDeepSpeed"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import _compat
+from lightning_distplus.errors import DistplusError
 from lightning_distplus.strategies.background import Writes
 
 __all__ = ["raising_after_the_barriers"]
@@ -17,21 +18,29 @@ __all__ = ["raising_after_the_barriers"]
 def raising_after_the_barriers(engine: Any, writes: Writes) -> Iterator[None]:
     """Lets a save of ``engine`` in this block pass all of its barriers on every rank, and raises its error after them.
 
-    ``DeepSpeedEngine.save_checkpoint`` (deepspeed 0.19.8, ``engine.py``) begins and ends with barriers on the default
-    group, where a rank whose write fails never arrives. Everything that it writes goes through its checkpoint engine,
-    except the file ``latest``, which is written here instead.
+    ``DeepSpeedEngine.save_checkpoint`` (deepspeed 0.19.8, ``engine.py`` 4869-4966) begins and ends with barriers on the
+    default group, where a rank whose write fails never arrives. The errors of its checkpoint engine are kept until
+    then, and ``latest`` is written here instead. Another error between the barriers (a copy of the recovery scripts or
+    of NVMe's files, a state dict) ends the save on this rank, which then meets the others at the last barrier.
 
     Args:
         engine: DeepSpeed's.
         writes: Where the writes go; those that are kept are raised by whoever does them.
 
     Raises:
-        Exception: The first error of a write on this rank.
+        Exception: The first error on this rank.
     """
     writer = _NotingWriter(engine.checkpoint_engine, writes)
     engine.checkpoint_engine = writer
     try:
         yield
+    except DistplusError:
+        raise  # another rank has failed: nobody is there to be met
+    except Exception as error:
+        if not writer.has_begun:
+            raise
+        writer.keep(error)
+        _compat.end_deepspeed_save(engine)
     finally:
         engine.checkpoint_engine = writer.inner
     writer.finish(engine.global_rank)
@@ -48,6 +57,15 @@ class _NotingWriter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first barrier is passed, and the last one is not."""
+        return self._info is not None
+
+    def keep(self, error: Exception) -> None:
+        """Keeps an error for `finish`, if it is the first one."""
+        self._error = self._error or error
 
     def create(self, info: Any) -> None:
         """Notes what is saved; a decoupled engine commits by itself, later."""
@@ -90,4 +108,4 @@ class _NotingWriter:
             try:
                 method(*arguments, **named)
             except Exception as error:
-                self._error = error
+                self.keep(error)

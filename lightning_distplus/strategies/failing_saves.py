@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_distplus.choices import require_choice
 from lightning_distplus.errors import SaveFailed
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ class FailingSaves:
     """
 
     def __init__(self, policy: OnSaveFailure) -> None:
-        if policy not in ("continue", "raise"):
-            raise ValueError(f'on_save_failure is {policy!r}; it is "continue" or "raise".')
+        require_choice("on_save_failure", policy, OnSaveFailure)
         self.policy: OnSaveFailure = policy
         self.num_failed = 0
         """Saves that have failed in this fit."""

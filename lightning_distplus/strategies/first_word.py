@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, Preempted
 from lightning_distplus.strategies.naming import is_of_a_collective, naming_peers
+from lightning_distplus.timeouts import Phase
 
 __all__ = ["FirstWord"]
 
@@ -32,6 +33,35 @@ class FirstWord(Callback):
     def __init__(self, plane: ControlPlane, judge_time_out: Callable[[BaseException], bool]) -> None:
         self._plane = plane
         self._judge_time_out = judge_time_out
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before any callback can wait for ranks that still train."""
+        trainer.strategy.leave_epoch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """From here on a rank may work alone: its deadline is that of the end of a run."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training, where validation is the whole run."""
+        if trainer.state.fn == "validate":
+            trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The hooks that follow the strategy's teardown are watched as well."""
+        trainer.strategy.watch_last_hooks()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """As at the end of a fit."""
+        trainer.strategy.watch_last_hooks()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,9 +19,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.consolidating import is_sharded
+from lightning_distplus.checkpoint.export import is_sharded
 from lightning_distplus.strategies.mixin import ResilientStrategy
-from lightning_distplus.strategies.ungathered import SavesWithoutGathering
 
 __all__ = ["ResilientFSDP"]
 
@@ -88,7 +87,11 @@ class _FSDPOnAnyDevice(FSDPStrategy):
             return super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        with self._full_state_dict(), _compat.loading_empty_optimizers_of_fsdp(self.optimizers):
+        with (
+            self._full_state_dict(),
+            _compat.loading_whole_files(weights_only),
+            _compat.loading_empty_optimizers_of_fsdp(self.optimizers),
+        ):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         is_hybrid = "HYBRID" in self.sharding_strategy.name and is_sharded(Path(checkpoint_path))
         if is_hybrid and self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
@@ -128,7 +131,7 @@ class _FSDPPrecisionOnCPU(FSDPPrecision):
         return super().forward_context()
 
 
-class ResilientFSDP(ResilientStrategy, SavesWithoutGathering, _FSDPOnAnyDevice):
+class ResilientFSDP(ResilientStrategy, _FSDPOnAnyDevice):
     """``FSDPStrategy`` with deadlines, a step gate and committed checkpoints.
 
     Args:
@@ -141,6 +144,3 @@ class ResilientFSDP(ResilientStrategy, SavesWithoutGathering, _FSDPOnAnyDevice):
 
     def __init__(self, *, state_dict_type: Literal["full", "sharded"] = "sharded", **kwargs: Any) -> None:
         super().__init__(state_dict_type=state_dict_type, **kwargs)
-
-    def _announcing(self, save: Callable[..., None]) -> Callable[..., None]:
-        return super()._announcing(self._without_gathering(save))

@@ -1,4 +1,4 @@
-"""What a job looks at before its ranks depend on it: its hosts, the memory, and who else writes to its folder."""
+"""What a job looks at before its ranks depend on it: its hosts, and who else writes to its folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from lightning_distplus.preflight import Facts, Finding, Status, raise_errors, r
 from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.run_lock import RunLock
 from lightning_distplus.preflight.together import gathered, run_in_time, spans_hosts
-from lightning_distplus.strategies.sizing import memory_findings
 from lightning_distplus.strategies.starting import address_of, facts_of, settings_of
 
-__all__ = ["check_folder_and_memory", "check_host"]
+__all__ = ["check_folder", "check_host"]
 
 _HOST_DEADLINE = timedelta(seconds=10)
 _TRIAL_BYTES = 8 << 20  # 40 ms on the disk of a small machine
@@ -41,8 +40,8 @@ def check_host(strategy: Any, trainer: Any) -> None:
     _raise_together(strategy, facts, found)
 
 
-def check_folder_and_memory(strategy: Any, trainer: Any) -> RunLock | None:
-    """Takes the lock of the checkpoint folder, and holds the estimate of the memory against what is free.
+def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
+    """Takes the lock of the checkpoint folder.
 
     Returns:
         The lock, on rank 0 of a fit that saves checkpoints.
@@ -53,7 +52,7 @@ def check_folder_and_memory(strategy: Any, trainer: Any) -> RunLock | None:
     if strategy.preflight is False or trainer.state.fn != "fit":
         return None
     settings = settings_of(strategy)
-    found = memory_findings(strategy, trainer, settings)
+    found: list[Finding] = []
     lock = _lock_of(strategy, trainer) if strategy.global_rank == 0 and settings.get("run_lock") != "off" else None
     if lock is not None:
 

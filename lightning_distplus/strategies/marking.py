@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -24,10 +25,12 @@ class MarkingProfiler(Profiler):
     Args:
         inner: The profiler of the Trainer; it stays in charge of everything else.
         marks: Where the marks go.
+        on_last_hook: Called when the last hook of a run that succeeds has returned.
     """
 
-    def __init__(self, inner: Any, marks: Marks) -> None:
+    def __init__(self, inner: Any, marks: Marks, on_last_hook: Callable[[], None] = lambda: None) -> None:
         self.inner = inner
+        self._on_last_hook = on_last_hook
         self._marks = marks
         self._actions: dict[str, _Marked] = {}
         self._kind = _Marked if type(inner) is PassThroughProfiler else _Profiled
@@ -73,8 +76,9 @@ class MarkingProfiler(Profiler):
         return str(self.inner.summary())
 
     def describe(self) -> None:
-        """Writes the user's summary."""
+        """Writes the user's summary, which is the last thing that a Trainer does in a run."""
         self.inner.describe()
+        self._on_last_hook()
 
 
 class _Marked(AbstractContextManager[None]):

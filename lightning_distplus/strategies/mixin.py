@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.batch_gate import BatchGate
 from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.choices import require_choice
-from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, part
+from lightning_distplus.choices import require_choice, require_type
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
 from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted
+from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted, message_of
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
 from lightning_distplus.strategies.agreeing import check_agreement, check_data
 from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
-from lightning_distplus.strategies.checkpointing import CommitsCheckpoints, Digest
+from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
 from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
-from lightning_distplus.strategies.hosting import check_folder_and_memory, check_host
-from lightning_distplus.strategies.nccl import NcclSettings
-from lightning_distplus.strategies.progressing import progress_of
+from lightning_distplus.strategies.hosting import check_folder, check_host
+from lightning_distplus.strategies.progressing import last_batch, progress_of
 from lightning_distplus.strategies.provenance import configuration_digest
 from lightning_distplus.strategies.restoring import Verification
 from lightning_distplus.strategies.saving import CommittedSaves
@@ -33,13 +31,15 @@ from lightning_distplus.strategies.starting import (
     check_launch,
     form_default_group,
     meet,
+    read_preflight,
     refuse_unknown_arguments,
     samples_in_hand,
     tell_launcher,
 )
 from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
-from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, parse_duration, resolve_timeouts
+from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 
 if TYPE_CHECKING:
@@ -64,18 +64,12 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
             checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
         on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
-        nccl: Settings of NCCL; where the environment says something else, the run is refused.
         on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
             the next save is the retry; ``"raise"`` ends the run.
         verify: What is checked of a checkpoint that is loaded: ``"full"`` reads every byte, and compares every tensor
             in memory with its fingerprint; ``"size"`` compares sizes, ``"off"`` looks at manifest and marker only.
         async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
             save is in flight at most; the next one, the end of the fit and a preemption wait for it.
-        read_back_saves: Whether rank 0 reads each save from the disk before it is committed, and compares every byte
-            with what was written, and every tensor (not of DeepSpeed) with what was in memory.
-        digest: Of the files of a save: ``"xxh3"``, or ``"sha256"`` beside it, against those who would change them.
-        scrub_every: How long rank 0 waits between two readings of the newest three checkpoints, in a thread, of which
-            damaged ones go into quarantine; None: nobody reads them.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
             fetches from there what the folder of the checkpoints has lost. None: nobody does.
         **kwargs: Everything that the Lightning strategy takes.
@@ -88,37 +82,30 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self,
         *,
         timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
-        preflight: bool | dict[str, Literal["off", "warn"]] = True,
+        preflight: bool | dict[str, Literal["off", "warn", False]] = True,
         on_hang: OnHang = "abort",
-        nccl: NcclSettings | None = None,
         on_save_failure: OnSaveFailure = "continue",
         verify: Verification = "full",
         async_save: bool = False,
-        read_back_saves: bool = False,
-        digest: Digest = "xxh3",
-        scrub_every: Duration | None = None,
         copy_to: str | None = None,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
         require_choice("verify", verify, Verification)
-        require_choice("digest", digest, Digest)
+        require_type("async_save", async_save, bool)
+        require_type("copy_to", copy_to, str, or_none=True)
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
-        self.preflight = preflight
-        self.nccl = nccl or NcclSettings()
+        self.preflight = read_preflight(preflight)
         self.on_hang: OnHang = on_hang
         self.verify: Verification = verify
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
-        self.read_back_saves = read_back_saves
-        self.digest: Digest = digest
         self.copy_to = copy_to
-        self.scrub_every = None if scrub_every is None else parse_duration(scrub_every, field="scrub_every")
         self.phases = Phases(self.timeouts, on_hang, self._note_left)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
-        self._marks = Marks(phase=lambda: self.phases.current.value)
+        self._marks = Marks(phase=self._phase)
         self._transfer = Transfer()
         self._watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
@@ -126,6 +113,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._events: EventLog | None = None
         self._first_step = 0
         self._has_failed = False
+        self._ends_in_teardown = False
+        """Whether no hook of the run follows the teardown: it was interrupted, or its last hook has returned."""
+        self._is_torn_down = False
         self._run_lock: RunLock | None = None
         refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
@@ -149,6 +139,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         assert self.lightning_module is not None
         return folder_of_run(self.lightning_module.trainer.default_root_dir)
 
+    def _phase(self) -> str:
+        return self.phases.current.value
+
     def note(self, kind: str, **fields: Any) -> None:
         """Writes one event into the ledger, once it is open."""
         if self._events is not None:
@@ -165,7 +158,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def setup_environment(self) -> None:
         """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""
         install_exit_codes()
-        self._has_failed = False
+        self._has_failed = self._ends_in_teardown = self._is_torn_down = False
         check_launch(self)
         self.set_world_ranks()
         assert self.accelerator is not None
@@ -185,7 +178,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             self._points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             self._points.begin()
             assert self._watchdog is not None
-            self._watchdog.meet_peers()
+            self._watchdog.meet_peers(self._points)
         self.accelerator.setup_device(self.root_device)
         form_default_group(self)
         install_exit_codes()  # torch has just chained a hook of its own
@@ -209,8 +202,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             judge_time_out=lambda error: watchdog is not None and watchdog.judge_time_out(error),
             link_checkpoint=self._link_checkpoint,
             announcing=self._announcing,
+            on_last_hook=self._on_last_hook,
         )
-        self._run_lock = check_folder_and_memory(self, trainer)
+        self._run_lock = check_folder(self, trainer)
         check_agreement(self, trainer)
         self._configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
@@ -236,6 +230,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
+            last_deadline=lambda: self.phases.last_deadline,
             progress=lambda: self._transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
@@ -243,7 +238,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
-        self._events = EventLog(self.home, self.global_rank, attempt=address_of(self).attempt)
+        attempt = address_of(self).attempt
+        self._close_ledger()  # an event that came behind the end of an earlier run has opened it again
+        self._events = EventLog(self.home, self.global_rank, attempt=attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
             tell_launcher(self.home)
         self.note(
@@ -252,8 +249,11 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),
-            nccl=self.nccl.apply(),
         )
+
+    def _close_ledger(self) -> None:
+        if self._events is not None:
+            self._events.close()
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -295,12 +295,13 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
+        self._ends_in_teardown = True
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
         is_own = not isinstance(exception, (PeerError, SystemExit))
         self.note(
             "failed",
-            error=f"{type(exception).__name__}: {exception}"[:1000],
+            error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],
             exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
             global_step=self._marks.global_step,
             samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
@@ -315,11 +316,7 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
                 self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
 
     def teardown(self) -> None:
-        """Puts everything back and leaves together; never raises."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
-        take_out(None if self.lightning_module is None else self.lightning_module._trainer)
+        """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""
         self._end_saves()
         if self._run_lock is not None:
             self._run_lock.release()
@@ -327,13 +324,67 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         if self._gate is not None:
             self._gate.close()
             self._gate = None
+        self._is_torn_down = True
+        if self._ends_in_teardown:
+            self._end_run()
+        super().teardown()
+
+    def leave_epoch(self, trainer: Trainer) -> None:
+        """Meets all ranks where this one leaves an epoch in the middle of a batch, as ``StopIteration`` makes it do."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.completed:
+            is_last = trainer.fit_loop.max_epochs == trainer.current_epoch + 1
+            self._together(lambda: Point.at_end("run" if is_last else "epoch", last_batch(trainer)), lambda: None)
+
+    def watch_last_hooks(self) -> None:
+        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
+        if self._watchdog is not None:
+            self._watchdog.rearm()
+
+    def _on_last_hook(self) -> None:
+        """The run has succeeded on this rank, and ends here when it has on all.
+
+        Raises:
+            PeerFailed, PeerLost: A peer has failed in one of its last hooks.
+        """
+        if not self._is_torn_down:  # the Tuner's order
+            self._ends_in_teardown = True
+            return
+        assert self._plane is not None
+        self._say_that_it_has_ended()
+        watchdog = self._watchdog
+        end_together(
+            self._plane,
+            self.phases.patience_in(Phase.TEARDOWN),
+            have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
+        )
+        self._end_run(has_left=True)
+
+    def _say_that_it_has_ended(self) -> None:
+        self.phases.enter(Phase.TEARDOWN)
+        module = self.lightning_module
+        point = Point.at_end("run", None if module is None else last_batch(module._trainer))
+        if self._points is not None:
+            self._points.end(point)
+            self._points = None
+        if self._watchdog is not None:
+            self._watchdog.end(point.has_ended)
+
+    def _end_run(self, *, has_left: bool = False) -> None:
+        """Takes leave, unless that is done, and puts everything back; never raises."""
+        if not self._has_failed and not has_left:
+            self._say_that_it_has_ended()
+        if self._plane is not None and not has_left:
+            part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
         if self._points is not None:
             self._points.end()
             self._points = None
-        if self._plane is not None:
-            part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
+        take_out(None if self.lightning_module is None else self.lightning_module._trainer)
         self.note("end", failed=self._has_failed)
-        super().teardown()
+        self._close_ledger()
 
     def _end_saves(self) -> None:
         """A run that ends in order waits for its save in the background; one that has failed does not."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import DistplusError
+from lightning_distplus.errors import DistplusError, message_of
+from lightning_distplus.liveness import running_time
 from lightning_distplus.watchdog import Marks
 
 if TYPE_CHECKING:
@@ -52,13 +53,13 @@ def raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
 
 def is_of_a_collective(error: BaseException) -> bool:
     """Whether a collective has raised this."""
-    return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, dist.DistBackendError) or any(sign in message_of(error) for sign in _SIGNS)
 
 
 def _cause(plane: ControlPlane) -> DistplusError | None:
     """What the control plane hears, or this host sees, of the other ranks within two seconds."""
-    end = time.monotonic() + _EVIDENCE_S
-    while time.monotonic() < end:
+    end = running_time() + _EVIDENCE_S
+    while running_time() < end:
         try:
             plane.raise_if_peer_failed()
             plane.raise_if_gone("a collective")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_distplus.watchdog import Progress
 
-__all__ = ["progress_of"]
+__all__ = ["last_batch", "progress_of"]
 
 
 def progress_of(trainer: Any) -> Progress | None:
@@ -29,6 +29,13 @@ def progress_of(trainer: Any) -> Progress | None:
         if trainer.predicting:
             return _batches("the prediction", trainer.predict_loop.batch_progress, trainer.predict_loop.max_batches)
     return None
+
+
+def last_batch(trainer: Any) -> int | None:
+    """The index of the last batch of the epoch that this rank has begun; None outside of a fit."""
+    if trainer is None or trainer.state.fn != "fit":
+        return None
+    return max(0, int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1)
 
 
 def _training(trainer: Any) -> Progress:

@@ -1,13 +1,33 @@
-"""What a manifest tells of the run that saved: its parallel layout, and a digest of its configuration."""
+"""What a manifest tells of the run that saved: its engine, its parallel layout, and a digest of its configuration."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
 
+from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.strategies.agreeing import model_of, settings_of_trainer
 
-__all__ = ["configuration_digest", "layout_of"]
+__all__ = ["configuration_digest", "engine_in", "engine_of", "layout_of"]
+
+_PACKAGE = "lightning_distplus."
+_SIGNS = {
+    "zero_stage": "ResilientDeepSpeed",
+    "sharding": "ResilientFSDP",
+    "tensor_parallel": "ResilientModelParallel",
+}  # in a layout; the first one that is there tells
+
+
+def engine_of(strategy: type) -> str:
+    """The name of our strategy that a class is or derives from: a subclass reads and writes its parent's shards."""
+    return next(one.__name__ for one in strategy.__mro__ if one.__module__.startswith(_PACKAGE))
+
+
+def engine_in(manifest: Manifest) -> str:
+    """The name of our strategy whose shards a checkpoint holds; early releases named the user's subclass."""
+    if manifest.strategy in _SIGNS.values():
+        return manifest.strategy
+    return next((engine for sign, engine in _SIGNS.items() if sign in manifest.layout), manifest.strategy)
 
 
 def layout_of(strategy: Any) -> dict[str, Any]:

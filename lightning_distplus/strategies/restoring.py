@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,18 +14,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
+    check_unmanifested,
     newest_valid,
     read_manifest,
     reference,
     state,
     verify_or_raise,
+    whole_one_of,
 )
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.checkpoint.fingerprints import is_current
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import set_rng_state
+from lightning_distplus.strategies.provenance import engine_in
 from lightning_distplus.strategies.verdicts import SharedVerdicts
 from lightning_distplus.timeouts import Phase
 
@@ -68,7 +71,7 @@ class VerifiedLoads(SharedVerdicts):
     Args:
         plane: The control plane over which the ranks agree.
         phases: The deadlines.
-        strategy: The name of the strategy, for the manifest.
+        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
         verification: What is checked of a load.
         search: Where the ranks look further when the bytes of what they have found are not as they were.
         copies: From where rank 0 fetches a checkpoint when that folder has none.
@@ -94,6 +97,7 @@ class VerifiedLoads(SharedVerdicts):
         self.loaded: str | Path = ""
         """The checkpoint that was loaded last."""
         self._parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
+        self._parent_committed_at = 0.0
         self.loaded_deadlines_s: dict[str, float] = {}
         """Calibrated deadlines of the checkpoint that was loaded."""
         self.expected: dict[str, str] = {}
@@ -110,7 +114,7 @@ class VerifiedLoads(SharedVerdicts):
         """Verifies and reads what rank 0 has chosen.
 
         Args:
-            path: The checkpoint.
+            path: The checkpoint; where a killed save has left a whole one aside and none there, that one is read.
             read: The parent's own load, given the verified checkpoint.
             fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
             only_reads: Whether ``read`` of a file restores nothing and meets no other rank, so that the file can be
@@ -126,7 +130,7 @@ class VerifiedLoads(SharedVerdicts):
         if local is None:
             checkpoint = read(path)  # type: ignore[arg-type]
         else:
-            chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(local)})["path"])
+            chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
             found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
             is_unread = found["has_files"] and chosen != self._has_read
             overlaps = only_reads and is_unread and self._copies is None and chosen.is_file()
@@ -136,7 +140,7 @@ class VerifiedLoads(SharedVerdicts):
                     findings = self._fetch_where_it_lacks(chosen, findings, self._copies)
                 self.hear("checkpoint-bytes", chosen, findings)
             if found["has_files"]:
-                self.expected = dict(read_manifest(chosen).tensors or {})
+                self.expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._rank == 0)
             found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
             self.follow(chosen)
             with self.refusing_another_model(chosen):
@@ -159,6 +163,7 @@ class VerifiedLoads(SharedVerdicts):
         """What is saved from now on has this checkpoint before it."""
         if self._rank == 0:
             self._parent = reference(path)
+            self._parent_committed_at = 0.0 if self._parent is None else read_manifest(path).committed_at
 
     @contextmanager
     def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
@@ -260,7 +265,7 @@ class VerifiedLoads(SharedVerdicts):
             return {"has_files": False, "has_manifest": False}
         if found is not CheckpointState.COMMITTED or self._verification != "off":
             verify_or_raise(path, "size")
-        saved_by = read_manifest(path).strategy
+        saved_by = engine_in(read_manifest(path))
         if path.is_dir() and saved_by != self._strategy:
             raise CheckpointMismatch(
                 f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
@@ -296,6 +301,18 @@ class VerifiedLoads(SharedVerdicts):
                 len(ours["rng"]),
                 self._plane.world.size,
             )
+
+
+def _comparable(path: Path, tensors: Mapping[str, str], *, is_heard: bool) -> dict[str, str]:
+    """The fingerprints of a manifest that can be compared with what is in memory."""
+    found = {name: text for name, text in tensors.items() if is_current(text)}
+    if is_heard and len(found) < len(tensors):
+        log.warning(
+            "%s was saved by an older lightning_distplus, whose fingerprints of tensors are not compared any more: "
+            "its files are verified, its tensors in memory are not. The next save has the new ones.",
+            path,
+        )
+    return found
 
 
 def _fetched(copies: Copies, folder: Path) -> dict[str, Any]:

@@ -11,15 +11,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from lightning_distplus.checkpoint.catalog import remove
+from lightning_distplus.checkpoint.catalog import is_last_valid, remove
+from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave, stage
 from lightning_distplus.checkpoint.copies import Copier
 from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.files import Sync
-from lightning_distplus.checkpoint.info import SaveInfo
-from lightning_distplus.checkpoint.protocol import StagedSave, stage
-from lightning_distplus.checkpoint.retention import is_last_valid
-from lightning_distplus.checkpoint.scrubbing import Scrubber
-from lightning_distplus.checkpoint.voting import Gather
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
@@ -36,12 +32,8 @@ class CommittedSaves(VerifiedLoads):
     """Saves and loads the checkpoints of one strategy.
 
     Args:
-        scrubber: Reads on rank 0 what was saved before, again and again; None: nobody does.
         copier: Copies on rank 0 what is committed to another place; None: nobody does.
         moves: Held while a save or a removal moves something.
-        reads_back: Whether rank 0 reads what was written before it is committed, and compares it with what was in
-            memory.
-        with_sha256: Whether files get SHA-256 digests as well.
         **named: What `VerifiedLoads` takes.
     """
 
@@ -50,19 +42,13 @@ class CommittedSaves(VerifiedLoads):
         plane: ControlPlane,
         phases: Phases,
         *,
-        scrubber: Scrubber | None = None,
         copier: Copier | None = None,
         moves: Lock | None = None,
-        reads_back: bool = False,
-        with_sha256: bool = False,
         **named: Any,
     ) -> None:
         super().__init__(plane, phases, **named)
-        self._scrubber = scrubber
         self._copier = copier
         self._moves = moves or Lock()
-        self._reads_back = reads_back
-        self._with_sha256 = with_sha256
         self._postponed: list[Path] = []
         self._second_line: ControlPlane | None = None
         self.sync: Sync = os.fsync
@@ -122,11 +108,12 @@ class CommittedSaves(VerifiedLoads):
             configuration=configuration,
             deadlines_s=dict(deadlines_s or {}),
             parent=self._parent,
+            not_before=self._parent_committed_at,
         )
-        writes.digested = DigestedWrites(self.sync, with_sha256=self._with_sha256)
+        writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=self._rank, gather=self._gather, digested=writes.digested)
         begun = None
-        how: dict[str, Any] = {"count": writes.count, "reads_back": self._reads_back}
+        how: dict[str, Any] = {"count": writes.count}
         if not writes.are_kept:
             self._commit(staged, info, how)
             self.committed(path)
@@ -144,13 +131,15 @@ class CommittedSaves(VerifiedLoads):
     def committed(self, path: str | Path) -> None:
         """A save is on the disk: what it stands in for can go."""
         self.follow(Path(path))
-        if self._scrubber is not None and self._rank == 0:
-            self._scrubber.watch(Path(path).absolute().parent)
         if self._copier is not None and self._rank == 0:
             self._copier.submit(Path(path).absolute())
+        self.remove_postponed(Path(path))
+
+    def remove_postponed(self, but: Path) -> None:
+        """Removes what a newer checkpoint, which stays, stands in for by now."""
         postponed, self._postponed = self._postponed, []
         for old in postponed:
-            if old.absolute() != Path(path).absolute():
+            if old.absolute() != but.absolute():
                 self.remove(old)
 
     def remove(self, path: str | Path, *, postpone: bool = False) -> None:
@@ -164,16 +153,14 @@ class CommittedSaves(VerifiedLoads):
         """
         local = Path(path)
         if postpone or is_last_valid(local):
-            log.warning("%s is kept until another checkpoint is committed", local)
+            log.info("%s is kept until another checkpoint is committed, or linked", local)
             self._postponed.append(local)
         else:
             with self._moves:
                 remove(local)
 
     def close(self, *, has_failed: bool) -> None:
-        """Ends the scrubbing, and waits for the last copy unless the run has failed."""
-        if self._scrubber is not None:
-            self._scrubber.stop()
+        """Waits for the last copy unless the run has failed."""
         deadline = timedelta(0) if has_failed else self._phases.patience_in(Phase.CHECKPOINT)
         if self._copier is not None and not self._copier.close(deadline):
             log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")

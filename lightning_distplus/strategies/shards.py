@@ -28,7 +28,7 @@ def save_shards(
     """Writes this rank's part of a state into a folder. All ranks call it together.
 
     Args:
-        state: DTensors, ShardedTensors, `FlatPart`s and other values.
+        state: DTensors, ShardedTensors and other values.
         path: The folder.
         digested: Takes the digests, and forces the files to the disk; None: torch does the latter.
         group: The ranks; None for all of them.

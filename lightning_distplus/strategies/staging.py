@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_distplus.checkpoint.flat_parts import FlatPart
-
 __all__ = ["Staging"]
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -75,8 +73,6 @@ class Staging:
             return copied
         if type(value) in (list, tuple):
             return type(value)(self._copied(inner, (*place, number), memo) for number, inner in enumerate(value))
-        if isinstance(value, FlatPart):
-            return value.with_flat(self._copied_tensor(value.flat, place, memo))
         if isinstance(value, DTensor):
             return self._copied_dtensor(value, place, memo)
         if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:

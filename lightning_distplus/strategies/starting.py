@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_distplus import _compat, env
-from lightning_distplus.control import Address, ControlPlane, connect
+from lightning_distplus import _compat, choices, env
+from lightning_distplus.control import Address, ControlPlane, connect, connect_over, has_own_store
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
+from lightning_distplus.preflight.agreement import AGREEMENT_CHECKS
+from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.world import World
 
@@ -24,6 +27,7 @@ __all__ = [
     "facts_of",
     "form_default_group",
     "meet",
+    "read_preflight",
     "refuse_unknown_arguments",
     "samples_in_hand",
     "settings_of",
@@ -31,6 +35,9 @@ __all__ = [
     "world_of",
 ]
 
+
+JOB_CHECKS = (*LAUNCH_CHECKS, *HOST_CHECKS, "run_lock", *AGREEMENT_CHECKS)
+"""The names of the checks that a strategy makes."""
 
 _ATTEMPTS = (env.DISTPLUS_ATTEMPT, env.TORCHELASTIC_RESTART_COUNT, env.SLURM_RESTART_COUNT)
 
@@ -47,12 +54,31 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     """
     classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
     known = {name for base in classes for name in inspect.signature(base).parameters}
-    unknown = sorted(set(names) - known)
-    if unknown:
+    choices.refuse_unknown_arguments(cls.__name__, names, known - {"self", "args", "kwargs", "module"})
+
+
+def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]:
+    """Reads the argument ``preflight`` of a strategy; False stands for "off", as which YAML reads a bare ``off``.
+
+    Raises:
+        TypeError: It is neither a bool nor a mapping.
+        ValueError: It names a check that there is not, or something else than "off" or "warn".
+    """
+    if isinstance(settings, bool):
+        return settings
+    if not isinstance(settings, Mapping):
         raise TypeError(
-            f"{cls.__name__} takes no argument {', '.join(map(repr, unknown))}. "
-            f"It takes: {', '.join(sorted(known - {'self', 'args', 'kwargs', 'module'}))}."
+            f'preflight is {settings!r}; it is True, False, or a mapping of checks to "off" or "warn", for example '
+            '{"loopback": "off"}.'
         )
+    wishes: dict[str, Any] = {name: "off" if wish is False else wish for name, wish in settings.items()}
+    for name, wish in wishes.items():
+        if name not in JOB_CHECKS:
+            near = difflib.get_close_matches(str(name), JOB_CHECKS, n=1)
+            hint = f"did you mean {near[0]!r}? They are" if near else "they are"
+            raise ValueError(f"preflight has no check {name!r}; {hint} {', '.join(JOB_CHECKS)}.")
+        choices.require_choice(f"preflight[{name!r}]", wish, Literal["off", "warn"])
+    return wishes
 
 
 def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
@@ -122,13 +148,19 @@ def world_of(strategy: Any) -> World:
 def meet(strategy: Any) -> ControlPlane:
     """Waits until all ranks are here; set-up begins when they are.
 
+    A default group that is there already, of a stock fit or of the user, holds the port: they meet over its store.
+
     Raises:
         RendezvousError, PeerMissing: Some ranks have not come by the deadline; ``.ranks`` names them.
     """
     strategy.phases.enter(Phase.RENDEZVOUS)
     folder = None if strategy.lightning_module is None else strategy.home
     deadline = strategy.phases.patience_in(Phase.RENDEZVOUS)
-    plane = connect(world_of(strategy), address_of(strategy), deadline, folder)
+    world, address = world_of(strategy), address_of(strategy)
+    if dist.is_initialized() and not has_own_store() and not address.is_served_by_launcher:
+        plane = connect_over(world, _compat.default_store(), deadline)
+    else:
+        plane = connect(world, address, deadline, folder)
     strategy.phases.enter(Phase.SETUP)
     return plane
 

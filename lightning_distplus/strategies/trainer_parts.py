@@ -31,6 +31,7 @@ def put_in(
     judge_time_out: Callable[[BaseException], bool],
     link_checkpoint: Callable[..., None],
     announcing: Callable[[Callable[..., None]], Callable[..., None]],
+    on_last_hook: Callable[[], None],
 ) -> None:
     """Puts in the profiler that sets marks, the callback that speaks first, and committed links and saves.
 
@@ -41,8 +42,9 @@ def put_in(
         judge_time_out: What ``FirstWord`` takes.
         link_checkpoint: Makes ``last.ckpt``.
         announcing: Wraps ``Trainer.save_checkpoint``.
+        on_last_hook: What ``MarkingProfiler`` takes.
     """
-    trainer.profiler = MarkingProfiler(trainer.profiler, marks)
+    trainer.profiler = MarkingProfiler(trainer.profiler, marks, on_last_hook)
     trainer.callbacks.insert(0, FirstWord(plane, judge_time_out))
     for callback in trainer.checkpoint_callbacks:
         _compat.replace_checkpoint_link(callback, link_checkpoint)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_distplus.checkpoint.catalog import read_manifest
+from lightning_distplus.checkpoint.catalog import findings_in_share, place_of, read_manifest
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.sharing import findings_in_share, place_of
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, DistplusError
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.timeouts import Phase
 
@@ -21,7 +20,9 @@ log = logging.getLogger(__name__)
 
 _OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
 _SHOWN_FINDINGS = 3
-_REFUSALS: dict[str, type[DistplusError]] = {error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch)}
+_REFUSALS: dict[str, type[DistplusError]] = {
+    error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe)
+}
 
 
 class SharedVerdicts:
@@ -47,7 +48,7 @@ class SharedVerdicts:
         if self._rank == 0:
             try:
                 mine = decide()
-            except (CheckpointCorrupt, CheckpointMismatch) as caught:
+            except tuple(_REFUSALS.values()) as caught:
                 error = caught
                 mine = {"error": str(caught), "type": type(caught).__name__}
         answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]

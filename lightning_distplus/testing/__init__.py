@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.testing.callback import FaultCallback
+    from lightning_distplus.testing.callbacks import FaultCallback, LightningRun
     from lightning_distplus.testing.faults import Fault, FaultPlan, FiredFault
-    from lightning_distplus.testing.lightning_run import LightningRun
     from lightning_distplus.testing.oracles import (
         Trace,
         assert_resumes_exactly,
@@ -34,10 +33,10 @@ __all__ = [
 
 _HOMES = {
     "Fault": "faults",
-    "FaultCallback": "callback",
+    "FaultCallback": "callbacks",
     "FaultPlan": "faults",
     "FiredFault": "faults",
-    "LightningRun": "lightning_run",
+    "LightningRun": "callbacks",
     "SpawnResult": "spawning",
     "Trace": "oracles",
     "assert_resumes_exactly": "oracles",

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lightning_distplus.testing.launchers import Mode
-from lightning_distplus.testing.spawning import SpawnResult, spawn
+from lightning_distplus.testing.spawning import Mode, SpawnResult, spawn
 from lightning_distplus.timeouts import Duration
 
 if TYPE_CHECKING:

@@ -20,10 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_distplus.control import ControlPlane
+from lightning_distplus.control import ControlPlane, Points, beat_key
 from lightning_distplus.control.line import DIRECT_RANKS
 from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
+from lightning_distplus.liveness import running_time
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Pace, Progress
@@ -54,7 +56,7 @@ class Sighting:
     beat: int
     """Grows as long as the peer's Python runs."""
     changed_at: float
-    """``time.monotonic()`` of this process when the beat last grew."""
+    """``running_time()`` of this process when the beat last grew."""
     place: str | None = None
     """``file.py:line`` of the peer's training thread at that beat."""
     printer: StackPrinter | None = None
@@ -64,7 +66,7 @@ class Sighting:
     moves: bool = False
     """Whether that moves, although it sets no marks."""
     since: tuple[int, float] = (0, 0.0)
-    """Number of the mark, and ``time.monotonic()``, at the first of the sightings that follow each other."""
+    """Number of the mark, and ``running_time()``, at the first of the sightings that follow each other."""
 
     @property
     def marks_per_s(self) -> float:
@@ -76,7 +78,7 @@ class Sighting:
     @property
     def silence_s(self) -> float:
         """How long the peer's training thread has not moved, as far as can be known here."""
-        return self.mark.silence_s + (time.monotonic() - self.changed_at)
+        return self.mark.silence_s + (running_time() - self.changed_at)
 
 
 class Board:
@@ -110,7 +112,7 @@ class Board:
         self.peers: dict[int, Peer] = {}
         self._watched_host_at = -math.inf
         self.evidence: dict[int, dict[str, Any]] = {}
-        self.last_answer_at = time.monotonic()
+        self.last_answer_at = running_time()
         """When the store last answered."""
         self.reads = plane.world.size <= DIRECT_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
@@ -130,6 +132,10 @@ class Board:
         self._slate: Slate | None = None
         self._slates: dict[int, int] = {}
         """Descriptors of those of the peers on this host."""
+        self.points: Points | None = None
+        """The calls of all ranks through Lightning, once the ranks have met."""
+        self.left: dict[int, str] = {}
+        """Peers that come to nothing any more for which this rank could wait in a step, and what they have ended."""
         self._thread = threading.Thread(target=self._run, name="distplus-board", daemon=True)
 
     def start(self, *, has_process: bool = True) -> None:
@@ -140,7 +146,8 @@ class Board:
         """
         if has_process:
             self._slate = Slate()
-            self._slate.write(self._next_beat())
+        with suppress(PeerError, RuntimeError):
+            self._publish()  # before the ranks meet: none of them can take the end of an earlier run for that of this
         self._thread.start()
 
     def open_slates(self, peers: Mapping[int, Peer]) -> None:
@@ -170,12 +177,20 @@ class Board:
         beat = read_slate(self._slates[rank]) if rank in self._slates else None
         if beat is None or (seen is not None and seen.beat >= beat["beat"]):
             return seen
-        return _sighting(beat, Mark(**beat["mark"]), beat["at"])
+        age_s = time.monotonic() - beat["at"]  # this clock is the same for all processes of a host
+        return _sighting(beat, Mark(**beat["mark"]), running_time() - age_s)
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """The peers that have ended their run, and how; a rank says so before its watchdog stops."""
+        known = {*self.sightings, *self._slates} - {self._plane.world.rank}
+        seen = {rank: self.last_seen(rank) for rank in sorted(known)}
+        return {rank: one.mark.ended for rank, one in seen.items() if one is not None and one.mark.ended}
 
     @property
     def is_silent(self) -> bool:
         """Whether the store has stopped answering, so that nothing is known of anybody."""
-        return time.monotonic() - self.last_answer_at > _SILENT_STORE_S
+        return running_time() - self.last_answer_at > _SILENT_STORE_S
 
     def beats(self, rank: int) -> bool:
         """Whether the peer's Python runs and its messages arrive; that this rank is late is not held against it."""
@@ -205,6 +220,7 @@ class Board:
                 pause_s = self.turn()
                 (self._has_post if self.alert.is_set() else self.alert).wait(pause_s)
                 self._has_post.clear()
+            self._publish()  # how the run has ended here
 
     def turn(self) -> float:
         """Says where this rank is and, in an alert, finds out where the others are.
@@ -217,11 +233,12 @@ class Board:
         self._publish()
         if self.alert.is_set():
             self._listen()
+            self.left = {} if self.points is None else self.points.ended(self._plane)
             if self.reads:
                 self._look()
         elif self._must_watch_host():
             self._watch_host()
-        self.last_answer_at = time.monotonic()
+        self.last_answer_at = running_time()
         if not self.alert.is_set() or not self.reads:
             return BEAT_S
         return max(_LOOK_S, _LOOK_PER_RANK_S * self._plane.world.size)
@@ -232,18 +249,18 @@ class Board:
         What that one says goes through itself: once it is stopped or gone, nothing can be asked any more.
         """
         host = self._plane.host_rank
-        is_due = time.monotonic() >= self._watched_host_at + _WATCH_HOST_EVERY_S
+        is_due = running_time() >= self._watched_host_at + _WATCH_HOST_EVERY_S
         if host is None or not is_due or self._plane.world.rank != self._plane.world.node_ranks[0]:
             return False
         peer = self._plane.peers_of([host]).get(host)
         return peer is not None and not peer.is_here
 
     def _watch_host(self) -> None:
-        self._watched_host_at = time.monotonic()
+        self._watched_host_at = running_time()
         host = self._plane.host_rank
-        data = self._plane.read(f"watchdog/beat/{host}")
+        data = None if host is None else self._plane.read(beat_key(host))
         if host is not None and data is not None:
-            self._see(host, json.loads(data))
+            self._see(host, words_of(data))
 
     def _publish(self) -> None:
         posts = list(self._to_post)
@@ -252,7 +269,7 @@ class Board:
         beat = self._next_beat()
         if self._slate is not None:
             self._slate.write(beat)
-        self._plane.send(f"watchdog/beat/{self._plane.world.rank}", json.dumps(beat).encode())
+        self._plane.send(beat_key(self._plane.world.rank), json.dumps(beat).encode())
         del self._to_post[: len(posts)]
 
     def _next_beat(self) -> dict[str, Any]:
@@ -266,6 +283,7 @@ class Board:
             "moves": self._pace.moves,
             "printer": None if self._printer is None else self._printer.to_plain(),
             "posted": self._posted,
+            "whereabouts": None if self.points is None else self.points.beat(),
             "at": time.monotonic(),
         }
 
@@ -291,14 +309,14 @@ class Board:
         if len(self.peers) < len(ranks):
             self.peers = self._plane.peers_of(ranks)
         news = []
-        for rank, data in zip(ranks, self._plane.read_each([f"watchdog/beat/{rank}" for rank in ranks]), strict=True):
-            if data is not None and self._see(rank, json.loads(data)):
+        for rank, data in zip(ranks, self._plane.read_each([beat_key(rank) for rank in ranks]), strict=True):
+            if data is not None and self._see(rank, words_of(data)):
                 news.append(rank)
         posts = self._plane.read_each([f"watchdog/evidence/{rank}" for rank in news])
         for rank, posted in zip(news, posts, strict=True):
             if posted is not None:
-                self._weigh(rank, json.loads(posted))
-        self._looked_at = (time.monotonic(), self._looked_at[0])
+                self._weigh(rank, words_of(posted))
+        self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
         """Keeps a peer's beat; whether it has evidence of its present silence that is not known here.
@@ -307,7 +325,7 @@ class Board:
         """
         last, mark = self.sightings.get(rank), Mark(**data["mark"])
         if last is None or data["beat"] != last.beat:
-            now = time.monotonic()
+            now = running_time()
             follows = last is not None and now - last.changed_at < _FOLLOWS_S
             since = last.since if last is not None and follows else (mark.number, now)
             self.sightings[rank] = _sighting(data, mark, now, since)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distplus.flight_recorder import Collective, Recording
 from lightning_distplus.liveness import ProcessState
+from lightning_distplus.watchdog.flight_recorder import Collective, Recording
 
 __all__ = ["Evidence"]
 
@@ -44,6 +44,12 @@ class Evidence:
     """``HostLoad`` of its host at that moment."""
     is_last_seen: bool = False
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
+    is_recorded_only: bool = False
+    """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
+    ended: str = ""
+    """``Mark.ended``: it awaits nobody, and nobody awaits it."""
+    beat_s: float = 0.0
+    """How old that moment is."""
     was_ended_by: str = ""
     """The C++ exception that ends its process, where that is what happened."""
 
@@ -60,7 +66,7 @@ class Evidence:
     @property
     def holds_lock(self) -> bool:
         """Whether its process runs and its Python does not, other than in a wait for peers, which gives up the lock."""
-        return not (self.answers or self.is_unheard or self.waits)
+        return not (self.answers or self.is_unheard or self.waits or self.is_recorded_only)
 
     @property
     def collective(self) -> Collective | None:
@@ -74,10 +80,15 @@ class Evidence:
 
     def describe(self) -> str:
         """Where it is, in one line."""
-        name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        name = f"rank {self.rank}" + ("" if self.is_recorded_only else f" (host {self.host}, pid {self.pid})")
         return f"{name}: {self._state()}{self._place()}"
 
     def _state(self) -> str:
+        if self.is_recorded_only:
+            in_flight = len(self.calls.unfinished)
+            return f"{in_flight or 'no'} calls in flight" if self.recording else "no dump"
+        if self.ended:
+            return self.ended
         if self.is_gone:
             return "its process is gone"
         if self.is_unreachable:
@@ -95,7 +106,11 @@ class Evidence:
         return f"in {self.operation!r}{call}, for {self.silence_s:.0f} s"
 
     def _place(self) -> str:
+        if self.ended:
+            return ""
         collective = self.collective
         call = f", in {collective.describe()}" if collective else ""
-        last = f", last seen in {self.operation!r}" if self.is_last_seen and self.operation else ""
-        return f"{call}{last}" + (f" at {self.location}" if last else f", at {self.location}" if self.location else "")
+        if self.is_last_seen and self.operation:
+            at = f" at {self.location}" if self.location else ""
+            return f"{call}, last seen in {self.operation!r}{at}, {self.beat_s:.1f} s before"
+        return call + (f", at {self.location}" if self.location else "")

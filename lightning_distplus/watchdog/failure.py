@@ -12,14 +12,21 @@ from typing import Any
 
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.peers import Peer
-from lightning_distplus.errors import DivergenceError, PeerLost, PeerMissing, PreflightError, RendezvousError
+from lightning_distplus.errors import (
+    DivergenceError,
+    PeerLost,
+    PeerMissing,
+    PreflightError,
+    RendezvousError,
+    message_of,
+)
 from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState
+from lightning_distplus.liveness import ProcessState, running_time
 from lightning_distplus.watchdog.board import Sighting
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location
-from lightning_distplus.watchdog.verdict import Verdict
-from lightning_distplus.world import World
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident
+from lightning_distplus.world import World, name_ranks
 
 __all__ = ["leave_verdict", "place_of_failure"]
 
@@ -46,7 +53,7 @@ def place_of_failure(marks: Marks, error: BaseException) -> dict[str, Any]:
         "phase": mark.phase,
         "operation": mark.operation,
         "global_step": mark.global_step,
-        "location": _in_worker(str(error)) or _in_user_code(error),
+        "location": _in_worker(message_of(error)) or _in_user_code(error),
     }
 
 
@@ -66,6 +73,7 @@ def leave_verdict(
     *,
     is_told: bool,
     world: World,
+    run_id: str,
     peers: Mapping[int, Peer],
     last_seen: Callable[[int], Sighting | None],
     folder: Path,
@@ -76,6 +84,7 @@ def leave_verdict(
         first: The first error of the job.
         is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its own.
         world: This process.
+        run_id: ``ControlPlane.run_id``.
         peers: How the others have introduced themselves.
         last_seen: Their last beats.
         folder: Where verdicts go.
@@ -88,35 +97,36 @@ def leave_verdict(
     """
     if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
         return None
-    verdict = _verdict(first, world, peers, last_seen)
-    if not is_told and _is_written_by_another(verdict.culprits, world, peers, folder):
+    verdict = _verdict(first, world, run_id, peers, last_seen)
+    if not is_told and _is_written_by_another(verdict, world, peers, folder):
         return None
     path = verdict.write_first(folder, world.host)
     return None if path is None else (verdict, path)
 
 
-def _is_written_by_another(culprits: list[int], world: World, peers: Mapping[int, Peer], folder: Path) -> bool:
+def _is_written_by_another(verdict: Verdict, world: World, peers: Mapping[int, Peer], folder: Path) -> bool:
     """Leaves it to the lowest rank of this host that lives; where that does not come to it, this rank writes."""
-    lower = [peers[rank] for rank in peers if rank < world.rank and rank not in culprits]
+    lower = [peers[rank] for rank in peers if rank < world.rank and rank not in verdict.culprits]
     is_lowest = not any(one.is_here and one.state() is not ProcessState.GONE for one in lower)
-    end = time.monotonic() + (0.0 if is_lowest else _SPOKEN_S)
-    while not (is_written := _has_recent(folder, world.host)) and time.monotonic() < end:
+    end = running_time() + (0.0 if is_lowest else _SPOKEN_S)
+    while not (is_written := _has_recent(folder, world.host, verdict.run_id)) and running_time() < end:
         time.sleep(0.05)
     return is_written
 
 
-def _has_recent(folder: Path, host: str) -> bool:
-    since = time.time() - _SAME_INCIDENT_S
-    return any(path.stat().st_mtime > since for path in folder.glob(f"verdict-*-{host}.json"))
+def _has_recent(folder: Path, host: str, run_id: str) -> bool:
+    recent = find_verdicts(folder, run_id=run_id, since=time.time() - _SAME_INCIDENT_S)
+    return any(one["path"].name.endswith(f"-{host}.json") for one in recent)
 
 
 def _verdict(
-    first: FirstError, world: World, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
+    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
 ) -> Verdict:
     culprits = sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
     places = {rank: first.place if rank == first.rank else _place_of(last_seen(rank)) for rank in culprits}
     places.setdefault(first.rank, first.place)
+    places |= {rank: _newer(one, first.place) for rank, one in places.items() if rank != first.rank}
     places |= {int(rank): {**places.get(int(rank), {}), **_place_in(str(value))} for rank, value in values.items()}
     place = places[culprits[0]]
     kind = _KINDS.get(first.type, "exception")
@@ -126,7 +136,8 @@ def _verdict(
     load = HostLoad.now()
     is_here = known.get(str(culprits[0]), ("", 0))[0] == world.host
     return Verdict(
-        incident=f"{kind.replace('_', '-')}-{int(first.at)}",
+        incident=name_incident(kind.replace("_", "-"), run_id, first.at),
+        run_id=run_id,
         kind=kind,
         culprits=culprits,
         waiting=sorted(set(world.ranks) - set(culprits)),
@@ -141,9 +152,10 @@ def _verdict(
         pids={rank: pid for rank, (_, pid) in known.items()},
         stacks={str(first.rank): first.traceback},
         lines=[
-            f"rank {rank} (host {host}, pid {pid}): {values.get(str(rank)) or _state(rank, first, places[rank])}"
+            f"{name_ranks([rank])} (host {host}, pid {pid}): {told}"
             for rank in dict.fromkeys((*culprits, first.rank, *sorted(places)))
             for host, pid in [known.get(str(rank), ("unknown", 0))]
+            for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
         ],
         locations={str(rank): one.get("location") for rank, one in places.items()},
         load={world.host: load.to_plain()},
@@ -163,7 +175,15 @@ def _place_of(seen: Sighting | None) -> dict[str, Any]:
         "global_step": seen.mark.global_step,
         "location": seen.place,
         "elapsed_s": seen.silence_s,
+        "beat_s": running_time() - seen.changed_at,
     }
+
+
+def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with step and phase of the rank that has told of it, where that is further: they train in step."""
+    if told.get("global_step", 0) <= place.get("global_step", -1):
+        return place
+    return {**place, "phase": told.get("phase", ""), "global_step": told["global_step"]}
 
 
 def _place_in(value: str) -> dict[str, Any]:
@@ -177,7 +197,8 @@ def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     is_gone = first.type == PeerLost.__name__
     what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
     where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
-    return what + where + (f" at {place['location']}" if place.get("location") else "")
+    age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""
+    return what + where + (f" at {place['location']}" if place.get("location") else "") + age
 
 
 def _explain(first: FirstError, location: str | None) -> tuple[str, str]:

@@ -66,6 +66,11 @@ class StackPrinter:
                 return cls(number=number, descriptor=file.fileno(), thread=threading.get_native_id()), file
         return None
 
+    def rearm(self, file: IO[bytes]) -> None:
+        """Puts the handler back in, which Lightning takes out at the end of a run with those of all signals."""
+        faulthandler.unregister(self.number)
+        faulthandler.register(self.number, file=file, all_threads=False, chain=False)
+
     def disarm(self, file: IO[bytes]) -> None:
         """Takes the handler out again. A peer looks before it asks; who asks too late even so is ignored."""
         faulthandler.unregister(self.number)

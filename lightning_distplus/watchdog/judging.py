@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_distplus.flight_recorder import Mismatch, match
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.flight_recorder import Collective, Mismatch, cycles, match
 from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call
-from lightning_distplus.watchdog.p2p import cycles
 from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.wait_graph import Ends, follow
 
 __all__ = ["judge"]
+
+
+_ALONE = "look at the file and line; if the work is legitimate and only long, raise timeout=Timeouts(teardown=...)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,44 +33,51 @@ class _Opinion:
     cycles: list[list[int]] = field(default_factory=list)
 
 
-def judge(evidence: Mapping[int, Evidence], incident: str) -> Verdict:
-    """Finds who is to blame.
+def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> Verdict:
+    """Finds who is to blame among the ranks that have not ended their run.
 
     In this order: processes that are gone; hosts that do not answer; stopped processes and those whose Python does not
-    answer; ranks that do not wait for peers while others do. Where all of them wait: cycles of sends and receives, a
-    call that only some ranks make, the first collective that differs, and at last those that wait elsewhere than most.
+    answer; ranks that do not wait for peers while others do. A rank with a call in flight waits, whatever its Python
+    does. Where all of them wait: cycles of sends and receives, a call that only some ranks make, the first collective
+    that differs, the ranks at the ends of all waiting, and at last those that wait elsewhere than most.
     """
-    evidence = dict(sorted(evidence.items()))
+    everybody = dict(sorted(evidence.items()))
+    evidence = {rank: one for rank, one in everybody.items() if not one.ended}
     rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_a_lonely_call, _in_another_collective)
     opinion = next((found for rule in rules if (found := rule(evidence)) is not None), None) or _elsewhere(evidence)
+    if len(evidence) < len(everybody) and not any(one.waits for one in evidence.values()) and opinion.kind == "hang":
+        opinion = replace(opinion, cause=_alone(evidence, opinion.cause), remedy=_ALONE)
     culprits = sorted(opinion.culprits)
     first = evidence[culprits[0]]
-    order = sorted(evidence, key=lambda rank: (rank not in culprits, rank))
-    load = {one.host: one.load for one in evidence.values() if one.load}
+    newest = max(evidence.values(), key=lambda one: one.global_step)  # they train in step
+    known = newest if not first.answers and newest.global_step > first.global_step else first
+    order = sorted(everybody, key=lambda rank: (rank not in culprits, rank))
+    load = {one.host: one.load for one in everybody.values() if one.load}
     return Verdict(
         incident=incident,
         kind=opinion.kind,
         culprits=culprits,
         waiting=sorted(set(evidence) - set(culprits)),
-        phase=first.phase,
+        phase=known.phase,
         operation=first.operation,
         location=first.location,
-        global_step=first.global_step,
+        global_step=known.global_step,
         elapsed_s=first.silence_s,
         cause=opinion.cause,
         remedy=opinion.remedy,
-        hosts={str(rank): one.host for rank, one in evidence.items()},
-        pids={str(rank): one.pid for rank, one in evidence.items()},
-        stacks={str(rank): one.stack for rank, one in evidence.items()},
-        lines=[evidence[rank].describe() for rank in order],
+        hosts={str(rank): one.host for rank, one in everybody.items()},
+        pids={str(rank): one.pid for rank, one in everybody.items()},
+        stacks={str(rank): one.stack for rank, one in everybody.items()},
+        lines=[everybody[rank].describe() for rank in order],
         is_decided=opinion.is_decided,
-        silent=[rank for rank, one in evidence.items() if not one.answers],
+        silent=[rank for rank, one in everybody.items() if not one.answers],
         findings=opinion.findings,
-        locations={str(rank): one.location for rank, one in evidence.items()},
-        collectives={str(rank): one.stands_in if one.waits else None for rank, one in evidence.items()},
+        locations={str(rank): one.location for rank, one in everybody.items()},
+        collectives={str(rank): one.stands_in if one.waits else None for rank, one in everybody.items()},
         mismatch=None if opinion.mismatch is None else asdict(opinion.mismatch),
         cycles=opinion.cycles,
         load=load,
+        run_id=run_id,
         load_of_culprit=HostLoad.from_plain(load[first.host]).describe() if first.host in load else "",
     )
 
@@ -130,9 +140,11 @@ def _stuck(evidence: Mapping[int, Evidence]) -> _Opinion | None:
 
 
 def _busy(evidence: Mapping[int, Evidence]) -> _Opinion | None:
-    busy = [rank for rank, one in evidence.items() if one.answers and not one.waits]
+    busy = [rank for rank, one in evidence.items() if one.answers and not one.waits and not one.is_recorded_only]
     if not busy:
         return None
+    ends = _ends(evidence)
+    others = set(ends.culprits if ends is not None and ends.is_decided else ()) - set(busy)
     one = evidence[min(busy)]
     if "dataloader" in one.operation:
         cause = "the data did not come"
@@ -143,12 +155,26 @@ def _busy(evidence: Mapping[int, Evidence]) -> _Opinion | None:
     else:
         cause = f"it stands in {one.operation!r} while its peers wait for it"
         remedy = "look at the file and line; if the work is legitimate and only long, raise this phase's deadline"
-    return _Opinion(culprits=busy, cause=cause, remedy=remedy)
+    found = [] if ends is None else [f"rank {rank} {ends.reasons[rank]}" for rank in sorted(others)]
+    return _Opinion(culprits=sorted({*busy, *others}), cause=cause, remedy=remedy, findings=found)
+
+
+def _alone(evidence: Mapping[int, Evidence], cause: str) -> str:
+    """The cause where nobody waits: all others have ended their run, and these have not within their deadline."""
+    one = next(iter(evidence.values()))
+    where = f"stands in {one.operation!r}" if one.answers else cause
+    return f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
 
 
 def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:
     calls = {rank: one.collective for rank, one in evidence.items()}
-    found = cycles({rank: call.peer for rank, call in calls.items() if call is not None and call.peer is not None})
+    found = cycles(
+        {
+            rank: call.peer
+            for rank, call in calls.items()
+            if call is not None and call.peer is not None and not _is_answered(evidence, rank, call)
+        }
+    )
     if not found:
         return None
     return _Opinion(
@@ -158,6 +184,12 @@ def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:
         findings=[_draw(cycle, evidence) for cycle in found],
         cycles=found,
     )
+
+
+def _is_answered(evidence: Mapping[int, Evidence], rank: int, call: Collective) -> bool:
+    """Whether the other end of a send or receive is in flight, so that neither waits for the other to come."""
+    peer = evidence.get(-1 if call.peer is None else call.peer)
+    return peer is not None and any(one.peer == rank and one.op != call.op for one in peer.calls.unfinished)
 
 
 def _draw(cycle: list[int], evidence: Mapping[int, Evidence]) -> str:
@@ -179,6 +211,10 @@ def _in_a_lonely_call(evidence: Mapping[int, Evidence]) -> _Opinion | None:
 
 def _in_another_collective(evidence: Mapping[int, Evidence]) -> _Opinion | None:
     found = match({rank: one.calls for rank, one in evidence.items() if one.answers})
+    if found is None or found.kind == "count":
+        ends = _ends(evidence)
+        if ends is not None and (ends.is_decided or all(one.is_recorded_only for one in evidence.values())):
+            return _at_the_ends(ends)
     if found is None:
         return None
     doubt = "" if found.is_decided else "; nothing tells which side is right"
@@ -198,6 +234,29 @@ def _in_another_collective(evidence: Mapping[int, Evidence]) -> _Opinion | None:
         is_decided=found.is_decided,
         findings=[found.describe()],
         mismatch=found,
+    )
+
+
+def _ends(evidence: Mapping[int, Evidence]) -> Ends | None:
+    """Follows the calls in flight; a rank whose wait no recorder shows may wait for anybody."""
+    records = {rank: one.calls for rank, one in evidence.items() if one.answers}
+    unseen = {rank for rank, one in evidence.items() if one.answers and one.waits and not records[rank].unfinished}
+    unseen |= {rank for rank, one in evidence.items() if not one.answers and not one.is_recorded_only}
+    return follow(records, elsewhere=unseen)
+
+
+def _at_the_ends(ends: Ends) -> _Opinion:
+    told = [f"rank {rank} {ends.reasons[rank]}" for rank in ends.culprits]
+    if not ends.is_decided:
+        cause = "the ranks wait for each other, and nothing tells which of these is to blame"
+    else:
+        cause = told[0] if len(told) == 1 else "these ranks hold up all others, who wait for them or behind each other"
+    return _Opinion(
+        culprits=ends.culprits,
+        is_decided=ends.is_decided,
+        cause=cause,
+        remedy="look at the last lines of their logs, at their stacks (py-spy dump --pid PID) and at dmesg there",
+        findings=told if len(told) > 1 else [],
     )
 
 

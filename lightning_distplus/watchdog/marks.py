@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
+
+from lightning_distplus.liveness import running_time
 
 __all__ = ["Mark", "Marks"]
 
@@ -25,6 +26,8 @@ class Mark:
     """Seconds since the mark was set."""
     call: int = 0
     """In a call through Lightning in which all ranks take part: its number in the run; else 0."""
+    ended: str = ""
+    """Set where the run has ended on this rank: how, for example ``"has ended its run after batch 5"``."""
 
 
 class Marks:
@@ -45,12 +48,13 @@ class Marks:
         self.within = ""
         """The operation to which the mark returns when a part of it has ended."""
         self._count = itertools.count(1)
-        self._last = (0, "start", monotonic())
+        self._last = (0, "start", running_time())
         self._at_failure: Mark | None = None
+        self._ended = ""
 
     def set(self, operation: str) -> None:
         """Says that the training thread has entered an operation."""
-        self._last = (next(self._count), operation, monotonic())
+        self._last = (next(self._count), operation, running_time())
 
     def enter(self, operation: str) -> str:
         """Says that the training thread has entered an operation that has parts with marks of their own.
@@ -79,9 +83,15 @@ class Marks:
         """Keeps the present mark as the one at which this rank has failed; the first one stays."""
         self._at_failure = self._at_failure or self.read()
 
+    def end(self, how: str) -> None:
+        """Says that the run has ended on this rank: it comes to nothing any more for which a peer could wait."""
+        self._ended = how
+        self.set("the end of the run")
+
     def forget(self) -> None:
         """Drops what was kept: another run begins."""
         self._at_failure = None
+        self._ended = ""
 
     @property
     def at_failure(self) -> Mark:
@@ -96,6 +106,7 @@ class Marks:
             phase=self._phase(),
             operation=operation,
             global_step=self.global_step,
-            silence_s=monotonic() - at,
+            silence_s=running_time() - at,
             call=self.call,
+            ended=self._ended,
         )

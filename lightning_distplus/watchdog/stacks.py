@@ -6,14 +6,19 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 __all__ = [
+    "error_in",
     "format_stack",
     "frame_of",
     "is_debugged",
     "is_fetching_data",
+    "is_library",
+    "is_own",
     "is_waiting_for_peers",
     "place_of",
     "stack_of",
@@ -21,7 +26,13 @@ __all__ = [
 ]
 
 _PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages", "dist-packages")
+# Where a frame of these stands, the code that called it is looked for; every other package may be the user's own.
+_LIBRARIES = {
+    "deepspeed", "fsspec", "functorch", "jsonargparse", "lightning", "lightning_distplus", "lightning_fabric",
+    "lightning_utilities", "numpy", "pytorch_lightning", "torch", "torchdata", "torchmetrics", "tqdm",
+}  # fmt: skip
 
 # Innermost frames in these files: the thread waits for peers. (file ending, functions; none: any function)
 _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -40,9 +51,16 @@ def frame_of(thread_id: int) -> FrameType | None:
     return sys._current_frames().get(thread_id)
 
 
+def error_in(thread_id: int) -> BaseException | None:
+    """The error that a thread handles at this moment, in ``except``, ``finally`` or what these call."""
+    handled: Any = sys._current_exceptions().get(thread_id)
+    error: BaseException | None = handled[1] if isinstance(handled, tuple) else handled  # 3.12 gives the error itself
+    return error
+
+
 def place_of(frame: FrameType | None) -> str | None:
     """What ``user_location`` tells, in a few microseconds: no source is read."""
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -63,15 +81,27 @@ def format_stack(stack: Sequence[traceback.FrameSummary]) -> list[str]:
 
 
 def user_location(stack: Sequence[traceback.FrameSummary]) -> str | None:
-    """``file.py:line`` of the innermost frame outside the standard library, installed packages and this package."""
+    """``file.py:line`` of the innermost frame that is no library's; see ``is_library``."""
     for frame in reversed(stack):
-        if not _is_library(frame.filename):
+        if not is_library(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
 
 
-def _is_library(filename: str) -> bool:
-    return filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
+def is_own(filename: str) -> bool:
+    """Whether a file is of this package."""
+    return filename.startswith(_PACKAGE)
+
+
+@lru_cache(maxsize=4096)
+def is_library(filename: str) -> bool:
+    """Whether a file is nobody's own code: of this package, the standard library, torch, Lightning and their kin."""
+    if is_own(filename) or filename.startswith("<"):
+        return True
+    parts = Path(filename).parts
+    if (place := next((name for name in _INSTALLED if name in parts[:-1]), None)) is None:
+        return filename.startswith(_STANDARD)
+    return parts[parts.index(place) + 1].removesuffix(".py") in _LIBRARIES
 
 
 def is_waiting_for_peers(stack: Sequence[traceback.FrameSummary]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import HangDetected, PeerError, PeerLost
+from lightning_distplus.liveness import running_time
 from lightning_distplus.watchdog.board import Board
 from lightning_distplus.watchdog.failure import leave_verdict
 from lightning_distplus.watchdog.leaving import say
@@ -58,8 +59,8 @@ class Telling:
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        end = time.monotonic() + _SPOKEN_S
-        while not (is_written := verdict.is_written(self._folder, self._world.host)) and time.monotonic() < end:
+        end = running_time() + _SPOKEN_S
+        while not (is_written := verdict.is_written(self._folder, self._world.host)) and running_time() < end:
             time.sleep(_LOOK_S)
         return is_written
 
@@ -72,6 +73,7 @@ class Telling:
                 error,
                 is_told=is_told,
                 world=self._world,
+                run_id=self._plane.run_id,
                 peers=self._board.peers,
                 last_seen=self._board.last_seen,
                 folder=self._folder,

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import message_of
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.witness import Witness
 
@@ -39,7 +40,7 @@ def judge_time_out(error: BaseException, plane: ControlPlane, witness: Witness, 
     Returns:
         Whether it is a time-out.
     """
-    if not any(sign in str(error).lower() for sign in _SIGNS):
+    if not any(sign in message_of(error).lower() for sign in _SIGNS):
         return False
     witness.timed_out_at = traceback.extract_tb(error.__traceback__)
     plane.report_failure(_TimedOut(_message(witness.own(), error)))

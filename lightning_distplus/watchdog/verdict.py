@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_distplus.watchdog.stacks import is_library, is_own
 from lightning_distplus.world import name_ranks
 
-__all__ = ["Verdict"]
+__all__ = ["Verdict", "find_verdicts", "name_incident"]
 
 T = TypeVar("T")
 
@@ -21,6 +24,7 @@ _PRINTED_RANKS = 8
 _TOLD_RANKS = 16
 _SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
+_FRAME = re.compile(r'  File "(.+)", line \d+')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,7 @@ class Verdict:
     """Version 1 of the file ``verdict-<incident>-<host>.json``."""
 
     incident: str
+    """Its kind, the run, and the second; as ``name_incident`` writes it."""
     kind: str
     culprits: list[int]
     waiting: list[int]
@@ -66,6 +71,8 @@ class Verdict:
     values: dict[str, Any] = dataclass_field(default_factory=dict)
     """Its value on each rank."""
     parameter: str | None = None
+    run_id: str = ""
+    """``ControlPlane.run_id``: several runs may write to one folder."""
     version: int = 1
 
     def to_json(self) -> str:
@@ -100,9 +107,10 @@ class Verdict:
     def render(self) -> str:
         """The verdict for people: at most 30 lines, the rest is in the file."""
         doubt = "" if self.is_decided else " (undecided)"
+        moment = f"phase {self.phase!r}, step {self.global_step}, {self.elapsed_s:.0f} s without progress"
         head = [
-            f"=== {self.kind}: {name_ranks(self.culprits)} to blame{doubt}, {name_ranks(self.waiting)} waiting; "
-            f"phase {self.phase!r}, step {self.global_step}, {self.elapsed_s:.0f} s without progress",
+            f"=== {self.kind}: {name_ranks(self.culprits)} to blame{doubt}, {name_ranks(self.waiting)} waiting"
+            + (f"; {moment}" if self.phase else ""),
             *(f"  {line}" for line in self.lines[:_PRINTED_RANKS]),
         ]
         if len(self.lines) > _PRINTED_RANKS:
@@ -117,7 +125,7 @@ class Verdict:
         text = self.stacks.get(str(self.culprits[0])) if self.culprits else None
         if not text:
             return []
-        lines = text.rstrip().splitlines()[-num_lines:]
+        lines = _shown_frames(text, num_lines)
         return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
 
     def is_written(self, folder: Path, host: str) -> bool:
@@ -155,3 +163,47 @@ class Verdict:
         stage = path.with_suffix(f".{os.getpid()}")
         stage.write_text(self.to_json())
         return stage
+
+
+def _shown_frames(stack: str, num_lines: int) -> list[str]:
+    """The innermost frames that fit, without those of this package, which are many; the user's own one always."""
+    frames: list[list[str]] = []
+    for line in stack.rstrip().splitlines():
+        if _FRAME.match(line) or not frames:
+            frames.append([])
+        frames[-1].append(line)
+    files = [found[1] if (found := _FRAME.match(frame[0])) else "" for frame in frames]
+    shown = [number for number, file in enumerate(files) if not is_own(file)]
+    users = [number for number in shown if files[number] and not is_library(files[number])][-1:]
+    room = num_lines - sum(len(frames[number]) for number in users)
+    for number in reversed(shown):
+        if number not in users and (room := room - len(frames[number])) >= 0:
+            users.append(number)
+        elif room < 0:
+            break
+    return [line for number in sorted(users) for line in frames[number]][-num_lines:]
+
+
+def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
+    """Names an incident so that no other run on this host, and no other second, has the same name.
+
+    Args:
+        kind: What has happened, such as ``"hang"``.
+        run_id: ``ControlPlane.run_id``; a user may have given it.
+        at: Unix time; by default now.
+    """
+    run = re.sub(r"[^\w.]", "_", run_id)
+    return "-".join([kind, *([run] if run else []), str(int(time.time() if at is None else at))])
+
+
+def find_verdicts(folder: Path, *, run_id: str | None = None, since: float = 0.0) -> list[dict[str, Any]]:
+    """Reads the verdicts of a folder, oldest first, each with its ``path``; of any version.
+
+    Args:
+        folder: Where the artefacts are.
+        run_id: The run whose verdicts are wanted; None: those of all runs.
+        since: Unix time; older ones are left out.
+    """
+    times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
+    found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
+    return [one for one in found if run_id in (None, one.get("run_id", ""))]

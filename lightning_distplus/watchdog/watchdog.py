@@ -6,23 +6,25 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
-from lightning_distplus import _compat, flight_recorder
-from lightning_distplus.control import ControlPlane
+from lightning_distplus import _compat
+from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.control.whereabouts import ended_early
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import is_traced
+from lightning_distplus.liveness import ProcessState, catches_signal, is_traced, running_time
 from lightning_distplus.timeouts import Duration, parse_duration
+from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
-from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board
+from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board, Sighting
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter
+from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.judging import judge
 from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
 from lightning_distplus.watchdog.marks import Marks
@@ -30,7 +32,7 @@ from lightning_distplus.watchdog.pace import Progress
 from lightning_distplus.watchdog.stacks import is_debugged
 from lightning_distplus.watchdog.telling import JUDGED, Telling
 from lightning_distplus.watchdog.timing_out import TIMED_OUT, judge_time_out
-from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.verdict import Verdict, name_incident
 from lightning_distplus.watchdog.witness import Witness
 
 __all__ = ["Watchdog"]
@@ -48,12 +50,14 @@ _UNSEEN_S = _ALERT_AFTER_S + BEAT_S + 0.3  # so much of a peer's silence goes by
 _NEXT_READER_S = 1.0
 _STEP_IN_S = 5.0
 _STEP_IN_FACTOR = 4
-_SUSPENDED_S = 3.0  # a tick that took so long: this process was stopped itself, and all clocks start anew
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
 _JOIN_S = 5.0  # a verdict may be under way
 _LAST_S = 0.5  # the process that serves the store ends last
 
 _LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
+
+_SETTLED_TURNS = 7
+_ASKS = 5  # for the stack of a process that would be killed: a busy host answers late
 
 _INCIDENT = "hang"
 
@@ -72,6 +76,7 @@ class Watchdog:
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
+        last_deadline: The longest silence of a rank that is alone, because others have ended their run.
     """
 
     def __init__(
@@ -85,11 +90,13 @@ class Watchdog:
         folder: Path,
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
+        last_deadline: Callable[[], timedelta | None] = lambda: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
         self._deadline = deadline
+        self._last_deadline = last_deadline
         self._report_after = None if report_after is None else parse_duration(report_after)
         self._ends_run = ends_run
         self._has_process = has_process
@@ -104,13 +111,15 @@ class Watchdog:
         self._stopping = threading.Event()
         self._once = threading.Lock()
         self._heard_at: float | None = None
+        self._on_its_way_at = -math.inf
+        """When the training thread was last seen on its way out."""
         self._reported_at = -1
         self._judged_at = -1
         self._restore_workers: Callable[[], None] = lambda: None
         self._posted_at = -1
         self._posted: Evidence | None = None
-        self._awake_since = time.monotonic()
-        self._last_tick = time.monotonic()
+        self._left_behind = (-1, 0)
+        """A mark, and for how many turns this rank has stood there in a call to which somebody never comes."""
         self._thread = threading.Thread(target=self._watch, name="distplus-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -124,8 +133,13 @@ class Watchdog:
         self._board.start(has_process=self._has_process)
         self._thread.start()
 
-    def meet_peers(self) -> None:
-        """Call it once, when all ranks have started theirs: this one can then see peers of its host that are silent."""
+    def meet_peers(self, points: Points) -> None:
+        """Call it once, when all ranks have started theirs: this one can then see peers of its host that are silent.
+
+        Args:
+            points: The checked calls of the run; each beat tells where this rank stands between them.
+        """
+        self._board.points = points
         self._board.open_slates(self._plane.peers_nearby())
 
     def stop(self) -> None:
@@ -138,6 +152,20 @@ class Watchdog:
         if self._printer is not None and self._printed is not None:
             self._printer.disarm(self._printed)
             self._printer = None
+
+    def end(self, how: str) -> None:
+        """Says that the run has ended on this rank; peers that have not ended theirs are still watched."""
+        self._marks.end(how)
+        self._board.alert.set()  # publishes it now
+
+    def rearm(self) -> None:
+        """Call it where Lightning has put the handlers of all signals back: hooks follow in which a rank may hang."""
+        if self._printer is not None and self._printed is not None:
+            self._printer.rearm(self._printed)
+
+    def has_ended(self, ranks: Collection[int]) -> bool:
+        """Whether all of these ranks have ended their run, as far as this one has seen."""
+        return set(ranks) <= set(self._board.ended)
 
     @property
     def board(self) -> Board:
@@ -172,7 +200,6 @@ class Watchdog:
 
     def turn(self) -> None:
         """Looks once; the thread does so ten times a second. A verdict takes a second or two."""
-        self._notice_suspension()
         if self._plane.first_error is None:
             self._look_at_silence()
         self._heed_peers()
@@ -182,7 +209,7 @@ class Watchdog:
         if error is None or error.rank == self._world.rank:
             return
         if self._heard_at is None:
-            self._heard_at = time.monotonic()
+            self._heard_at = running_time()
             self._join(error)
         self._end_after_grace(error, self._heard_at)
 
@@ -198,20 +225,22 @@ class Watchdog:
             self.tell_failure(error)
 
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
-        """A rank that cannot raise what it has heard, because its training thread is stuck, ends."""
-        if time.monotonic() - heard_at > _PEER_GRACE_S and self._ends_run:
+        """A rank that cannot raise what it has heard, because its training thread is stuck, ends.
+
+        One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
+        """
+        now, last = running_time(), self._last_deadline()
+        if self._witness.is_on_its_way_out():
+            self._on_its_way_at = now
+        is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
+        is_late = last is not None and now - heard_at > last.total_seconds()
+        if (is_stuck or is_late) and self._ends_run:
             say(f"{error.describe()}\n{error.traceback}")
             end_process(error.as_heard().exit_code)
 
-    def _notice_suspension(self) -> None:
-        now = time.monotonic()
-        if now - self._last_tick > _SUSPENDED_S:
-            self._awake_since = now
-        self._last_tick = now
-
     def _look_at_silence(self) -> None:
         mark = self._marks.read()
-        silence_s = min(mark.silence_s, time.monotonic() - self._awake_since)
+        silence_s = mark.silence_s
         if silence_s < _ALERT_AFTER_S:
             self._board.alert.clear()
             self._board.is_asked = False
@@ -219,13 +248,42 @@ class Watchdog:
         self._board.alert.set()
         if self._board.is_asked:  # a peer considers a verdict
             self._post(mark.number)
+        self._look_at_the_end(mark.number)
         report_s = None if self._report_after is None else self._report_after.total_seconds()
         if report_s is not None and silence_s > report_s and self._reported_at != mark.number:
             self._reported_at = mark.number
             self._report_stall(silence_s)
+        deadline_s = self._deadline_s()
+        if silence_s > deadline_s and self._judged_at != mark.number:
+            self._consider(mark.number, deadline_s)
+
+    def _deadline_s(self) -> float:
+        """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
         deadline = self._deadline()
-        if deadline is not None and silence_s > deadline.total_seconds() and self._judged_at != mark.number:
-            self._consider(mark.number, deadline.total_seconds())
+        if deadline is not None and self._board.ended:
+            deadline = max(deadline, self._last_deadline() or deadline)
+        return math.inf if deadline is None else deadline.total_seconds()
+
+    def _look_at_the_end(self, number: int) -> None:
+        """Raises for the training thread where it stands in a collective to which peers that have ended never come.
+
+        The turns are counted, not the time: after a pause of this process what it waits for may just have arrived.
+        """
+        left = {} if self._board.is_silent or self._plane.first_error else self._board.left
+        if not left or self._left_behind[0] != number:
+            self._left_behind = (number, 0)
+        if not left or (call := self._witness.collective_with(left)) is None:
+            return
+        self._left_behind = (number, self._left_behind[1] + 1)
+        if self._left_behind[1] < _SETTLED_TURNS:
+            return
+        error = ended_early({rank: left[rank] for rank in left}, {self._world.rank: call})
+        first = self._plane.report_failure(error)
+        if first is not None and first.rank == self._world.rank:
+            self.tell_failure(first)
+            if self._ends_run:
+                time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
+                end_process(ExitCode.DIVERGENCE)
 
     def _post(self, number: int) -> None:
         if self._posted_at != number:
@@ -256,14 +314,21 @@ class Watchdog:
         self._board.ask(number)
         self._collect(_COLLECT_S)
         self._witness.probe_hosts()
-        if self._somebody_moves(deadline_s) or self._marks.read().number != number or self._stopping.is_set():
+        deadline_s = max(deadline_s, self._deadline_s())  # this rank may have read only now that others have ended
+        if self._marks.read().silence_s <= deadline_s or self._somebody_moves(deadline_s):
             return
         evidence = self._evidence()
+        if (
+            self._marks.read().number != number
+            or self._stopping.is_set()
+            or all(one.ended for one in evidence.values())
+        ):
+            return
         self._judged_at = number
         if any(self._is_debugged(one) for one in evidence.values()):
             log.warning("a rank stands in a debugger; nothing is ended")
             return
-        self._give(judge(evidence, f"{_INCIDENT}-{int(time.time())}"))
+        self._give(self._judge(evidence, _INCIDENT))
 
     def _evidence(self) -> dict[int, Evidence]:
         """What the peers know of this rank holds for this rank as well: all judge by the same."""
@@ -287,12 +352,12 @@ class Watchdog:
 
     def _collect(self, seconds: float) -> None:
         """Waits for the evidence of the others; longer for those that beat, which can still speak on a busy host."""
-        begin = time.monotonic()
+        begin = running_time()
         asked_s = 0.0 if self._board.is_few else BEAT_S
         others = set(self._world.ranks) - {self._world.rank}
         while (missing := others - set(self._board.evidence)) or not self._board.has_posted:
             can_speak = any(self._board.beats(rank) for rank in missing)
-            if time.monotonic() - begin > (_COLLECT_BUSY_S if can_speak else seconds) + asked_s:
+            if running_time() - begin > (_COLLECT_BUSY_S if can_speak else seconds) + asked_s:
                 return
             time.sleep(_TICK_S / 4)
 
@@ -320,9 +385,13 @@ class Watchdog:
         self._collect(_COLLECT_S)
         if not self._board.reads:
             return
-        verdict = judge(self._evidence(), f"abort-{int(time.time())}")
+        verdict = self._judge(self._evidence(), "abort")
         if self._telling.speaks_for_host(verdict.silent):
             self._telling.tell(verdict)
+
+    def _judge(self, evidence: dict[int, Evidence], kind: str) -> Verdict:
+        run_id = self._plane.run_id
+        return judge(evidence, name_incident(kind, run_id), run_id)
 
     def _give(self, verdict: Verdict) -> None:
         self._telling.has_judged = True
@@ -335,7 +404,17 @@ class Watchdog:
             end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
+        """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""
         for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
-            peer = self._board.peers.get(rank)
-            if peer is not None:
+            peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
+            if peer is None or not peer.is_here or seen is None or seen.mark.ended:
+                continue
+            if peer.state() is ProcessState.STOPPED or self._has_shown_its_stack(rank, peer.pid, seen, verdict):
                 end_peer(peer)
+
+    def _has_shown_its_stack(self, rank: int, pid: int, seen: Sighting, verdict: Verdict) -> bool:
+        """Whether a rank has printed the stack for which it was asked, or does so now, and could do it again."""
+        printer = seen.printer
+        if printer is None or not catches_signal(pid, printer.number):
+            return False
+        return bool(verdict.stacks.get(str(rank))) or any(ask_for_stack(pid, printer) for _ in range(_ASKS))

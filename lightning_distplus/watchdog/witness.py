@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from lightning_distplus import flight_recorder
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.peers import Peer
-from lightning_distplus.flight_recorder import Recording
 from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, children, host_answers
-from lightning_distplus.watchdog import stacks
+from lightning_distplus.liveness import ProcessState, children, host_answers, running_time
+from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.board import Board, Sighting
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import StackPrinter, ask_for_stack
+from lightning_distplus.watchdog.flight_recorder import p2p_call, waits_for_work
 from lightning_distplus.watchdog.marks import Marks
-from lightning_distplus.watchdog.p2p import p2p_call, waits_for_work
 from lightning_distplus.world import name_ranks
 
 __all__ = ["Witness"]
@@ -30,6 +28,7 @@ _KEPT_CALLS_OF_MANY = 32
 _BRIEF_LINES = 8
 _PROBE_S = 0.5
 _WAIT = ".wait("
+_CONTROL_PLANE = "lightning_distplus/control/line.py"
 
 
 class Witness:
@@ -57,6 +56,7 @@ class Witness:
         self._thread = thread
         self._printer = printer
         self._answering_hosts: dict[str, bool] = {}
+        self._error_around = stacks.error_in(thread)  # a run may begin in an ``except`` of the user's
 
     def own(self) -> Evidence:
         """This rank, at this moment."""
@@ -64,8 +64,12 @@ class Witness:
         frame = stacks.frame_of(self._thread)
         stack = [*stacks.stack_of(self._thread), *self.timed_out_at]
         recording = flight_recorder.dump().last(_KEPT_CALLS if self._board.is_few else _KEPT_CALLS_OF_MANY)
+        # In `.item()` or a kernel of the optimizer, Python shows no wait: what it waits for is in flight all the same.
         waits = (
-            bool(self.timed_out_at) or stacks.is_waiting_for_peers(stack) or _waits_on_a_handle(stack, frame, recording)
+            bool(self.timed_out_at)
+            or stacks.is_waiting_for_peers(stack)
+            or bool(recording.unfinished)
+            or _waits_on_a_handle(stack, frame)
         )
         standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
         text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
@@ -91,7 +95,25 @@ class Witness:
             recording=recording.to_plain(with_members=self._board.is_few),
             load=HostLoad.now().to_plain(),
             was_ended_by=self.ended_by,
+            ended=mark.ended,
         )
+
+    def is_on_its_way_out(self) -> bool:
+        """Whether the training thread handles an error of this run and stands in no wait for peers."""
+        error = stacks.error_in(self._thread)
+        is_new = error is not None and error is not self._error_around
+        return is_new and not stacks.is_waiting_for_peers(stacks.stack_of(self._thread))
+
+    def collective_with(self, ranks: Collection[int]) -> str | None:
+        """Where this rank stands in a collective of a group to which one of these ranks belongs; None: in none."""
+        own = self.own()
+        call = own.collective
+        if call is None or _CONTROL_PLANE in own.stack:  # that looks for itself who does not come
+            return None
+        members = own.calls.groups.get(call.group)
+        if members and not set(members) & set(ranks):
+            return None
+        return f"in {own.operation}" + (f" at {own.location}" if own.location else "")
 
     def of_peers(self) -> dict[int, Evidence]:
         """Every other rank: what it has said itself, else what can be seen of it from here."""
@@ -152,8 +174,9 @@ class Witness:
         peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
         mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
+        ended = mark.ended if mark else ""
         stack: Sequence[traceback.FrameSummary] = []
-        if asks and peer and seen and seen.printer and state is ProcessState.RUNNING:
+        if asks and not ended and peer and seen and seen.printer and state is ProcessState.RUNNING:
             stack = ask_for_stack(peer.pid, seen.printer)
         is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
         return Evidence(
@@ -173,6 +196,8 @@ class Witness:
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(stacks.format_stack(stack)),
             is_last_seen=not stack,
+            ended=ended,
+            beat_s=running_time() - seen.changed_at if seen else 0.0,
         )
 
     def _state_without_word(self, rank: int, peer: Peer | None, state: ProcessState, is_unreachable: bool) -> str:
@@ -201,7 +226,7 @@ def _pace_of(seen: Sighting) -> str:
     return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"
 
 
-def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None, recording: Recording) -> bool:
+def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None) -> bool:
     """Whether the thread stands in ``work.wait()``, which has no frame of its own, for a call that is not complete."""
     line: Any = stack[-1].line if stack else None
-    return bool(line) and _WAIT in line and (bool(recording.unfinished) or waits_for_work(frame))
+    return bool(line) and _WAIT in line and waits_for_work(frame)

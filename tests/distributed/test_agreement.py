@@ -14,9 +14,9 @@ from lightning_distplus.testing import spawn
 from tests.distributed.resume_jobs import SampleDiary, SaveAt, fit, map_data, quiet_trainer
 
 
-def fit_with_odd_rank(rank: int, stock: bool, odd: dict[str, Any]) -> tuple[str, int]:
+def fit_with_odd_rank(rank: int, stock: bool, odd: dict[str, Any], folder: str) -> tuple[str, int]:
     strategy: Any = "ddp" if stock else ResilientDDP(timeout="30s")
-    trainer = quiet_trainer(strategy=strategy, devices=3, max_steps=2)
+    trainer = quiet_trainer(strategy=strategy, devices=3, max_steps=2, default_root_dir=folder)
     model = SampleDiary()
     try:
         trainer.fit(model, map_data(**{"num_samples": 26, "seed": 3, **(odd if rank == 1 else {})}))
@@ -34,9 +34,9 @@ def fit_with_odd_rank(rank: int, stock: bool, odd: dict[str, Any]) -> tuple[str,
     ],
 )
 def test_rank_with_other_data_is_named_on_all_ranks_before_the_first_batch(
-    stock: bool, odd: dict[str, Any], line: str
+    stock: bool, odd: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
-    run = spawn(fit_with_odd_rank, 3, args=(stock, odd), deadline="40s")
+    run = spawn(fit_with_odd_rank, 3, args=(stock, odd, str(tmp_path)), deadline="40s")
     for rank in range(3):  # a rank that is slow to end is ended by its peers' failure: then its log has the line
         text, num_steps = run.results.get(rank, (run.logs[rank], 0))
         assert line in text

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_distplus import ResilientDDP
+from lightning_distplus import ResilientDDP, samplers
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit_merge import audit
@@ -31,6 +31,7 @@ from tests.distributed.resume_jobs import (
     write_tokens,
 )
 from tests.distributed.test_elastic import ids_by_step
+from tests.faults.test_r11_windows_of_manual_optimization import Accumulates, TwoOptimizers
 
 
 class Tampered(ResumableDataModule):
@@ -146,6 +147,72 @@ def test_another_sample_than_the_order_says_is_named(tmp_path: Path) -> None:
     assert report.problems[0].startswith("run 0, rank 0, step 4: position 8 of epoch 0 held sample ")
 
 
+class Wrong(Augmented):
+    """Returns the sample before one of those it is asked for, and says so by its id."""
+
+    def __init__(self, num_samples: int, wrong: int) -> None:
+        super().__init__(num_samples)
+        self.wrong = wrong
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        index -= index == self.wrong
+        return {"x": super().__getitem__(index), "id": index}
+
+
+class ByName(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["x"] if isinstance(batch, dict) else batch[0]["x"]).pow(2).mean()
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+@pytest.mark.parametrize("order", ["order", "weights"])
+def test_another_sample_than_was_asked_for_is_named_where_the_batch_carries_ids(
+    order: str, uneven: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "uneven": uneven}
+    if order == "weights":
+        arguments |= {"sampler": samplers.weighted(np.ones(16), replacement=False)}
+    for wrong in (-1, 5):
+        folder = tmp_path / str(wrong)
+        saver = SaveAt("on_train_batch_end", folder)
+        callbacks = [SampleAudit(ids="id"), saver]
+        quiet_trainer(max_epochs=1, max_steps=5, default_root_dir=folder, callbacks=callbacks).fit(
+            ByName(), ResumableDataModule(Wrong(16, wrong), **arguments)
+        )
+        quiet_trainer(max_epochs=1, default_root_dir=folder, callbacks=[SampleAudit(ids="id")]).fit(
+            ByName(), ResumableDataModule(Wrong(16, wrong), **arguments), ckpt_path=saver.saves[-1][0]
+        )
+        assert main(["audit", str(folder)]) == (wrong == 5)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1:3] == ["repeated 0, missed 0", "ids: as the batches carried them into training_step"]
+        if wrong == 5:
+            assert len(lines) == 4
+            assert lines[3].endswith("the data was asked for sample (5,), and (4,) reached training_step")
+
+
+def test_a_batch_without_the_ids_that_were_named_is_refused(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[SampleAudit(ids="number")])
+    with pytest.raises(ValueError, match=r"ids='number'\): the batch carries no ids there, it is the keys"):
+        trainer.fit(ByName(), ResumableDataModule(Wrong(16, -1), batch_size=2))
+
+
+@pytest.mark.parametrize("kind", [Accumulates, TwoOptimizers])
+def test_manual_optimization_audits_clean_over_resumes(kind: type[Diary], tmp_path: Path) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(tmp_path / "first")), saver]).fit(kind(), map_data(17))
+    assert audit(tmp_path / "first").ok
+    (first,) = (tmp_path / "first").glob("*.audit")
+    for path, _ in saver.saves[::3]:
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        (folder / first.name).write_bytes(first.read_bytes())
+        trainer = quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(folder))])
+        trainer.fit(kind(), map_data(17), ckpt_path=path)
+        report = audit(folder)
+        assert report.ok, (path, report)
+        assert report.num_samples == 32
+
+
 def test_checkpoint_of_steps_that_are_not_in_the_records_is_named(tmp_path: Path) -> None:
     saver = SaveAt("on_train_batch_end", tmp_path)
     fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "lost")), saver], max_epochs=1)
@@ -226,7 +293,9 @@ def test_killed_run_that_goes_on_on_another_number_of_ranks_audits_clean(
     assert main(["audit", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("108 samples in 9 steps of 2 runs; 36 samples of steps that were done again")
-    assert lines[1:] == ["repeated 0, missed 0"]
+    assert lines[1] == "repeated 0, missed 0"
+    assert lines[2].startswith("ids: as the data set was asked for them, of 108 samples")
+    assert len(lines) == 3
     (tmp_path / "distplus" / "audit").glob("*-rank00001.audit").__next__().unlink()
     assert main(["audit", str(tmp_path)]) == 1
     assert "the records of rank(s) 1 are not in" in capsys.readouterr().out

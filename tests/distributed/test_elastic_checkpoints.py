@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from lightning_distplus import newest_valid
+from lightning_distplus import newest_valid, verify
 from lightning_distplus.cli.export import main as export
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.testing import spawn, weights_digest
@@ -130,7 +130,7 @@ def test_an_exported_checkpoint_of_shards_goes_on_in_ddp(name: str, tmp_path: Pa
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_on_another_number_of_ranks_is_refused_with_the_command_that_converts(stage: int, tmp_path: Path) -> None:
     _, saved = station(tmp_path, 1, "ResilientDeepSpeed", 2, None, stage=stage)
-    call = ("ResilientDeepSpeed", 3, str(tmp_path / "1.ckpt"), "", 2, {"stage": stage})
+    call = ("ResilientDeepSpeed", 3, str(tmp_path / "1.ckpt"), str(tmp_path / "2.ckpt"), 2, {"stage": stage})
     refused = spawn(resume_and_save, 3, args=call, deadline="50s")
     command = f"distplus export --universal {tmp_path / '1.ckpt'} {tmp_path / '1-universal.ckpt'}"
     for rank in range(3):
@@ -164,4 +164,5 @@ def test_weights_of_zero_are_exported(tmp_path: Path) -> None:
     for state in (found, load_file(weights)):
         assert len(state) == NUM_PARAMETERS
         assert {key: weights_digest({key: value}) for key, value in state.items()}.items() <= saved.items()
-    assert newest_valid(tmp_path) == whole
+    assert verify(whole).ok
+    assert newest_valid(tmp_path) == tmp_path / "1.ckpt", "a run goes on from the source, which has the moments"

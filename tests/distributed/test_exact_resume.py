@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_distplus import samplers
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit_merge import audit
 from lightning_distplus.errors import DatasetMismatch
@@ -71,17 +72,17 @@ def rolled(seed: int, epoch: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "sampler",
     [
-        {"weights": np.arange(17.0), "num_samples": 20},
-        {"weights": np.arange(17.0), "replacement": False},
-        {"lengths": np.arange(17) % 5},
-        {"sampler": rolled},
+        samplers.weighted(np.arange(17.0), num_samples=20),
+        samplers.weighted(np.arange(17.0), replacement=False),
+        samplers.by_length(np.arange(17) % 5, global_batch=4),
+        rolled,
     ],
     ids=["with replacement", "without", "by length", "batches of a function"],
 )
-def test_weights_lengths_and_samplers_resume_exactly_and_audit_clean(sampling: dict[str, Any], tmp_path: Path) -> None:
-    make_data = lambda: ResumableDataModule(Augmented(17), batch_size=2, seed=3, **sampling)  # noqa: E731
+def test_weights_lengths_and_samplers_resume_exactly_and_audit_clean(sampler: Any, tmp_path: Path) -> None:
+    make_data = lambda: ResumableDataModule(Augmented(17), batch_size=2, seed=3, sampler=sampler)  # noqa: E731
     arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 7}
     assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, **arguments) == 14
     records = str(tmp_path / "audit")
@@ -90,18 +91,19 @@ def test_weights_lengths_and_samplers_resume_exactly_and_audit_clean(sampling: d
     assert audit(records).ok
 
 
-def test_weights_are_part_of_the_identity_and_lengths_are_tied_to_the_global_batch(tmp_path: Path) -> None:
+def test_weights_lengths_and_the_global_batch_of_their_groups_are_part_of_the_identity(tmp_path: Path) -> None:
+    def data(sampler: Any) -> ResumableDataModule:
+        return map_data(17, sampler=sampler)
+
     saver = SaveAt("on_train_batch_end", tmp_path)
-    (tmp_path / "ends").mkdir()
-    ends = SaveAt("on_train_epoch_end", tmp_path / "ends")
-    fit(map_data(17, lengths=np.arange(17)), callbacks=[saver, ends], max_epochs=2)
-    inside, between = saver.saves[2][0], ends.saves[0][0]
-    with pytest.raises(DatasetMismatch, match=r"sampling: 'lengths .* in the checkpoint, 'weights .* in this run"):
-        fit(map_data(17, weights=np.ones(17)), ckpt_path=inside, max_epochs=2)
-    other = {"lengths": np.arange(17), "batch_size": 4, "allow_global_batch_change": True}
-    with pytest.raises(DatasetMismatch, match="grouped by length into global batches of 2 samples; this run has 4"):
-        fit(map_data(17, **other), ckpt_path=inside, max_epochs=2)
-    assert len(samples(fit(map_data(17, **other), ckpt_path=between, max_epochs=2))) == 4
+    fit(data(samplers.by_length(np.arange(17), global_batch=2)), callbacks=[saver], max_epochs=2)
+    path = saver.saves[2][0]
+    for other, words in (
+        (samplers.weighted(np.ones(17)), "'weights .* in this run"),
+        (samplers.by_length(np.arange(17), global_batch=4), "'lengths .* global_batch=4' in this run"),
+    ):
+        with pytest.raises(DatasetMismatch, match=rf"sampling: 'lengths .* in the checkpoint, {words}"):
+            fit(data(other), ckpt_path=path, max_epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,7 @@ def test_workers_give_what_the_main_process_gives_after_a_resume_too(
 
 @pytest.mark.usefixtures("_worker_handler")
 @pytest.mark.parametrize("options", [{}, PERSISTENT], ids=["anew", "persistent"])
-def test_resume_in_the_middle_of_a_group_of_token_batches_is_exact(options: dict[str, Any], tmp_path: Path) -> None:
-    """Workers hand over groups of 1, 2, 4, 8, ... micro-batches: the saves fall into every place of a group."""
+def test_resume_with_workers_over_token_files_is_exact(options: dict[str, Any], tmp_path: Path) -> None:
     files = {"a": write_tokens(tmp_path / "a", 121), "b": write_tokens(tmp_path / "b", 61, start=1000)}
     sources = [{"path": files["a"], "weight": 2.0}, {"path": files["b"]}]
     (tmp_path / "saves").mkdir()
@@ -170,7 +171,7 @@ def test_resume_in_the_middle_of_a_group_of_token_batches_is_exact(options: dict
     undisturbed = run(0)
     assert run(2, callbacks=[saver]).steps == undisturbed.steps
     assert len(saver.saves) == 2 * 22
-    for number in (*range(0, 17, 2), 31):
+    for number in (2, 7, 31):
         resumed = run(1 + number % 4 // 2, ckpt_path=saver.saves[number][0])
         first = (number + 1) // 2
         assert resumed.steps == {step: undisturbed.steps[step] for step in range(first, 22)}, number
@@ -306,3 +307,35 @@ def test_two_ranks_resume_exactly_on_two_ranks_and_on_one(kind: str, corpus: dic
             first = (point + 1) // 2
             assert global_batches(resumed, place) == {step: steps[step] for step in steps if step >= first}
             assert {runs[place][1] for runs in resumed.values()} == {undisturbed[0][0][1]}
+
+
+def test_state_of_version_1_still_loads_and_one_of_a_growing_global_batch_is_refused_or_aligned(tmp_path: Path) -> None:
+    def data() -> Any:
+        return token_data(sources=str(tmp_path / "tokens"), global_batch_size=4)
+
+    write_tokens(tmp_path / "tokens", 401)
+    (tmp_path / "saves").mkdir()
+    saver = SaveAt("on_train_batch_end", tmp_path / "saves")
+    undisturbed = fit_tokens(data(), callbacks=[saver])
+    path = saver.saves[3][0]
+    checkpoint = torch.load(path, weights_only=True)
+    state = checkpoint["TokenDataModule"]
+    state["version"] = 1
+    torch.save(checkpoint, path)
+    assert fit_tokens(data(), ckpt_path=path).steps == {step: undisturbed.steps[step] for step in (2, 3)}
+    # Two samples less, as at the end of a ramp of which the first steps were smaller.
+    state |= {"consumed_samples": 6, "offset": 6, "batches": 3, "total_batches": 3}
+    torch.save(checkpoint, path)
+    aligned = fit_tokens(data(), ckpt_path=path)
+    assert [len(batches) for batches in aligned.steps.values()] == [2, 2], "windows begin where Lightning counts them"
+    assert aligned.steps[2][0] == undisturbed.steps[1][1], "and no sample is left out"
+    state["schedule"] = {"rest": "8f", "text": "2 from sample 0 on, 4 from sample 40 on"}
+    torch.save(checkpoint, path)
+    with pytest.raises(DatasetMismatch, match=r"schedule of global batches.* 2 from sample 0 on, 4 from"):
+        fit_tokens(data(), ckpt_path=path)
+
+
+def fit_tokens(data: Any, *, ckpt_path: Path | None = None, **arguments: Any) -> SampleDiary:
+    model = SampleDiary()
+    quiet_trainer(max_steps=4, **arguments).fit(model, data, ckpt_path=ckpt_path)
+    return model

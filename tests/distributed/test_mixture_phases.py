@@ -74,7 +74,7 @@ def test_changed_mixture_is_a_recorded_phase_in_which_every_source_goes_on(
     assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.1
     assert len(np.unique(seen)) == 248, "no source has run out, so that no sample comes twice"
     assert main(["audit", str(folder / "audit")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "repeated 0, missed 0"
+    assert "repeated 0, missed 0" in capsys.readouterr().out.splitlines()
 
 
 def test_draws_before_any_number_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ class Weighted(SampleDiary):
         self.log(name, self.means[name], on_step=False, on_epoch=True)
 
 
-def fit_padded(rank: int) -> dict[str, float]:
-    trainer = quiet_trainer(strategy=ResilientDDP(timeout="30s"), devices=2, max_epochs=1)
+def fit_padded(rank: int, folder: str) -> dict[str, float]:
+    strategy = ResilientDDP(timeout="30s")
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, default_root_dir=folder)
     trainer.fit(Weighted(), map_data(17, batch_size=5, uneven="pad"))
     return {name: value.item() for name, value in trainer.logged_metrics.items()}
 
 
-def test_means_over_ranks_do_not_count_padded_samples() -> None:
-    results = spawn(fit_padded, 2, deadline="40s").check().results
+def test_means_over_ranks_do_not_count_padded_samples(tmp_path: Path) -> None:
+    results = spawn(fit_padded, 2, args=(str(tmp_path),), deadline="40s").check().results
     for means in results.values():
         assert means == {"of_train": sum(range(17)) / 17, "of_val": sum(range(5)) / 5}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.checkpoint import Manifest, read_manifest
-from lightning_distplus.checkpoint.layout import MARKER, meta_folder
+from lightning_distplus.checkpoint.files import MARKER, meta_folder
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_distplus.testing import SpawnResult, spawn
@@ -216,47 +215,6 @@ def fit_with_hook(folder: str) -> int:
 
 def test_a_ddp_communication_hook_works_on_gloo(tmp_path: Path) -> None:
     assert set(spawn(fit_with_hook, 2, args=(str(tmp_path),)).check().results.values()) == {3}
-
-
-def fit_compressed(folder: str) -> dict[str, torch.Tensor]:
-    """The weights after four steps, for each way in which gradients travel."""
-    weights = {}
-    for name in (None, "fp16", "powersgd"):
-        strategy = jobs.strategy("ResilientDDP", gradient_compression=name)
-        if name == "powersgd":
-            strategy._ddp_comm_state.start_powerSGD_iter = 2  # four steps are enough to see it
-        torch.manual_seed(0)
-        model = jobs.Model()
-        jobs.trainer(strategy, 2, folder, max_steps=4).fit(model, jobs.loader())
-        weights[str(name)] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return weights
-
-
-def test_gradients_travel_compressed_where_asked_to(tmp_path: Path) -> None:
-    first, second = spawn(fit_compressed, 2, args=(str(tmp_path),), deadline="60s").check().results.values()
-    for name in ("fp16", "powersgd"):
-        assert torch.equal(first[name], second[name])
-        assert not torch.equal(first[name], first["None"])
-        assert torch.allclose(first[name], first["None"], atol=0.05)
-
-
-def fit_bf16(folder: str) -> str:
-    with pytest.raises(ValueError, match="NCCL only") as refused:
-        jobs.trainer(jobs.strategy("ResilientDDP", gradient_compression="bf16"), 1, folder).fit(
-            jobs.Model(), jobs.loader()
-        )
-    return str(refused.value)
-
-
-def test_bf16_gradients_are_refused_on_gloo_with_a_remedy(tmp_path: Path) -> None:
-    assert 'Use "fp16"' in spawn(fit_bf16, 1, args=(str(tmp_path),)).check().results[0]
-
-
-def test_two_communication_hooks_are_refused() -> None:
-    with pytest.raises(ValueError, match="one communication hook"):
-        jobs.strategy("ResilientDDP", gradient_compression="fp16", ddp_comm_hook=print)
-    with pytest.raises(ValueError, match="gradient_compression is 'zip'"):
-        jobs.strategy("ResilientDDP", gradient_compression="zip")
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)

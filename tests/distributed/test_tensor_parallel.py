@@ -44,10 +44,13 @@ class Parallel(SampleDiary):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(sources: Any, load: str | None, callbacks: list[Any], **grid: int) -> tuple[dict[int, list[list[int]]], str]:
+def fit(
+    sources: Any, folder: str, load: str | None, callbacks: list[Any], **grid: int
+) -> tuple[dict[int, list[list[int]]], str]:
     strategy = jobs.strategy("ResilientModelParallel", timeout="60s", **grid)
     model = Parallel()
-    trainer = quiet_trainer(strategy=strategy, devices=4, max_steps=NUM_STEPS, callbacks=callbacks)
+    options = {"max_steps": NUM_STEPS, "default_root_dir": folder, "callbacks": callbacks}
+    trainer = quiet_trainer(strategy=strategy, devices=4, **options)
     trainer.fit(model, token_data(sources=sources, global_batch_size=8), ckpt_path=load)
     state = {f"{name}.{key}": value for name, part in moments(trainer).items() for key, value in part.items()}
     return model.steps, weights_digest({**dict(model.named_parameters()), **state})
@@ -59,12 +62,13 @@ def moments(trainer: Any) -> dict[str, dict[str, Any]]:
 
 
 def train(sources: Any, folder: str) -> Any:
-    return fit(sources, None, [SaveAfter(save, f"{folder}/{save}.ckpt") for save in SAVES], **GRID)
+    return fit(sources, folder, None, [SaveAfter(save, f"{folder}/{save}.ckpt") for save in SAVES], **GRID)
 
 
 def resume(sources: Any, folder: str) -> Any:
-    runs = {save: fit(sources, f"{folder}/{save}.ckpt", [], **GRID) for save in SAVES}
-    elastic = fit(sources, f"{folder}/{INSIDE_A_WINDOW}.ckpt", [], data_parallel_size=4, tensor_parallel_size=1)
+    runs = {save: fit(sources, folder, f"{folder}/{save}.ckpt", [], **GRID) for save in SAVES}
+    inside = f"{folder}/{INSIDE_A_WINDOW}.ckpt"
+    elastic = fit(sources, folder, inside, [], data_parallel_size=4, tensor_parallel_size=1)
     return runs, elastic
 
 
@@ -100,7 +104,9 @@ def fit_unsharded(name: str, folder: str) -> tuple[dict[int, Any], dict[int, Any
     runs: list[Any] = []
     for load in (None, f"{folder}/{name}.ckpt"):
         strategy = jobs.strategy(name, data_parallel_size=1, tensor_parallel_size=2)
-        trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=2 if load is None else 4)
+        trainer = quiet_trainer(
+            strategy=strategy, devices=2, default_root_dir=folder, max_steps=2 if load is None else 4
+        )
         model = SampleDiary()
         try:
             trainer.fit(model, token_data(sources=f"{folder}/tokens"), ckpt_path=load)

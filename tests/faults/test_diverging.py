@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import connected
-from lightning_distplus.divergence.mailbox import Mailbox, TieToLoss
+from lightning_distplus.divergence.gradients import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn

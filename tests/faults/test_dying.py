@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -34,3 +36,9 @@ def test_a_rank_killed_before_the_gate_is_named_by_the_one_who_waits_there(mode:
     assert at - fault.unix_s < 4.0
     if mode == "forkserver":
         assert run.exit_codes[fault.fault.rank] == -signal.SIGKILL
+    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"]) == ("peer_lost", [fault.fault.rank])
+    # Its last beat came in the first second of the run; who has passed the gate of a step with it knows more.
+    assert (verdict["phase"], verdict["global_step"]) == ("step", 4)
+    assert re.search(r"its process is gone, last seen in '.*, \d\.\d s before$", verdict["lines"][0])

@@ -96,7 +96,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: di
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
     assert verdict["phase"] == "step"
     assert "FaultCallback" in verdict["operation"]
-    assert "deeds.py" in verdict["stacks"]["1"]
+    assert "faults.py" in verdict["stacks"]["1"]
     (load,) = verdict["load"].values()
     assert load["num_cores"] > 0
     assert load["memory_bytes"] > load["memory_used_bytes"] > 0
@@ -128,7 +128,7 @@ def test_a_call_that_holds_the_global_lock_is_named(ended: dict[str, Future[Ende
     verdict = verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert "lock" in verdict["cause"]
-    assert "deeds.py" in verdict["stacks"]["1"]  # it was asked from outside, while it held the lock
+    assert "faults.py" in verdict["stacks"]["1"]  # it was asked from outside, while it held the lock
     assert "in _hold_gil" in verdict["stacks"]["1"]
     assert result.exit_codes == {0: int(ExitCode.HANG), 1: -signal.SIGKILL}
 
@@ -151,7 +151,7 @@ def test_an_exception_on_one_rank_ends_all_and_each_shows_it(where: Any, tmp_pat
     assert verdict["operation"] == f"[Callback]FaultCallback.{hook}"
     assert verdict["location"].startswith(__file__)
     assert verdict["cause"] == "RuntimeError: the planted error"
-    assert "deeds.py" in verdict["stacks"]["1"]
+    assert "faults.py" in verdict["stacks"]["1"]
     assert verdict["pids"].keys() == verdict["hosts"].keys() == {"0", "1"}
     assert f"pid {verdict['pids']['1']}): raised RuntimeError" in verdict["lines"][0]
     (printed,) = [log for log in result.logs.values() if "=== exception: rank 1 to blame, rank 0 waiting" in log]

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_distplus.liveness import address_towards
 from lightning_distplus.preflight.launch import is_loopback
-from lightning_distplus.testing.launchers import free_port, rank_variables
+from lightning_distplus.testing.spawning import free_port, rank_variables
 from tests.distributed.slurm_cluster import Cluster, missing_programs, slurm
 
 pytestmark = pytest.mark.soak  # in every test run: torchrun, and a start by hand, in tests/faults/test_launch.py

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_distplus.errors import ExitCode, PreflightError
@@ -45,39 +44,6 @@ def test_a_folder_that_takes_no_file_ends_the_job_before_its_first_collective(tm
         assert f"{full} cannot be written: Read-only file system" in text
         assert ", rank 0: writing into " in text
         assert '"disk": "off"' in text
-
-
-class Huge(pl.LightningModule):
-    """Ten trillion parameters, none of which is there."""
-
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(10**6, 10**6, bias=False) for _ in range(10))
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in self.layers:
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        raise AssertionError("it has begun")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        raise AssertionError("the engine has it")
-
-
-def fit_huge(folder: str) -> None:
-    trainer = jobs.trainer(jobs.strategy("ResilientModelParallel"), 2, folder, max_steps=1)
-    trainer.fit(Huge(), jobs.loader())
-
-
-def test_a_model_that_cannot_fit_is_refused_before_the_engine_has_it(tmp_path: Path) -> None:
-    run = spawn(fit_huge, 2, args=(str(tmp_path),), deadline="40s")
-    assert run.exit_codes == dict.fromkeys(range(2), int(ExitCode.PREFLIGHT)), run.logs
-    for log in run.logs.values():
-        assert "FSDP2 needs ~" in log
-        assert "GiB per rank without activations, " in log
-        assert "parameters 18626" in log  # 10^13 x 4 bytes on 2 ranks
-        assert "cpu of " in log
 
 
 def test_a_check_that_hangs_is_a_warning_and_the_others_are_made() -> None:

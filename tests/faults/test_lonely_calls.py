@@ -55,7 +55,7 @@ ALONE = {"ResilientDDP": 3, "ResilientFSDP": 2}
 
 
 @pytest.mark.parametrize("strategy", ALONE)
-def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stand_in_the_engine(
+def test_a_save_on_rank_0_alone_is_named_when_the_others_stand_in_the_engine(
     strategy: str, slow_ones: dict[str, Future[Any]]
 ) -> None:
     run, folder = slow_ones[f"alone-{strategy}"].result()
@@ -63,13 +63,11 @@ def test_a_save_on_rank_0_alone_is_named_after_the_deadline_when_the_others_stan
     (path,) = (folder / "distplus").glob("verdict-*.json")
     verdict = json.loads(path.read_text())
     line = f"{checked.__file__}:{lonely_save.__code__.co_firstlineno + 1}"
-    assert (verdict["kind"], verdict["culprits"]) == ("hang", [0])
+    assert (verdict["kind"], verdict["culprits"]) == ("divergence", [0])  # they need not wait for the deadline
     assert verdict["location"] == line
     assert verdict["operation"] == "barrier 'Trainer.save_checkpoint'"
-    assert re.search(r"in \"barrier 'Trainer.save_checkpoint'\", call \d+ of the run, for", run.logs[0])
     assert f"rank 0 in barrier 'Trainer.save_checkpoint' at {line}; {others}" in verdict["cause"]
-    assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
-    assert DEADLINE_S <= verdict["elapsed_s"] < DEADLINE_S + 2
+    assert set(run.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
 
 
 # -- no false alarm ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.distributed.resume_jobs import SampleDiary, global_batches, quiet_tra
 
 NUM_SEEDS = 50
 NUM_STEPS = 14
-STAGES = [(0, 6), (24, 12), (70, 24)]
+GLOBAL_BATCH = 12
 CUTS = [(1, 2), (1, 6), (2, 3), (2, 1), (3, 2), (3, 1)]  # ranks, micro-batch
 PLACES = [place for place in get_args(Where) if place != "validation"]
 
@@ -48,7 +48,9 @@ def train(prefixes: list[str], size: int, micro_batch: int, workers: int, folder
     )
     model = Noted()
     sources = [Source(path=prefix, weight=weight) for prefix, weight in zip(prefixes, (3.0, 1.0), strict=True)]
-    data = token_data(sources=sources, micro_batch_size=micro_batch, num_workers=workers, global_batch_size=STAGES)
+    data = token_data(
+        sources=sources, micro_batch_size=micro_batch, num_workers=workers, global_batch_size=GLOBAL_BATCH
+    )
     found = newest_valid(checkpoints)
     trainer.fit(model, data, ckpt_path=str(found) if found else None)
     return [(model.steps, data.consumed_samples)]

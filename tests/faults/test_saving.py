@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_distplus import _compat, newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.foreign import check_unmanifested
+from lightning_distplus.checkpoint.catalog import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.events import read_events
 from lightning_distplus.strategies.restoring import Search

@@ -417,6 +417,17 @@ def test_a_module_that_forbids_the_fork_costs_one_warning_and_the_rank_starts_co
     assert says in err
 
 
+def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(
+    script: Callable[[str], list[str]], preloading: Callable[[str], Warm]
+) -> None:
+    command = script("print('warm_server' in open('/proc/self/cmdline').read())")
+    with preloading("") as one:
+        for _ in range(2):
+            assert run(one.command(command))[:2] == (0, "True\n")
+            server_of(one).kill()
+            server_of(one).wait()
+
+
 def test_a_device_that_is_open_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_server, "_DEVICES", ("/dev/full",))
     with Path("/dev/full").open():

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
@@ -54,6 +53,17 @@ NAMES = [
     "torch.distributed._checkpointable:_Checkpointable.__create_chunk_list__",
     "torch.distributed._checkpointable:_Checkpointable.__get_tensor_shard__",
     "torch:Tensor._make_wrapper_subclass",
+    # what unpickles a checkpoint
+    "torch.distributed.checkpoint.filesystem:pickle.load",
+    "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "lightning.pytorch.strategies.fsdp:_lazy_load",
+    "deepspeed.checkpoint.universal_checkpoint:SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+    "deepspeed.runtime.engine:DeepSpeedEngine._optimizer_has_ckpt_event_epilogue",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale",
     "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
@@ -146,14 +156,6 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_mode_of_a_combined_loader_is_read_and_without_its_name_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
-    loader = CombinedLoader([[1], [2, 3]], "max_size_cycle")
-    assert _compat.mode_of_combined_loader(loader) == "max_size_cycle"
-    del loader._mode
-    assert _compat.mode_of_combined_loader(loader) is None
-    assert "CombinedLoader._mode" in _warnings(caplog)[-1]
-
-
 def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:
     assert _compat.process_groups() == [dist.group.WORLD]
     assert _compat.read_group_timeout(dist.group.WORLD) == timedelta(seconds=77)
@@ -183,7 +185,7 @@ def test_a_backend_without_a_setter_keeps_its_time_out(group, monkeypatch, caplo
     class Backend:
         options = None
 
-    monkeypatch.setattr(_compat.groups, "_backends", lambda _group: [Backend()])
+    monkeypatch.setattr(_compat.torch, "_backends", lambda _group: [Backend()])
     for _ in range(2):
         _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=5))
     assert _compat.read_group_timeout(dist.group.WORLD) is None
@@ -331,6 +333,18 @@ def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch
     assert not _compat.replace_checkpoint_link(object(), print)
 
 
+def test_the_last_checkpoints_are_searched_for_in_more_places(monkeypatch, caplog, tmp_path) -> None:
+    monkeypatch.setattr(ModelCheckpoint, "_find_last_checkpoints", lambda self, trainer: {"stock"})
+    saver = ModelCheckpoint(tmp_path)
+    for name in ("ours", "twice"):  # the first one stays
+        assert _compat.find_more_last_checkpoints(lambda callback, trainer, folder, name=name: {f"{folder}/{name}"})
+    assert saver._find_last_checkpoints("trainer") == {"stock", f"{tmp_path}/ours"}
+    monkeypatch.delattr(ModelCheckpoint, "_find_last_checkpoints")
+    for _ in range(2):
+        assert not _compat.find_more_last_checkpoints(print)
+    assert len(_warnings(caplog)) == 1
+
+
 def throws_in_cpp(words: str) -> None:
     import ctypes
 
@@ -353,15 +367,6 @@ def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.delattr(module, "_dump_fr_trace_json")
     assert _compat.flight_recorder_dumps(with_collectives=True) == []
     assert "does not know the ranks' collectives" in caplog.text
-
-
-def test_schedulers_inside_a_sequence_are_found() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    warm, cool = (torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[3])
-    assert _compat.inner_schedulers(sequence) == [warm, cool]
-    assert _compat.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler([warm, cool])) == [warm, cool]
-    assert _compat.inner_schedulers(warm) == []
 
 
 def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not(
@@ -401,27 +406,6 @@ def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) ->
     assert _compat.flat_units(inner) == []
     assert all(map(_compat.is_fsdp_shard, inner.parameters()))
     assert not any(map(_compat.is_fsdp_shard, nn.Linear(2, 2).parameters()))
-
-
-def test_a_model_whose_fsdp_is_not_known_is_gathered(group: None, monkeypatch, caplog) -> None:
-    from torch import nn
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    assert _compat.why_gathered(nn.Linear(2, 2)) == "", "nothing is sharded"
-    model = FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
-    (unit,) = _compat.flat_units(model)
-    assert all(hasattr(model, name) for name in _compat.fsdp_state._OF_UNIT)
-    assert all(hasattr(unit.parameter, name) for name in _compat.fsdp_state._OF_PARAMETER)
-    assert _compat.why_gathered(model) == "", "one rank shards nothing"
-    assert not _warnings(caplog)
-
-    unknown = "this version of torch is not known"
-    monkeypatch.delattr(unit.parameter, "_contiguities")
-    assert [_compat.why_gathered(model) for _ in range(2)] == [unknown, unknown]
-    utils = importlib.import_module("torch.distributed.fsdp._state_dict_utils")
-    monkeypatch.delattr(utils, "_should_unshard_params")
-    assert [_compat.why_gathered(model) for _ in range(2)] == [unknown, unknown]
-    assert len(_warnings(caplog)) == 2
 
 
 def test_a_tensor_without_memory_has_the_form_of_another() -> None:
@@ -469,7 +453,7 @@ def test_a_file_has_no_crc_in_a_block_and_in_its_thread_only(tmp_path: Path, mon
         assert other.submit(has_crc, "other").result()
     assert has_crc("after")
     assert torch.equal(torch.load(tmp_path / "without")["weight"], torch.ones(3))
-    serialization = importlib.import_module("lightning_distplus._compat.serialization")
+    serialization = importlib.import_module("lightning_distplus._compat.torch")
     serialization._is_of_one_thread.cache_clear()
     monkeypatch.setattr(serialization, "config", SimpleNamespace())
     with _compat.without_crc():
@@ -557,8 +541,6 @@ def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> No
     assert _compat.tensor_parallel_size(ModelParallelStrategy()) is None
     _compat.give_mesh(strategy, model, "a mesh")
     assert (strategy.device_mesh, model.device_mesh) == ("a mesh", "a mesh")
-    assert _compat.ddp_arguments(DDPStrategy(static_graph=True)) == {"static_graph": True}
-    assert _compat.ddp_arguments(strategy) == {}
     for _ in range(2):
         _compat.give_mesh(SimpleNamespace(), model, None)
     assert len(_warnings(caplog)) == 1

@@ -16,16 +16,27 @@ import pytest
 from lightning_distplus.events import EventLog, read_events
 
 
-def test_event_is_one_line_with_time_rank_attempt_and_sequence_number(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "distplus", 3, attempt=2) as log:
+def test_event_is_one_line_with_time_run_rank_attempt_and_sequence_number(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "distplus", 3, attempt=2, run_id="a") as log:
         log.write("start", world_size=4)
         log.write("note", text="two\nlines", path=tmp_path)
     lines = (tmp_path / "distplus" / "events-rank00003.jsonl").read_text().splitlines()
     assert len(lines) == 2
     first, second = map(json.loads, lines)
     assert first.pop("time") <= second.pop("time") <= time.time()
-    assert first == {"rank": 3, "attempt": 2, "seq": 0, "kind": "start", "world_size": 4}
-    assert second == {"rank": 3, "attempt": 2, "seq": 1, "kind": "note", "text": "two\nlines", "path": str(tmp_path)}
+    assert first == {"run_id": "a", "rank": 3, "attempt": 2, "seq": 0, "kind": "start", "world_size": 4}
+    assert first.pop("world_size") == 4
+    assert second == {**first, "seq": 1, "kind": "note", "text": "two\nlines", "path": str(tmp_path)}
+
+
+def test_runs_that_share_a_folder_are_told_apart_and_a_ledger_without_ids_is_still_read(tmp_path: Path) -> None:
+    for run_id in ("a", "b"):
+        with EventLog(tmp_path, 0, run_id=run_id) as log:
+            log.write("start")
+    with (tmp_path / "events-rank00000.jsonl").open("a") as file:
+        file.write('{"time": 0.0, "rank": 0, "attempt": 0, "seq": 0, "kind": "start"}\n')
+    assert [event["run_id"] for event in read_events(tmp_path)] == ["", "a", "b"]
+    assert [event["run_id"] for event in read_events(tmp_path, run_id="b")] == ["b"]
 
 
 def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:

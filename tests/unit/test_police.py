@@ -18,6 +18,7 @@ OFFENDERS = {
     "signal_handler": ("signal.signal(signal.SIGUSR1, lambda *_: None)", "handler of SIGUSR1"),
     "log_handler": ("logging.getLogger().addHandler(logging.NullHandler())", "of logger 'root'"),
     "socket": ("globals().update(kept=socket.create_server(('127.0.0.1', 0)))", "socket that listens on port"),
+    "file": ("os.makedirs('left'), open('left/events.jsonl', 'w').close()", "left/events.jsonl"),
     "process_group": (
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "the default process group of torch.distributed",

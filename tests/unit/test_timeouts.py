@@ -13,6 +13,13 @@ from lightning_distplus.timeouts import Phase, Timeouts, group_timeout, parse_du
 ACCEPTED = [
     ("90s", 90),
     ("30m", 1800),
+    ("30 m", 1800),
+    ("30 min", 1800),
+    ("30 Minutes", 1800),
+    ("1 hour 30 minutes", 5400),
+    ("2hrs", 7200),
+    ("1 day", 86400),
+    ("45 seconds", 45),
     ("2h", 7200),
     ("1d", 86400),
     ("500ms", 0.5),
@@ -31,7 +38,8 @@ ACCEPTED = [
     (timedelta(minutes=3), 180),
 ]
 REFUSED = [
-    "", "soon", "30q", "m", "30 m", "-5s", "0s", "1:00", "1:60:00", "1:00:61", "nan", "inf", "${timeout}", "auto", -1,
+    "30 mi", "30 minutess", "30m and", "", "soon", "30q", "m", "-5s", "0s", "1:00", "1:60:00", "1:00:61", "nan", "inf",
+    "${timeout}", "auto", -1,
     0, 0.0, float("nan"), float("inf"), True, False, None, [30], b"30m", timedelta(0), timedelta(seconds=-1), 1e-9,
     10**400, 1e300, "9999999999d", "999999999999 days, 0:00:00", "9" * 400 + "s",
 ]  # fmt: skip
@@ -43,7 +51,7 @@ def test_a_duration_is_read_in_every_form() -> None:
 
 
 def test_anything_else_is_refused_with_the_field_and_the_accepted_forms() -> None:
-    message = r'^x is .*Accepted: "90s", "30m", "2h", "1d", "1h30m", "0:30:00", a number'
+    message = r'^x is .*Accepted: "90s", "30m", "30 minutes", "2h", "1d", "1h30m", "0:30:00", a number'
     for value in REFUSED:
         with pytest.raises(ValueError, match=message):
             print(value, parse_duration(value, field="x"))

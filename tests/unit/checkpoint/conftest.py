@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone
+from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint.commit import commit
 
 DEADLINE_S = 20.0
 
@@ -95,13 +96,11 @@ def save() -> Callable[..., Any]:
         step: int,
         content: bytes = b"weights",
         kind: str = "file",
-        *,
-        with_sha256: bool = False,
         **fields: Any,
     ) -> Any:
         info = SaveInfo(global_step=step, epoch=0, strategy="resilient_ddp", packages={}, **fields)
         write = WRITERS[kind](content)
-        return commit(target, write, rank=0, gather=gather_alone, info=info, sync=None, with_sha256=with_sha256)
+        return commit(target, write, rank=0, gather=gather_alone, info=info, sync=None)
 
     return run
 
@@ -120,7 +119,7 @@ def content_of() -> Callable[[Path], bytes]:
     return read
 
 
-CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "open")
+CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "open", "distplus.exchange")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ import pytest
 
 from lightning_distplus.checkpoint import (
     CheckpointState,
+    gather_alone,
+    info_like,
     is_committed,
     newest_valid,
     read_manifest,
     remove,
+    rotate,
     state,
     verify,
     verify_or_raise,
 )
+from lightning_distplus.checkpoint.catalog import committed_in, reference
+from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import CheckpointCorrupt
 
 KINDS = ["file", "directory"]
@@ -150,6 +156,56 @@ def test_newest_is_by_step_then_commit_time_and_never_by_name_or_file_time(tmp_p
     assert newest_valid(tmp_path) == tmp_path / "b.ckpt"
     remove(tmp_path / "b.ckpt")
     assert newest_valid(tmp_path) == tmp_path / "a"
+
+
+def save_line(save: Any, folder: Path, *names_and_steps: tuple[str, int], after: Path | None = None) -> Path:
+    """Saves checkpoints of which each names the one before it."""
+    for name, step in names_and_steps:
+        parent = None if after is None else reference(after)
+        save(folder / name, step=step, parent=parent)
+        after = folder / name
+    assert after is not None
+    return after
+
+
+def test_line_of_the_newest_commit_wins_over_a_higher_step_and_one_warning_names_both(
+    tmp_path: Path, save: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = save_line(save, tmp_path, ("8.ckpt", 8))
+    save_line(save, tmp_path, ("16.ckpt", 16), ("20.ckpt", 20), after=first)
+    assert newest_valid(tmp_path) == tmp_path / "20.ckpt"
+    assert not caplog.records
+    save_line(save, tmp_path, ("10.ckpt", 10), ("12.ckpt", 12), after=first)
+    assert newest_valid(tmp_path) == tmp_path / "12.ckpt"
+    (warning,) = caplog.messages
+    assert "12.ckpt (step 12)" in warning
+    assert "20.ckpt (step 20)" in warning
+    flip_bit(tmp_path / "12.ckpt")
+    assert newest_valid(tmp_path) == tmp_path / "10.ckpt"
+    assert newest_valid(tmp_path, but=[tmp_path / "10.ckpt", tmp_path / "12.ckpt"]) == first
+    assert [report.path.stem for report in committed_in(tmp_path)] == ["12", "10", "8", "20", "16"]
+    assert [path.stem for path in rotate(tmp_path, keep_last=1)] == ["16", "20", "8", "10"]
+
+
+def test_run_that_began_anew_is_a_line_of_its_own(tmp_path: Path, save: Any, caplog: pytest.LogCaptureFixture) -> None:
+    save_line(save, tmp_path, ("10.ckpt", 10), ("20.ckpt", 20))
+    save(tmp_path / "2.ckpt", step=2)
+    assert newest_valid(tmp_path) == tmp_path / "2.ckpt"
+    assert "20.ckpt (step 20) is on a line that was left" in caplog.text
+
+
+def test_no_checkpoint_is_older_than_what_it_follows_nor_newer_than_what_it_is_a_copy_of(
+    tmp_path: Path, save: Any
+) -> None:
+    save(tmp_path / "8.ckpt", step=8, not_before=time.time() + 3600)  # by a clock that was an hour ahead
+    first = read_manifest(tmp_path / "8.ckpt").committed_at
+    save(tmp_path / "10.ckpt", step=10, parent=reference(tmp_path / "8.ckpt"), not_before=first)
+    assert first < read_manifest(tmp_path / "10.ckpt").committed_at < first + 1
+    info = info_like(tmp_path / "8.ckpt")
+    commit(tmp_path / "8-whole.ckpt", lambda path: path.touch(), rank=0, gather=gather_alone, info=info)
+    assert newest_valid(tmp_path) == tmp_path / "10.ckpt"
+    remove(tmp_path / "10.ckpt")
+    assert newest_valid(tmp_path) == tmp_path / "8.ckpt"
 
 
 def test_folder_that_is_missing_or_holds_none_has_no_newest(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,19 +13,12 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import (
-    CheckpointState,
-    SaveInfo,
-    commit,
-    gather_alone,
-    is_committed,
-    newest_valid,
-    read_manifest,
-    state,
-    verify,
-)
+from lightning_distplus.checkpoint import SaveInfo, gather_alone, is_committed, newest_valid, read_manifest, verify
+from lightning_distplus.checkpoint.catalog import whole_one_of
+from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
 
+NUM_POLLS = 100_000
 INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
 
 
@@ -302,6 +298,9 @@ def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
         found = newest_valid(folder)
         seen.add(content_of(found) if found else None)
         assert found or old is None, f"nothing is left after a kill before change {index}"
+        if old is not None:
+            assert verify(target).ok, f"after a kill before change {index}: {verify(target)}"
+            seen.add(content_of(target))
         assert names_in(folder) <= {"last.ckpt", ".distplus"}
         if status == 0:
             break
@@ -359,25 +358,90 @@ def test_file_system_without_hard_links_gets_a_copy(tmp_path: Path, save: Any, c
     save(target, step=1, content=b"old")
 
     def child() -> None:
-        import errno
-        import sys
-
         def hook(event: str, args: Any) -> None:
             if event == "os.link":
                 raise OSError(errno.EPERM, "no hard links here")
-            if event == "os.rename" and "commit.prepared" in str(args[0]) and ".stage-" not in str(args[0]):
-                os.kill(os.getpid(), signal.SIGKILL)  # just before the marker
+            if event == "os.rename" and str(args[0]).endswith(".distplus/last.ckpt"):
+                os.kill(os.getpid(), signal.SIGKILL)  # the new file lies beside the old one's manifest
 
         sys.addaudithook(hook)
         save(target, step=2, content=b"new")
 
     assert in_child(child) == -signal.SIGKILL
-    assert state(target) is CheckpointState.TORN
+    assert not verify(target).ok
     found = newest_valid(tmp_path)
     assert found is not None
     assert found.parent.name.startswith("last.ckpt.aside-")
-    assert content_of(found) == b"old"
+    assert content_of(found) == b"new"
     assert found.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_observer_meets_a_whole_checkpoint_at_every_instant(tmp_path: Path, save: Any, kind: str) -> None:
+    target = tmp_path / "last.ckpt"
+    save(target, step=0, content=b"weights", kind=kind)
+    (tmp_path / "go on").touch()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for step in itertools.count(1):
+                save(target, step=step, content=b"weight%d" % (step % 10), kind=kind)
+                if not (tmp_path / "go on").exists():
+                    os._exit(0)
+        finally:
+            os._exit(1)
+    steps = [0]
+    try:
+        for poll in range(NUM_POLLS):
+            assert os.path.lexists(target)
+            if poll % 100 == 0:
+                report = verify(target)
+                assert report.ok, report
+                assert report.manifest is not None
+                steps.append(report.manifest.global_step)
+        (tmp_path / "go on").unlink()
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 20, "it was replaced while it was looked at"
+
+
+@pytest.mark.parametrize(("old", "new"), TRANSITIONS[:4])
+def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_path(
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str, new: str
+) -> None:
+    num_absent = 0
+    for index in range(200):
+        target = tmp_path / str(index) / "last.ckpt"
+        save(target, step=8, content=b"old", kind=old)
+
+        def child(index: int = index, target: Path = target) -> None:
+            def refuse(event: str, _: Any) -> None:
+                if event == "distplus.exchange":
+                    raise OSError(errno.EINVAL, "not on NFS")
+
+            at_change(index, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            sys.addaudithook(refuse)
+            save(target, step=9, content=b"new", kind=new)
+
+        status = in_child(child)
+        found, newest = whole_one_of(target), newest_valid(target.parent)
+        assert newest is not None
+        assert verify(found).ok
+        assert content_of(found) in (b"old", b"new")
+        num_absent += not target.exists()
+        if status == 0:
+            break
+        save(target, step=10, content=b"next", kind=new)
+        assert content_of(target) == b"next"
+        kept = [path for path in (target.parent / ".distplus").glob("*.torn-*/last.ckpt") if verify(path).ok]
+        assert kept or found == target, "what had no successor is not deleted"
+    assert status == 0
+    assert num_absent == ("directory" in (old, new))
 
 
 def test_durable_commit_leaves_the_same_as_a_fast_one(tmp_path: Path, save: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import remove
+from lightning_distplus.checkpoint.catalog import reference
 from lightning_distplus.checkpoint.copies import Copier, Copies
 
 KINDS = ["file", "directory"]
@@ -67,6 +68,20 @@ def test_the_newest_copy_comes_back_as_it_was_and_the_oldest_go(
     assert content_of(found) == b"weights 3"
     assert verify(found).ok
     assert [name for name, *_ in copies._committed()] == ["3.ckpt", "2.ckpt"]
+
+
+def test_a_run_that_went_back_keeps_the_copies_of_its_own_line(
+    save: Callable[..., Any], tmp_path: Path, url: str
+) -> None:
+    copies, parent = Copies(url, kept=2), None
+    for name, step in (("8", 8), ("20", 20), ("22", 22), ("10", 10), ("12", 12)):
+        if name == "10":
+            parent = reference(tmp_path / "8")
+        save(tmp_path / name, step, parent=parent)
+        parent = reference(tmp_path / name)
+        copies.put(tmp_path / name)
+    assert [name for name, *_ in copies._committed()] == ["12", "10"]
+    assert copies.fetch_newest(tmp_path / "other") == tmp_path / "other" / "12"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import xxhash
 
-from lightning_distplus.checkpoint import SaveInfo, digests, gather_alone, reading_back
+from lightning_distplus.checkpoint import digests
 from lightning_distplus.checkpoint.digests import DigestedWrites, digest_block, digest_file
 from lightning_distplus.checkpoint.files import forget
-from lightning_distplus.checkpoint.protocol import stage
 
 CONTENT = bytes(range(256)) * 40 + b"the end"  # ten blocks of a thousand bytes, and a part of one
 
@@ -32,12 +29,12 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.parametrize("size_bytes", [0, 1, 999, 1000, 1001, 2000, len(CONTENT)])
 def test_what_is_written_has_the_digests_of_what_is_read(tmp_path: Path, blocks: int, size_bytes: int) -> None:
     file, content, synced = tmp_path / "file", CONTENT[:size_bytes], []
-    writes = DigestedWrites(synced.append, with_sha256=True)
+    writes = DigestedWrites(synced.append)
     with writes.open(file) as stream:
         for start in range(0, size_bytes, 700):
             assert stream.tell() == start
             assert stream.write(content[start : start + 700]) == min(700, size_bytes - start)
-    read = digest_file(file, with_blocks=True, with_sha256=True)
+    read = digest_file(file, with_blocks=True)
     assert writes.found(tmp_path) == {"file": asdict(read)}
     assert len(synced) == 1
     assert file.read_bytes() == content
@@ -90,25 +87,6 @@ def test_what_is_forgotten_is_read_from_the_disk(on_disk: Path) -> None:
     forget(on_disk)
     assert not is_in_page_cache(on_disk)
     assert on_disk.read_bytes() == CONTENT
-
-
-@pytest.mark.usefixtures("on_disk")
-def test_a_save_that_is_read_back_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare, was_in_memory = reading_back.byte_findings, []
-
-    def look_and_compare(digests: Mapping[Path, str]) -> Any:
-        was_in_memory.extend(is_in_page_cache(file) for file in digests)
-        return compare(digests)
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "shard").write_bytes(CONTENT)
-
-    staged = stage(tmp_path / "saved", write, rank=0, gather=gather_alone, digested=DigestedWrites(os.fsync))
-    monkeypatch.setattr(reading_back, "byte_findings", look_and_compare)
-    info = SaveInfo(global_step=1, epoch=0, strategy="resilient_fsdp", data=None, packages={})
-    staged.commit(info, reads_back=True)
-    assert was_in_memory == [False]
 
 
 def test_a_file_has_no_digest_where_its_write_failed_or_something_else_wrote_to_it(tmp_path: Path) -> None:

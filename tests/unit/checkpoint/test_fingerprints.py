@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from operator import mul
+
+import numpy as np
 import pytest
 import torch
 
 from lightning_distplus.checkpoint import fingerprints
 from lightning_distplus.checkpoint.fingerprints import Piece, add_up, describe, differing, sums_of_pieces
+from lightning_distplus.data.order import splitmix64
 
 DTYPES = [
     torch.float32,
@@ -24,12 +28,17 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def by_hand(tensor: torch.Tensor) -> str:
-    """The definition, word by word."""
+    """The definition, lane by lane."""
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    words = [int.from_bytes(content[start : start + 8], "little") for start in range(0, len(content), 8)]
-    first = sum(words) % 2**64
-    second = sum(place * word for place, word in enumerate(words)) % 2**64
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tensor.numel()} {first:016x}{second:016x}"
+    content += b"\0" * (-len(content) % 4)
+    lanes = [int.from_bytes(content[start : start + 4], "little", signed=True) for start in range(0, len(content), 4)]
+    columns = fingerprints._column_factors().tolist()
+    rows = [sum(map(mul, lanes[start : start + 1024], columns)) for start in range(0, len(lanes), 1024)]
+    first, second = (
+        sum(row * (splitmix64((2 * place + which) * 0x9E3779B97F4A7C15) | 1) for place, row in enumerate(rows)) % 2**64
+        for which in (0, 1)
+    )
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tensor.numel()} v2:{first:016x}{second:016x}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,13 +80,57 @@ def test_what_cannot_be_compared_is_not_called_different() -> None:
     assert differing(expected, sums_of_pieces([Piece.whole("t", whole.double())])) == {}
     assert differing(expected, sums_of_pieces([Piece.of_flat("t", whole[:5], 0, 10)])) == {}
     empty = sums_of_pieces([Piece.whole("t", torch.empty(0)), Piece.whole("s", torch.tensor(3.0))])
-    assert describe(empty) == {"t": "float32 0 " + "0" * 32, "s": by_hand(torch.tensor(3.0))}
+    assert describe(empty) == {"t": "float32 0 v2:" + "0" * 32, "s": by_hand(torch.tensor(3.0))}
 
 
-@pytest.mark.parametrize("num_words", [1, 255, 256, 257, 16_384, 16_385, 70_003])
-def test_the_sums_of_a_gpu_are_those_of_a_cpu(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "_BLOCK_ROWS", 7)
-    words = torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=torch.Generator().manual_seed(3))
-    by_hand = [sum(words.tolist()), sum(place * word for place, word in enumerate(words.tolist()))]
-    for found in (fingerprints._sums_in_rows(words.numpy()), fingerprints._sums_in_blocks(words)):
-        assert [int(number) % 2**64 for number in found] == [number % 2**64 for number in by_hand]
+def test_what_an_older_version_counted_is_not_compared() -> None:
+    whole = torch.randn(10)
+    assert differing({"t": f"float32 10 {'c' * 32}"}, sums_of_pieces([Piece.whole("t", whole)])) == {}
+    assert differing({"t": f"float32 10 v2:{'c' * 32}"}, sums_of_pieces([Piece.whole("t", whole)]))
+
+
+def test_no_two_columns_have_the_same_number_and_a_row_is_summed_exactly() -> None:
+    factors = fingerprints._column_factors()
+    assert sorted(factors.abs().tolist()) == list(range(1, 2048, 2))
+    largest = torch.where(factors > 0, 2**31 - 1, -(2**31)).to(torch.int32).expand(33, 1024).contiguous()
+    by_hand = sum(map(mul, largest[0].tolist(), factors.tolist()))
+    assert fingerprints._row_sums(largest).tolist() == [by_hand] * 33
+
+
+@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 70])
+def test_the_sums_of_a_gpu_are_those_of_a_cpu(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "_GPU_ROWS", 7)
+    lanes = torch.randint(-(2**31), 2**31 - 1, (num_rows, 1024), generator=torch.Generator().manual_seed(3))
+    lanes = lanes.to(torch.int32)
+    assert torch.equal(fingerprints._row_sums(lanes), fingerprints._row_sums_in_integers(lanes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tries", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_one_or_two_flipped_bits_never_go_unseen(dtype: torch.dtype, num_tries: int) -> None:
+    random = np.random.default_rng(5)
+    whole = torch.randn(6000, generator=torch.Generator().manual_seed(4)).to(dtype)
+    size_bits, expected = whole.element_size() * 8, fingerprint(whole)
+    raw = whole.view(torch.uint8).numpy()
+    unseen = 0
+    for attempt in range(num_tries):
+        # Each position in an element in turn; the second flip is at the same position, or at any, or there is none.
+        bits = [int(element) * size_bits + attempt % size_bits for element in random.choice(6000, 2, replace=False)]
+        bits[1] = (bits[1], int(random.integers(6000 * size_bits)), bits[0])[attempt // size_bits % 3]
+        places = sorted(set(bits))
+        for place in places:
+            raw[place // 8] ^= 1 << place % 8
+        unseen += fingerprint(whole) == expected
+        for place in places:
+            raw[place // 8] ^= 1 << place % 8
+    assert unseen == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "of one number", "of two signs in turn"])
+def test_a_negated_tensor_is_another_one(dtype: torch.dtype, kind: str) -> None:
+    for numel in (1, 2, 4, 1000, 1024, 4096, 300_000):
+        whole = torch.randn(numel) if kind == "random" else torch.full((numel,), 0.5)
+        if kind == "of two signs in turn":
+            whole[1::2] *= -1
+        assert fingerprint(whole.to(dtype)) != fingerprint(-whole.to(dtype)), numel

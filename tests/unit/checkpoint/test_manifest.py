@@ -20,7 +20,7 @@ MANIFEST = Manifest(
     strategy="resilient_fsdp",
     files=(
         FileEntry("optimizer/state.bin", 7, "0" * 32),
-        FileEntry("model.bin", LARGE, "a" * 32, ("d" * 32,) * 2, "e" * 64),
+        FileEntry("model.bin", LARGE, "a" * 32, ("d" * 32,) * 2),
     ),
     committed_at=1767225600.25,
     packages={"torch": "2.13.0"},
@@ -44,6 +44,10 @@ def changed(path: str, value: Any) -> str:
     else:
         place[name] = value
     return json.dumps(document)
+
+
+def test_a_manifest_of_a_release_that_took_sha256_digests_is_read() -> None:
+    assert Manifest.from_json(changed("files.1.sha256", "e" * 64)) == MANIFEST
 
 
 def test_manifest_survives_a_round_trip() -> None:
@@ -128,8 +132,6 @@ def test_malformed_field_is_named(field: str, value: Any) -> None:
         ("xxh3_128", ...),
         ("blocks_64_mib", ["d" * 32]),
         ("blocks_64_mib", ["d" * 32, "d"]),
-        ("sha256", "E" * 64),
-        ("sha256", "e" * 32),
     ],
 )
 def test_malformed_file_is_named_by_its_index(field: str, value: Any) -> None:
@@ -152,6 +154,6 @@ def test_importing_the_package_loads_neither_torch_nor_xxhash() -> None:
         "import sys, lightning_distplus.checkpoint as c\n"
         "assert not {'torch', 'lightning', 'xxhash'} & sys.modules.keys()\n"
         "assert all(getattr(c, name) is not None for name in c.__all__)\n"
-        "assert callable(c.commit) and not {'torch', 'lightning'} & sys.modules.keys()\n"
+        "assert not {'torch', 'lightning'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_distplus.checkpoint import is_last_valid, newest_valid, quarantine, rotate, verify
-from lightning_distplus.checkpoint.layout import quarantined_in
-from lightning_distplus.checkpoint.linking import link
+from lightning_distplus.checkpoint.catalog import link
+from lightning_distplus.checkpoint.files import quarantined_in
 
 KINDS = ["file", "directory"]
 
@@ -84,7 +84,8 @@ def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone
+        from lightning_distplus.checkpoint import SaveInfo, gather_alone
+        from lightning_distplus.checkpoint.commit import commit
 
         info = SaveInfo(global_step=2, epoch=0, strategy="x", packages={})
         commit(path, lambda stage: die(stage.parent), rank=0, gather=gather_alone, info=info, sync=None)

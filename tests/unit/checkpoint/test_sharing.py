@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, commit, digests, gather_alone, sharing, verify
-from lightning_distplus.checkpoint.sharing import findings_in_share
+from lightning_distplus.checkpoint import SaveInfo, catalog, digests, gather_alone, verify
+from lightning_distplus.checkpoint.catalog import findings_in_share
+from lightning_distplus.checkpoint.commit import commit
 
 BLOCK_BYTES = 1000
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (digests, sharing):
+    for module in (digests, catalog):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("lightning_distplus.checkpoint.manifest.BLOCK_BYTES", BLOCK_BYTES)
 

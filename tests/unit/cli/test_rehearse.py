@@ -2,18 +2,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_distplus.cli.rehearsal import rates, reported_steps
-from lightning_distplus.cli.rehearse import main
+from lightning_distplus.cli.rehearse import main, rates, reported_steps
 from lightning_distplus.errors import ExitCode
 from tests.recipes import CONFIGS, ROOT, in_root  # noqa: F401
 
@@ -51,21 +48,6 @@ def test_every_recipe_can_be_rehearsed(path: Path, capsys: pytest.CaptureFixture
     assert 0.9 * (4e-4 if is_big else 2e-3) < peak <= (4e-4 if is_big else 2e-3)
 
 
-def test_memory_follows_the_number_of_ranks_and_is_held_against_what_a_device_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, report = rehearse(capsys, BIG, "--world", "64", "--memory", "2")
-    assert code == ExitCode.PREFLIGHT
-    assert (report["ranks"], report["nodes"], report["batch"]["accumulation"]) == (64, 8, 2)
-    assert report["memory"]["engine"] == "ZeRO-2"
-    assert report["memory"]["optimizer_bytes"] == pytest.approx(1_100_048_384 * 12 / 64, rel=1e-3)
-    assert re.search(r"^ZeRO-2 needs ~3\.\d GiB per rank without activations, 2\.0 are free", errors(report)["memory"])
-    # Parameters and gradients alone would fit: that is a warning.
-    code, report = rehearse(capsys, BIG, "--world", "64", "--memory", "2.5")
-    assert (code, errors(report)) == (0, {})
-    assert "memory" in {finding["check"] for finding in report["findings"]}
-
-
 @pytest.mark.parametrize(
     ("options", "check", "words"),
     [
@@ -84,33 +66,6 @@ def test_what_would_fail_after_the_queue_is_an_error_with_its_reason(
     assert words in errors(report)[check]
     if check == "layout":
         assert rehearse(capsys, BIG, *options, "--off", check, "--off", "batch")[0] == 0
-
-
-@pytest.mark.deadline(200)
-def test_the_first_steps_are_made_on_two_processes_and_the_checkpoint_has_the_size_that_was_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 4096)
-    here = ["--data.init_args.sources", str(tmp_path / "tokens.npy")]
-    before = set((ROOT / "runs").glob("*"))
-    code, report = rehearse(capsys, TINY, *here, "--steps", "1")
-    assert (code, errors(report)) == (0, {})
-    assert report["batch"]["steps_per_epoch"] == 20_000 // 128 // 8
-    (told,) = [finding["detail"] for finding in report["findings"] if finding["check"] == "steps"]
-    assert report["checkpoint"]["bytes"] == pytest.approx(int(told.split()[-2]), rel=0.02)
-    assert set((ROOT / "runs").glob("*")) == before
-
-
-@pytest.mark.soak  # as long as the test before it
-@pytest.mark.deadline(200)
-def test_an_error_of_the_first_step_is_shown_without_its_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 4096)
-    here = ["--data.init_args.sources", str(tmp_path / "tokens.npy"), "--data.init_args.vocab_size", "99"]
-    code, report = rehearse(capsys, TINY, *here, "--steps", "1", "--small", "trainer.gradient_clip_val=null")
-    assert code == ExitCode.PREFLIGHT
-    assert "99" in errors(report)["steps"]
 
 
 def optimizer() -> torch.optim.Optimizer:

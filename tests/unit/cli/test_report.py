@@ -58,3 +58,51 @@ def test_a_verdict_of_another_version_is_named_and_the_others_are_shown(
 def test_a_folder_without_a_run_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
     assert "neither events nor verdicts" in capsys.readouterr().err
+
+
+def dumps_of_a_pair(folder: Path, count: int = 2) -> Path:
+    """Rank 0 waits in a call to which the others have not come."""
+    call = {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 3,
+        "p2p_seq_id": 0,
+        "profiling_name": "nccl:all_reduce",
+        "state": "scheduled",
+        "retired": False,
+        "is_p2p": False,
+        **{name: [] for name in ("input_dtypes", "output_dtypes", "output_sizes")},
+        "input_sizes": [[4]],
+    }
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(count)))}}
+    for rank in range(count):
+        dump = {"version": "2.10", "pg_config": config, "entries": [] if rank == 1 else [call]}
+        (folder / f"nccl_trace_rank_{rank}.json").write_text(json.dumps(dump))
+    return folder
+
+
+def test_dumps_of_any_job_are_judged_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(dumps_of_a_pair(tmp_path))
+    assert main(["report", "--dumps", folder]) == 0
+    assert capsys.readouterr().out.startswith("=== hang: rank 1 to blame, rank 0 waiting\n")
+    assert main(["report", "--dumps", folder, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["culprits"], told["is_decided"], told["collectives"]["0"]["seq"]) == ([1], True, 3)
+
+
+def test_reading_many_dumps_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--dumps", str(dumps_of_a_pair(tmp_path, 40))]) == 0
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == "distplus report: 4 of 40 dumps read"
+    assert errors[-1] == "distplus report: 40 of 40 dumps read"
+
+
+def test_a_wrong_folder_and_a_wrong_call_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "--dumps", str(tmp_path)]) == 1
+    assert "holds no dump of torch's Flight Recorder" in capsys.readouterr().err
+    for wrong, says in (([], "name either RUN or --dumps"), ([str(tmp_path), "--json"], "--json goes with --dumps")):
+        with pytest.raises(SystemExit) as exit_:
+            main(["report", *wrong])
+        assert exit_.value.code == 2
+        assert says in capsys.readouterr().err

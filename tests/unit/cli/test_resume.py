@@ -6,7 +6,8 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone
+from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.cli.resume import checkpoint_folder, newest_checkpoint
 from lightning_distplus.errors import CheckpointCorrupt
 

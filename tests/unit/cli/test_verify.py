@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, commit, gather_alone, quarantine
+from lightning_distplus.checkpoint import SaveInfo, gather_alone, quarantine
+from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.cli.__main__ import main
 
 

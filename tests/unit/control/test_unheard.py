@@ -12,7 +12,7 @@ from lightning_distplus.control.joining import await_port
 from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import RendezvousError
 from lightning_distplus.testing import spawn
-from lightning_distplus.testing.launchers import free_port
+from lightning_distplus.testing.spawning import free_port
 from lightning_distplus.world import World
 
 MEETING = "distplus/job/0 node-zero:29500"

@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_distplus.data import ResumableDataModule, Source, TokenDataModule
+from lightning_distplus.data.order import EpochOrder
 from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import (
     Augmented,
@@ -97,7 +98,7 @@ def test_state_is_plain_and_smaller_than_1_kb(map_checkpoint: Path, token_checkp
         torch.save(state, stream)
         assert len(repr(state)) < 1000
         assert state["consumed_samples"] == 6
-        assert (state["version"], state["order_version"], state["seed"]) == (2, 1, 3)
+        assert (state["version"], state["order_version"], state["seed"]) == (2, 2, 3)
 
 
 def test_resume_says_the_global_batch_where_and_how_long(
@@ -203,6 +204,17 @@ def test_state_of_another_version_is_refused(name: str, map_checkpoint: Path, tm
     path = moved_to(map_checkpoint, tmp_path, **{name: 3})
     with pytest.raises(DatasetMismatch, match=f"data state has {name} 3; this lightning_distplus reads 1"):
         resume(map_data(ignore_fingerprint=True), path)
+
+
+def test_a_run_that_began_in_an_older_order_ends_in_it(map_checkpoint: Path, tmp_path: Path) -> None:
+    path = moved_to(map_checkpoint, tmp_path, order_version=1)
+    data = map_data()
+    resume(data, path, max_steps=5)
+    assert data.state_dict()["order_version"] == data.identity["order_version"] == 1
+    epoch, places = data.position().epoch, np.arange(17)
+    before, now = (EpochOrder(num_samples=17, seed=3, epoch=epoch, version=version)(places) for version in (1, 2))
+    assert np.array_equal(data._order(data.position())[0](places), before)
+    assert not np.array_equal(before, now)
 
 
 def test_position_past_the_data_is_refused(map_checkpoint: Path, tmp_path: Path) -> None:

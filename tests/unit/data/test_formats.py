@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
 import pickle
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -131,7 +127,7 @@ def set_up(path: Path, **arguments: Any) -> None:
     TokenDataModule([Source(path=str(path), **arguments)], seq_len=SEQ_LEN, micro_batch_size=1).setup("fit")
 
 
-# Raw, .npy and .ds.
+# Raw and .npy.
 
 
 def test_raw_files_are_one_stream(tmp_path: Path) -> None:
@@ -151,15 +147,10 @@ def test_npy_says_its_own_type(tmp_path: Path) -> None:
     assert rows(source) == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
 
 
-def test_datatrove_files_bring_their_documents(tmp_path: Path) -> None:
+def test_a_datatrove_file_is_raw(tmp_path: Path) -> None:
     np.arange(12, dtype="<u2").tofile(tmp_path / "00000.ds")
-    np.array([4, 6, 12], dtype="<u8").tofile(tmp_path / "00000.ds.index")
-    source = opened(tmp_path / "00000.ds", seq_len=5, dtype="uint16")
+    source = opened(tmp_path / "00000.ds", seq_len=5, format="raw", dtype="uint16")
     assert rows(source) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
-    assert source.documents(np.arange(2)).tolist() == [[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]
-    np.array([4, 6], dtype="<u8").tofile(tmp_path / "00000.ds.index")
-    with pytest.raises(ValueError, match=r"00000\.ds\.index does not fit 00000\.ds: .* ends at token 6, .* holds 12"):
-        opened(tmp_path / "00000.ds", dtype="uint16", split=(0.0, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +160,6 @@ def test_datatrove_files_bring_their_documents(tmp_path: Path) -> None:
         ("a.bin", b"x" * 15, "uint16", "it has 15 bytes, no multiple of 2"),
         ("a.bin", b"x" * 4, "uint16", "holds 2 tokens, and one sample of seq_len 3 takes 4"),
         ("a.bin", b"x" * 16, None, r"\(raw\) does not say its token type; name it, as in dtype=\"uint16\""),
-        ("a.ds", b"x" * 16, None, r"\(ds\) does not say its token type"),
-        ("a.ds", b"", "uint16", "is empty"),
         ("a.npy", b"", None, "is empty"),
         ("a.npy", b"x" * 80, None, r"a\.npy \(file 1 of 1\) is no \.npy file"),
     ],
@@ -205,205 +194,19 @@ def test_damaged_second_npy_file_is_refused(array: np.ndarray, cut: int, message
         opened(tmp_path)
 
 
-# litdata.
-
-
-@pytest.fixture
-def chunks(tmp_path: Path) -> Path:
-    """Three chunks as litdata 0.2.76 writes them, byte by byte; items of 10, 11, ... tokens, two per chunk."""
-    folder = tmp_path / "optimized"
-    folder.mkdir()
-    table = []
-    for number in range(3):
-        items = [np.arange(100 * i, 100 * i + 10 + i, dtype="<u2").tobytes() for i in (2 * number, 2 * number + 1)]
-        offsets = np.cumsum([4 * (len(items) + 2), *map(len, items)])
-        head = struct.pack("<4I", len(items), *offsets)
-        (folder / f"chunk-0-{number}.bin").write_bytes(head + b"".join(items))
-        size, dim = int(offsets[-1]), sum(map(len, items)) // 2
-        row = {"chunk_bytes": size, "chunk_size": len(items), "dim": dim, "filename": f"chunk-0-{number}.bin"}
-        table.append(row)
-    config = {"compression": None, "encryption": None, "data_format": ["no_header_tensor:20"]}
-    config |= {"item_loader": "TokensLoader", "chunk_size": 21, "chunk_bytes": None}
-    (folder / "index.json").write_text(json.dumps({"chunks": table, "config": config}))
-    return folder
-
-
-def test_litdata_chunks_are_read_block_by_block_with_their_items_as_documents(chunks: Path) -> None:
-    source = opened(chunks, seq_len=9)
-    assert (source.format, source.dtype, source.num_tokens) == ("litdata", np.uint16, 75)
-    assert rows(source)[:3] == [[*range(10)], [*range(100, 110)], [*range(200, 210)]]
-    assert rows(source)[3] == [210, 211, *range(300, 308)]
-    assert source.documents(np.array([3])).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1]]
-    assert len(rows(source)) == 2 + 2 + 2
-    assert rows(opened(chunks, seq_len=9, split=(0.5, 1.0))) == rows(source)[3:]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("chunk-0-2.bin", lambda data: b"", r"chunk-0-2\.bin is empty \(0 bytes\)"),
-        ("chunk-0-2.bin", lambda data: data[:-1], r"\(chunk 3 of 3\) is truncated: it has 73 bytes, .* describes 74"),
-        ("chunk-0-2.bin", lambda data: data + b"x", "is too long"),
-        ("chunk-0-2.bin", lambda data: b"\x03" + data[1:], r"are \(3, 16, 74\), expected \(2, 16, 74\)"),
-        ("index.json", lambda data: data[:99], r"index\.json is no index of litdata, or torn"),
-        ("index.json", lambda data: data.replace(b"tensor:20", b"tensor:17"), "is truncated: it has 58 bytes"),
-        (
-            "index.json",
-            lambda data: data.replace(b"tensor:20", b"tensor:0"),
-            "expected one tensor or array of integers",
-        ),
-        ("index.json", lambda data: data.replace(b"no_header_tensor:20", b"jpeg"), r"an item is \['jpeg'\]"),
-        (
-            "index.json",
-            lambda data: data.replace(b'"compression": null', b'"compression": "zstd"'),
-            "compression 'zstd'",
-        ),
-        ("index.json", lambda data: data.replace(b'"dim": 21', b'"dim": null'), r"how many tokens chunk-0-0\.bin"),
-        ("index.json", lambda data: b'{"chunks": [], "config": {"data_format": ["no_header_tensor:20"]}}', "is empty"),
-    ],
-)
-def test_damaged_litdata_folder_is_refused_at_setup(
-    name: str, damage: Callable[[bytes], bytes], message: str, chunks: Path
-) -> None:
-    path = chunks / name
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=message):
-        set_up(chunks)
-
-
-def test_folder_that_litdata_wrote_is_read_as_litdata_reads_it(tmp_path: Path) -> None:
-    litdata = pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
-    loader = litdata.streaming.item_loader.TokensLoader
-    for kind, items in {
-        "tensor": [torch.arange(100 * i, 100 * i + 10 + i, dtype=torch.int32) for i in range(12)],
-        "array": [np.arange(100 * i, 100 * i + 10 + i, dtype=np.uint16) for i in range(12)],
-    }.items():
-        folder = tmp_path / kind
-        writer = litdata.streaming.cache.Cache(str(folder), chunk_size=41, item_loader=loader(block_size=5))
-        for number, item in enumerate(items):
-            writer[number] = item
-        writer.done()
-        writer.merge(1)
-        theirs = litdata.StreamingDataset(str(folder), item_loader=loader(block_size=5), shuffle=False)
-        ours = opened(folder, seq_len=4)
-        assert rows(ours) == [theirs[number].tolist() for number in range(len(theirs))]
-        assert ours.num_tokens == sum(map(len, items))
-
-
-# Arrow and Parquet.
-
-DOCUMENTS = [list(range(10 * i, 10 * i + 3 + i)) for i in range(6)]
-needs_arrow = pytest.mark.skipif(
-    importlib.util.find_spec("pyarrow") is None or importlib.util.find_spec("datasets") is None,
-    reason="pyarrow and datasets are not installed: pip install 'lightning-distplus[formats]'",
-)
-
-
-def saved(documents: list[list[int]], path: Path, **arguments: Any) -> Path:
-    import datasets
-
-    rows = {"input_ids": documents, "text": ["x"] * len(documents)}
-    data = datasets.Dataset.from_dict(rows)
-    if path.suffix == ".parquet":
-        data.to_parquet(str(path))
-    else:
-        data.save_to_disk(str(path), **arguments)
-    return path
-
-
-@needs_arrow
-@pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_rows_are_documents_of_one_stream(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    if kind == "arrow":
-        saved(DOCUMENTS, path, num_shards=2)
-    else:
-        path.mkdir()
-        saved(DOCUMENTS[:4], path / "0.parquet")
-        saved(DOCUMENTS[4:], path / "1.parquet")
-    source = pickle.loads(pickle.dumps(opened(path, seq_len=4)))
-    stream = [token for document in DOCUMENTS for token in document]
-    assert source.format == kind
-    assert rows(source) == [stream[start : start + 5] for start in range(0, 32, 4)]
-    assert source.documents(np.array([0, 1])).tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
-    assert rows(opened(path, seq_len=4, split=(0.5, 1.0)))[0] == [30, 31, 32, 33, 34]
-    assert opened(path, seq_len=4, split=(0.5, 1.0)).fingerprint() != source.fingerprint()
-    with pytest.raises(ValueError, match="has no column 'tokens'; it has input_ids"):
-        opened(path, column="tokens")
-    with pytest.raises(ValueError, match="column 'text' holds string, expected lists of integers"):
-        opened(path, column="text")
-
-
-@needs_arrow
-def test_rows_of_one_sample_each_are_the_samples(tmp_path: Path) -> None:
-    path = saved([[5 * i + j for j in range(5)] for i in range(7)], tmp_path / "packed", num_shards=2)
-    assert rows(opened(path, seq_len=4)) == [[5 * i + j for j in range(5)] for i in range(7)]
-    assert rows(opened(path, seq_len=4, split=(0.0, 0.3))) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
-@needs_arrow
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: b"", r"00001-of-00002\.arrow is empty \(0 bytes\)"),
-        (lambda data: data[:-8], r"\(file 2 of 2\) is truncated: it ends with"),
-        (lambda data: data[:5], r"\(file 2 of 2\) is truncated"),
-        (lambda data: b"x" * 40 + data[-8:], r"\(file 2 of 2\) is no Arrow stream, or torn"),
-    ],
-)
-def test_damaged_second_arrow_file_is_refused(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
-    path = saved(DOCUMENTS, tmp_path / "rows", num_shards=2) / "data-00001-of-00002.arrow"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=message):
-        set_up(path.parent)
-
-
-@needs_arrow
-def test_damaged_second_parquet_file_and_a_folder_of_several_sets_are_refused(tmp_path: Path) -> None:
-    import datasets
-
-    saved(DOCUMENTS, tmp_path / "0.parquet")
-    for content, message in ((b"", r"1\.parquet is empty"), (b"PAR1xx", r"\(file 2 of 2\) is no Parquet file")):
-        (tmp_path / "1.parquet").write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            set_up(tmp_path)
-    data = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
-    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(ValueError, match=r"both holds several data sets: train, test\. Name the folder of one"):
-        set_up(tmp_path / "both")
-    with pytest.raises(ValueError, match="holds 1 null values"):
-        set_up(saved([[1, 2, 3, 4, 5], None], tmp_path / "nulls"))  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
-def test_missing_library_is_named_with_the_command_that_installs_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in [name for name in sys.modules if name.partition(".")[0] in ("pyarrow", "datasets")]:
-        monkeypatch.delitem(sys.modules, library)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what import then says is what it says where there is none
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ModuleNotFoundError, match=r'need pyarrow, .* Run: pip install "lightning-distplus\[formats\]"'):
-        set_up(tmp_path / name)
-
-
 # What is at a path.
 
 
-def test_what_is_at_a_path_is_found_out(packed: Path, chunks: Path, tmp_path: Path) -> None:
+def test_what_is_at_a_path_is_found_out(packed: Path, tmp_path: Path) -> None:
     write_pair(tmp_path / "pair", [[1, 2, 3, 4, 5]])
     np.save(tmp_path / "one.npy", np.arange(9))
     (tmp_path / "raw.bin").write_bytes(b"x" * 16)
-    (tmp_path / "two.ds").write_bytes(b"x" * 16)
     for name in ("pair", "pair.bin", "pair.idx"):
         assert detect(str(tmp_path / name)) == "megatron"
     for name, expected in {
-        "optimized": "litdata",
         "slim": "litpkds",
         "one.npy": "npy",
         "raw.bin": "raw",
-        "two.ds": "ds",
     }.items():
         assert detect(str(tmp_path / name)) == expected
     assert rows(opened(tmp_path / "pair")) == [[1, 2, 3, 4]]
@@ -419,6 +222,11 @@ def test_ambiguous_or_unknown_path_is_refused(packed: Path, tmp_path: Path) -> N
     (tmp_path / "other" / "notes.txt").write_text("x")
     with pytest.raises(ValueError, match=r"other \(it holds notes\.txt\) is in no format that is known"):
         opened(tmp_path / "other")
+    (tmp_path / "optimized").mkdir()
+    (tmp_path / "optimized" / "index.json").write_text('{"chunks": []}')
+    (tmp_path / "optimized" / "chunk-0-0.bin").write_bytes(b"x" * 16)
+    with pytest.raises(ValueError, match=r"is in no format that is known .* read it by its own library"):
+        opened(tmp_path / "optimized")
     with pytest.raises(ValueError, match=r"nothing\.idx is missing"):
         opened(tmp_path / "nothing")
     with pytest.raises(ValueError, match="is no file, and no folder with files"):
@@ -433,6 +241,9 @@ def test_source_that_contradicts_its_files_is_refused(packed: Path) -> None:
         opened(packed, dtype="int32")
     with pytest.raises(ValueError, match="dtype of source x is 'float32'; it is one of uint8"):
         Source(path="x", dtype="float32")
+    for removed in ("ds", "litdata", "arrow", "parquet"):
+        with pytest.raises(ValueError, match=f"{removed}', which is not read in place: read it by its own library"):
+            Source(path="x", format=removed)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="format of source x is 'zip'; it is auto, megatron"):
         Source(path="x", format="zip")  # type: ignore[arg-type]
 

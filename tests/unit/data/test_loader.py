@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lightning_distplus.data.loader import SampleFetcher, SampleLoader, WorkerOptions
 from lightning_distplus.data.request import Request
@@ -173,3 +173,21 @@ def test_token_outside_the_vocabulary_is_named() -> None:
         fetcher.check_vocabulary()
     with pytest.raises(ValueError, match=r"Source b .* \(sample 49\)"):
         fetcher.__getitems__(Request(np.array([[0, 1], [1, 49]]), np.arange(2), 0))
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(()) + index
+
+
+def test_augmentation_under_a_subset_does_not_depend_on_the_cut() -> None:
+    """Row R14: a Subset has ``__getitems__``, which torch calls with a whole batch."""
+    half, _ = torch.utils.data.random_split(Subset(Noisy(), range(10)), [6, 4], torch.Generator().manual_seed(0))
+    fetcher = SampleFetcher(half, collate=None, seed=3)
+    whole = fetcher.__getitems__(Request(np.arange(6), np.arange(6), 0))
+    parts = [fetcher.__getitems__(Request(np.arange(a, a + 2), np.arange(a, a + 2), 0)) for a in (0, 2, 4)]
+    assert torch.equal(whole, torch.cat(parts))
+    assert not fetcher.is_seeded_per_batch

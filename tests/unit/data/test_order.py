@@ -40,14 +40,22 @@ GOLDEN = [
     ),
 ]
 
+GOLDEN_2 = [
+    (1, 0, [0], 0),
+    (2, 1, [0, 1], 1),
+    (10, 2558736989570252433, [5, 9, 3, 6, 1, 7, 8, 4], 0),
+    (64, 15804133323032236162, [28, 19, 35, 40, 12, 39, 13, 43], 9),
+]
 
-def test_keys_and_order_of_version_1_never_change() -> None:
-    assert ORDER_VERSION == 1
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_keys_and_orders_of_all_versions_never_change(version: int) -> None:
+    assert ORDER_VERSION == 2
     assert splitmix64(0) == 16294208416658607535  # the first output of the published generator for seed 0
     assert derive_key(1, 2, 3) == 15020427595393229491
-    for n, key, first, last in GOLDEN:
-        assert permute(np.arange(len(first)), n, key).tolist() == first
-        assert permute(np.array([n - 1]), n, key).tolist() == [last]
+    for n, key, first, last in GOLDEN if version == 1 else [*GOLDEN_2, *(one for one in GOLDEN if one[0] > 64)]:
+        assert permute(np.arange(len(first)), n, key, version).tolist() == first
+        assert permute(np.array([n - 1]), n, key, version).tolist() == [last]
     whole = permute(np.arange(100_003), 100_003, derive_key(7, 0, 1))
     assert xxhash.xxh3_64(whole.tobytes()).hexdigest() == "12c4b1ed0f2cc47d"
 
@@ -96,6 +104,20 @@ def test_tiny_orders_reach_every_permutation_equally_often() -> None:
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 6
     assert max(counts.values()) < 1.3 * min(counts.values())
+
+
+@pytest.mark.parametrize("n", [5, 9, 16, 64])
+def test_small_orders_are_uniform_in_first_pairs_and_in_parity(n: int) -> None:
+    """At n = 9 the network of version 1 has no odd permutation, and favours pairs by hundreds of deviations."""
+    num_orders, pairs, num_odd = 5_000, np.zeros((n, n)), 0
+    for seed in range(num_orders):
+        order = permute(np.arange(n), n, derive_key(seed, 0, 0))
+        pairs[order[0], order[1]] += 1
+        num_odd += int(np.triu(order[:, None] > order[None, :]).sum()) % 2
+    assert abs(num_odd - num_orders / 2) < 4.5 * np.sqrt(num_orders) / 2
+    expected, degrees = num_orders / n / (n - 1), n * (n - 1) - 1
+    found = pairs[~np.eye(n, dtype=bool)]
+    assert abs(float(((found - expected) ** 2).sum()) / expected - degrees) < 4.5 * np.sqrt(2 * degrees)
 
 
 def test_seed_source_and_epoch_each_change_the_order() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_distplus.cli.prepare import main
 from lightning_distplus.data.prepare import END_OF_DOCUMENT, Progress, prepare
 from lightning_distplus.data.tokens import MegatronTokens
 
@@ -165,7 +166,7 @@ def start(source: Path, output: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, "--output", str(output)], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_killed_preparation_shows_no_target(tmp_path: Path) -> None:
+def test_a_killed_preparation_shows_no_target_and_a_second_one_beside_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 2_500)  # 5 MB, a second
     command = [
         sys.executable,
@@ -179,9 +180,14 @@ def test_a_killed_preparation_shows_no_target(tmp_path: Path) -> None:
     assert process.stderr is not None
     with process.stderr:
         assert "training the tokenizer" in process.stderr.readline()
+        with pytest.raises(BlockingIOError, match="Another preparation writes to the same target"):
+            prepare([tmp_path / "text.txt"], tmp_path / "out", vocab_size=300)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["text.txt"]
+    (tmp_path / "text.txt").write_text(TEXT)
+    prepare([tmp_path / "text.txt"], tmp_path / "out", vocab_size=300)
+    assert not (tmp_path / ".out.prepare").exists(), "the next one cleans up"
 
 
 def test_control_c_ends_a_preparation_with_one_line_and_no_rest(tmp_path: Path) -> None:
@@ -206,3 +212,52 @@ def test_control_c_ends_a_preparation_with_one_line_and_no_rest(tmp_path: Path) 
     assert "interrupted" in rest
     assert "Traceback" not in rest
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_removed_options_are_refused_with_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--num_workers", "2"], ["--shard_bytes=9"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["corpus", "--output", "x", *words])
+        assert "any more: one process prepares all; a larger corpus: datatrove" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["corpus", "--output", "x", "--fromat", "text"])
+    assert "did you mean 'format'?" in capsys.readouterr().err
+
+
+# Parquet.
+
+
+def write_parquet(path: Path, texts: list[str | None], rows: int = 200, column: str = "text") -> None:
+    arrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"id": list(range(len(texts))), column: texts})
+    parquet.write_table(table, path, row_group_size=rows)
+
+
+def test_parquet_gives_the_tokens_of_the_same_jsonl(tmp_path: Path) -> None:
+    texts = [f"{number} {TEXT[: number % 300]}" for number in range(2_000)]
+    write_parquet(tmp_path / "a.parquet", [*texts[:900], ""], rows=150)
+    write_parquet(tmp_path / "b.parquet", texts[900:], rows=1_000)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = prepare([tmp_path / "a.jsonl"], tmp_path / "jsonl", vocab_size=300).tokenizer
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    assert prepare(files, tmp_path / "parquet", tokenizer=tokenizer).num_documents == 2_000
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"parquet{suffix}").read_bytes() == (tmp_path / f"jsonl{suffix}").read_bytes()
+    limited = prepare(files, tmp_path / "limited", tokenizer=tokenizer, max_bytes=20_000)
+    assert limited.num_bytes <= 20_000
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [("column", r"no column 'text'; found id, body"), ("null", r"bad\.parquet, row 3: column 'text' holds null"),
+     ("cut", r"bad\.parquet is no Parquet file"), ("type", "column 'id' holds int64, not strings")],
+)  # fmt: skip
+def test_bad_parquet_is_named(deed: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    write_parquet(path, ["a", "b", None if deed == "null" else "c"], column="body" if deed == "column" else "text")
+    if deed == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=words):
+        prepare([path], tmp_path / "out", vocab_size=300, text_key="id" if deed == "type" else "text")
+    assert not list(tmp_path.glob("*out*"))

@@ -12,29 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
+from lightning_distplus import ResumableDataModule, samplers
 from lightning_distplus.data.plan import EpochPlan, Geometry
-from lightning_distplus.data.samplers import GroupedByLength, OwnSampler, Sampling, SamplingOptions, Weighted
+from lightning_distplus.data.samplers import OwnSampler
 from lightning_distplus.world import DataParallel
 
 SIZE = 97
 LENGTHS = np.random.default_rng(0).integers(1, 1000, SIZE)
 WEIGHTS = np.random.default_rng(1).random(SIZE) * (np.arange(SIZE) % 5 > 0)
-KINDS: dict[str, Sampling] = {
-    "with replacement": Weighted(WEIGHTS, replacement=True, num_samples=120, size=SIZE),
-    "without replacement": Weighted(WEIGHTS, replacement=False, num_samples=60, size=SIZE),
-    "by length": GroupedByLength(LENGTHS, size=SIZE),
-    "own": OwnSampler(
-        lambda seed, epoch: np.roll(np.arange(SIZE), seed + epoch)[:96].reshape(48, 2),
-        size=SIZE,
-        seed=0,
-        batch_size=2,
-    ),
+KINDS: dict[str, Any] = {
+    "with replacement": samplers.weighted(WEIGHTS, num_samples=120),
+    "without replacement": samplers.weighted(WEIGHTS, num_samples=60, replacement=False),
+    "by length": samplers.by_length(LENGTHS, global_batch=12),
+    "own": lambda seed, epoch: np.roll(np.arange(SIZE), seed + epoch)[:96].reshape(48, 2),
 }
 
 
-def epoch_of(sampling: Sampling, *, seed: int = 3, epoch: int = 0, global_batch: int = 12) -> list[int]:
-    order = sampling.order(seed=seed, epoch=epoch, global_batch=global_batch)
-    return order(np.arange(sampling.num_samples)).tolist()
+def own(sampler: Any, size: int = SIZE) -> OwnSampler:
+    return OwnSampler(sampler, size=size, seed=0, batch_size=2)
+
+
+def epoch_of(sampler: Any, *, seed: int = 3, epoch: int = 0) -> list[int]:
+    return np.ravel(sampler(seed, epoch)).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,9 +46,9 @@ def epoch_of(sampling: Sampling, *, seed: int = 3, epoch: int = 0, global_batch:
 def test_every_grid_and_every_beginning_gives_the_same_global_batches(
     kind: str, cut: tuple[int, int], seed: int, epoch: int, first_step: int
 ) -> None:
-    sampling, (world_size, micro_batch) = KINDS[kind], cut
+    sampler, (world_size, micro_batch) = KINDS[kind], cut
     accumulation = 12 // (world_size * micro_batch)
-    order = sampling.order(seed=seed, epoch=epoch, global_batch=12)
+    order = own(sampler).order(seed=seed, epoch=epoch)
     steps: list[list[int]] = [[] for _ in range(5)]
     for batch in range(first_step * accumulation, 5 * accumulation):
         for rank in range(world_size):
@@ -62,7 +61,7 @@ def test_every_grid_and_every_beginning_gives_the_same_global_batches(
                 num_batches=5 * accumulation,
             )
             steps[batch // accumulation] += plan.ids(batch).tolist()
-    expected = epoch_of(sampling, seed=seed, epoch=epoch)
+    expected = epoch_of(sampler, seed=seed, epoch=epoch)
     assert steps[first_step:] == [expected[12 * step : 12 * step + 12] for step in range(first_step, 5)]
 
 
@@ -70,7 +69,7 @@ def test_every_grid_and_every_beginning_gives_the_same_global_batches(
 def test_grouping_by_length_is_a_permutation_with_neighbours_in_length(
     seed: int, epoch: int, global_batch: int
 ) -> None:
-    indices = epoch_of(KINDS["by length"], seed=seed, epoch=epoch, global_batch=global_batch)
+    indices = epoch_of(samplers.by_length(LENGTHS, global_batch=global_batch), seed=seed, epoch=epoch)
     assert sorted(indices) == list(range(SIZE))
     num_batches = SIZE // global_batch
     lengths = LENGTHS[indices[: num_batches * global_batch]].reshape(num_batches, global_batch)
@@ -89,7 +88,7 @@ def test_drawing_without_replacement_repeats_nothing_and_takes_no_sample_of_weig
 @pytest.mark.parametrize("replacement", [True, False])
 def test_draws_are_distributed_as_those_of_torch(replacement: bool) -> None:
     weights, draws, repeats = [0.0, 1.0, 2.0, 3.0, 10.0], 3, 4000
-    ours = Weighted(weights, replacement=replacement, num_samples=draws, size=5)
+    ours = samplers.weighted(weights, num_samples=draws, replacement=replacement)
     torch.manual_seed(0)
     theirs = WeightedRandomSampler(weights, draws, replacement)
     found, expected = np.zeros((draws, 5)), np.zeros((draws, 5))
@@ -103,11 +102,11 @@ def test_draws_are_distributed_as_those_of_torch(replacement: bool) -> None:
 
 
 def test_epochs_and_seeds_differ_and_a_golden_vector_keeps_the_order_of_this_version() -> None:
-    for sampling in KINDS.values():
-        assert epoch_of(sampling) == epoch_of(sampling)
-        assert len({tuple(epoch_of(sampling, epoch=epoch)) for epoch in range(4)}) == 4
-        assert epoch_of(sampling, seed=4) != epoch_of(sampling)
-    assert {kind: epoch_of(sampling)[:6] for kind, sampling in KINDS.items()} == GOLDEN
+    for sampler in KINDS.values():
+        assert epoch_of(sampler) == epoch_of(sampler)
+        assert len({tuple(epoch_of(sampler, epoch=epoch)) for epoch in range(4)}) == 4
+        assert epoch_of(sampler, seed=4) != epoch_of(sampler)
+    assert {kind: epoch_of(sampler)[:6] for kind, sampler in KINDS.items()} == GOLDEN
 
 
 GOLDEN = {
@@ -121,22 +120,25 @@ GOLDEN = {
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: samplers.weighted([[1.0]]), r"weights has shape \(1, 1\)"),
+        (lambda: samplers.weighted([1.0, -2.0]), r"weights\[1\] is -2.0"),
+        (lambda: samplers.weighted([np.nan, 1.0]), r"weights\[0\] is nan"),
+        (lambda: samplers.weighted([0.0, 0.0]), "not all 0"),
         (
-            lambda: Weighted([1.0], replacement=True, num_samples=None, size=2),
-            r"weights has shape \(1,\); .* 2 samples",
+            lambda: samplers.weighted([0.0, 1.0], num_samples=2, replacement=False),
+            "1 samples have a weight above 0",
         ),
-        (lambda: Weighted([1.0, -2.0], replacement=True, num_samples=None, size=2), r"weights\[1\] is -2.0"),
-        (lambda: Weighted([np.nan, 1.0], replacement=True, num_samples=None, size=2), r"weights\[0\] is nan"),
-        (lambda: Weighted([0.0, 0.0], replacement=True, num_samples=None, size=2), "not all 0"),
-        (lambda: Weighted([0.0, 1.0], replacement=False, num_samples=2, size=2), "1 samples have a weight above 0"),
-        (lambda: GroupedByLength([1, 2, 3], size=2), r"lengths has shape \(3,\)"),
-        (lambda: own(lambda seed, epoch: [0, 2]), "returns indices in 0..1"),
-        (lambda: own(WeightedRandomSampler([1.0], 1)), "is a WeightedRandomSampler"),
-        (lambda: own(lambda seed, epoch: [[0, 1, 0]]), r"shape \(1, 3\); a row is a micro-batch of batch_size=2"),
-        (lambda: options(weights=[1.0], lengths=[1]), "weights and lengths each decide"),
-        (lambda: options(weights=[1.0], shuffle=False), "shuffle is False and weights decides"),
-        (lambda: options(num_samples=4), "num_samples and replacement belong to weights"),
-        (lambda: options(lengths=[1]).sampling(None, seed=0, batch_size=2), "needs one data set with an index"),
+        (lambda: samplers.by_length(3, global_batch=2), r"lengths has shape \(\)"),
+        (lambda: samplers.by_length([1, 2], global_batch=0), "global_batch is 0"),
+        (lambda: own(samplers.weighted([1.0]), 2), "made for 1 samples; the data set has 2"),
+        (lambda: own(samplers.by_length([1, 2, 3], global_batch=2), 2), "made for 3 samples; the data set has 2"),
+        (lambda: own(lambda seed, epoch: [0, 2], 2), "returns indices in 0..1"),
+        (lambda: own(WeightedRandomSampler([1.0], 1), 2), "is a WeightedRandomSampler"),
+        (lambda: own(lambda seed, epoch: [[0, 1, 0]], 2), r"shape \(1, 3\); a row is a micro-batch of batch_size=2"),
+        (
+            lambda: ResumableDataModule(batch_size=2, sampler=lambda seed, epoch: [0], shuffle=False),
+            "shuffle is False and sampler decides",
+        ),
     ],
 )
 def test_impossible_sampling_is_refused(make: Any, message: str) -> None:
@@ -144,16 +146,7 @@ def test_impossible_sampling_is_refused(make: Any, message: str) -> None:
         make()
 
 
-def own(sampler: Any) -> OwnSampler:
-    return OwnSampler(sampler, size=2, seed=0, batch_size=2)
-
-
-def options(**arguments: Any) -> SamplingOptions:
-    nothing = {"weights": None, "replacement": True, "num_samples": None, "lengths": None, "sampler": None}
-    return SamplingOptions(**{**nothing, "shuffle": True, **arguments})
-
-
 def test_sampler_that_gives_another_number_in_another_epoch_is_refused() -> None:
-    sampling = OwnSampler(lambda seed, epoch: list(range(4 - epoch)), size=4, seed=0, batch_size=2)
+    sampling = own(lambda seed, epoch: list(range(4 - epoch)), 4)
     with pytest.raises(ValueError, match=r"sampler\(0, 1\) returned 3 indices and 4 in epoch 0"):
-        sampling.order(seed=0, epoch=1, global_batch=2)
+        sampling.order(seed=0, epoch=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +190,38 @@ def test_stored_type_follows_megatron(vocab_size: int, dtype: type) -> None:
 def test_float_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stored as one of"):
         MegatronWriter(tmp_path / "c", np.float32)
+
+
+def test_empty_documents_at_the_end_are_no_damage(tmp_path: Path) -> None:
+    """As Megatron writes them: a sequence of length 0, or a mark and no sequence."""
+    tokens, header = np.arange(20, dtype="<i4"), struct.Struct("<9sQBQQ")
+    for name, lengths, marks in (("sequence", [12, 8, 0], [0, 1, 2, 3]), ("mark", [12, 8], [0, 1, 2, 2])):
+        pointers = np.cumsum([0, *lengths[:-1]]) * 4
+        (tmp_path / f"{name}.bin").write_bytes(tokens.tobytes())
+        (tmp_path / f"{name}.idx").write_bytes(
+            header.pack(b"MMIDIDX\0\0", 1, 4, len(lengths), len(marks))
+            + np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes() + np.array(marks, "<i8").tobytes()
+        )  # fmt: skip
+        source = MegatronTokens(tmp_path / name, 19)
+        assert source.num_documents == 3
+        assert source.documents(np.array([0])).tolist() == [[0] * 12 + [1] * 7]
+
+
+READ_WHILE_IT_SHRINKS = """
+import os, sys
+import numpy as np
+from lightning_distplus.data.tokens import MegatronTokens
+source = MegatronTokens(sys.argv[1], 8)
+source.gather(np.array([0]))
+os.truncate(sys.argv[1] + ".bin", 4096)
+source.gather(np.array([source.num_samples - 1]))
+"""
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named_instead_of_a_bus_error(tmp_path: Path) -> None:
+    with MegatronWriter(tmp_path / "t", np.int32) as writer:
+        writer.add_document(np.arange(100_000))
+    arguments = [sys.executable, "-c", READ_WHILE_IT_SHRINKS, str(tmp_path / "t")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "was cut short while it is read: it has 4096 bytes, and had 400000" in ended.stderr

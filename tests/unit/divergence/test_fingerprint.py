@@ -131,6 +131,23 @@ def state() -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtypes[i % 2]) for i, shape in enumerate(shapes)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [4096, 65_536, 1 << 18])
+def test_a_negated_tensor_and_slice_are_other_ones(of: Fingerprint, dtype: torch.dtype, numel: int) -> None:
+    before = values(dtype, numel)
+    half = before.clone()
+    half[: numel // 2] *= -1
+    assert len({of(before), of(-before), of(half)}) == 3
+
+
+def test_row_sums_find_two_signs_in_one_row() -> None:
+    before = values(torch.float64, LARGE)
+    after = before.clone()
+    negate(after, 300, 302)
+    (differing,) = (row_sums(before) != row_sums(after)).nonzero(as_tuple=True)
+    assert differing.tolist() == [1]
+
+
 def test_windows_cover_every_element_once_and_are_about_equal() -> None:
     tensors = state()
     windows = Windows(tensors)

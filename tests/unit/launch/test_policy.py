@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from lightning_distplus.cli.launch import parse, resuming
-from lightning_distplus.launch.merged_log import MergedLog
+from lightning_distplus.launch.agent import RankOutput
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
 
 
@@ -103,13 +104,32 @@ def test_wrong_options_end_with_2(argv: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_a_line_of_several_ranks_is_written_once_and_a_repeated_one_of_one_rank_twice(tmp_path: Path) -> None:
-    (tmp_path / "0").write_text("start\n[rank0]: Error: x\ntwice\ntwice\nno newline at the end")
-    (tmp_path / "1").write_text("start\n[rank1]: Error: x\nonly here\n")
-    written: list[str] = []
-    log = MergedLog({tmp_path / "0": 0, tmp_path / "1": 1, tmp_path / "2": 2}, written.append)
-    log.start()
-    log.stop()
-    assert written == [
-        "[0] start\n", "[0] Error: x\n", "[0] twice\n", "[0] twice\n", "[0] no newline at the end\n", "[1] only here\n",
-    ]  # fmt: skip
+def test_each_line_of_a_rank_is_shown_once_with_its_rank(tmp_path: Path) -> None:
+    file, written = tmp_path / "1", list[str]()
+    output = RankOutput(file, 1, written.append)
+    output.look()  # it is not there yet
+    with file.open("wb", buffering=0) as rank:
+        for part in (b"start\n[rank1]: Error: x\r\nunfin", b"ished\ntwice\ntwice\r", b"\n\nno newline at the end"):
+            rank.write(part)
+            output.look()
+    output.close()
+    shown = ["start", "Error: x", "unfinished", "twice", "twice", "", "no newline at the end"]
+    assert written == [f"[1] {line}\n" for line in shown]
+
+
+def test_a_progress_bar_is_shown_about_once_a_second_and_its_last_line_whole(tmp_path: Path) -> None:
+    file, written = tmp_path / "0", list[str]()
+    output = RankOutput(file, 0, written.append)
+    begun = time.monotonic()
+    with file.open("wb", buffering=0) as rank:
+        for number in range(20_000):
+            rank.write(f"\rEpoch 0: {number}/20000".encode())
+            if number % 10 == 0:
+                output.look()
+        output.look()
+        taken_s = time.monotonic() - begun
+        rank.write(b"\rEpoch 0: done\nnext\n")
+    output.close()
+    assert written[0].startswith("[0] Epoch 0: ")
+    assert written[-2:] == ["[0] Epoch 0: done\n", "[0] next\n"]
+    assert len(written) <= taken_s + 4

@@ -25,7 +25,13 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program(tmp_path, "scontrol", f'echo "scontrol $*" >> {tmp_path}/calls')
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    for name in ("SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "DISTPLUS_HOME_FILE"):
+    for name in (
+        "SLURM_RESTART_COUNT",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "DISTPLUS_HOME_FILE",
+        "DISTPLUS_RUN_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_distplus.preflight import Facts, Status
 from lightning_distplus.preflight.agreement import compare, odd_ranks, revision, state_of_process
-from lightning_distplus.preflight.software import DEFECTS
+from lightning_distplus.preflight.host import DEFECTS
 
 
 def test_the_odd_rank_is_the_one_outside_the_majority() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_distplus.preflight.content import content_of
+from lightning_distplus.preflight.agreement import content_of
 
 
 class OwnKind(Dataset[int]):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import _compat
 from lightning_distplus.liveness import catches_signal, children, forks, host_answers, is_traced
-from lightning_distplus.testing import deeds, spawn
+from lightning_distplus.testing import faults, spawn
 from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.stacks import is_fetching_data
 
@@ -29,12 +29,12 @@ def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> N
     printer, file = armed
     pid = os.fork()
     if pid == 0:
-        deeds._hold_gil(20.0)
+        faults._hold_gil(20.0)
         os._exit(0)
     try:
         time.sleep(0.3)
         stack = ask_for_stack(pid, printer)
-        assert (stack[-1].name, stack[-1].filename) == ("_hold_gil", deeds.__file__)
+        assert (stack[-1].name, stack[-1].filename) == ("_hold_gil", faults.__file__)
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
         assert pid in children(os.getpid())
         assert pid in forks(os.getpid())
@@ -84,7 +84,7 @@ def hold_lock_beside_the_main_thread(begun: str) -> None:
     armed = StackPrinter.arm()
     assert armed is not None
     Path(begun).write_text(json.dumps(armed[0].to_plain()))
-    deeds._hold_gil(3.0)
+    faults._hold_gil(3.0)
 
 
 def asked_in_a_thread(folder: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_distplus.watchdog.p2p import cycles, p2p_call, waits_for_work
+from lightning_distplus.watchdog.flight_recorder import cycles, p2p_call, waits_for_work
 
 
 def test_cycles_are_found_each_once_from_its_lowest_rank_on() -> None:

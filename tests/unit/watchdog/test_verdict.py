@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_distplus.flight_recorder import Collective
+from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.flight_recorder import Collective
 from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:
@@ -185,6 +187,16 @@ def test_a_verdict_of_another_rank_of_this_host_on_the_same_incident_is_found(tm
     assert not at(2000).is_written(tmp_path, "node0")  # an earlier attempt
 
 
+def test_runs_that_share_a_folder_and_a_second_write_their_own_verdicts(tmp_path: Path) -> None:
+    for run_id in ("a", "b/c"):
+        verdict = judge({0: evidence(0), 1: evidence(1, waits=False)}, name_incident("hang", run_id, 1000), run_id)
+        assert not verdict.is_written(tmp_path, "node0")
+        assert verdict.write_first(tmp_path, "node0") is not None
+        assert verdict.is_written(tmp_path, "node0")
+    assert [one["run_id"] for one in find_verdicts(tmp_path, run_id="b/c")] == ["b/c"]
+    assert len(find_verdicts(tmp_path)) == 2
+
+
 def test_a_rank_that_is_late_with_its_word_and_seen_to_wait_is_not_the_one_that_holds_the_lock() -> None:
     late, holding = evidence(1, answers=False), evidence(2, answers=False, waits=False)
     verdict = judged(evidence(0), late, holding)
@@ -192,3 +204,40 @@ def test_a_rank_that_is_late_with_its_word_and_seen_to_wait_is_not_the_one_that_
     assert "global lock" in verdict.cause
     assert "has not answered in time" in late.describe()
     assert judged(evidence(0), late, evidence(2, waits=False)).culprits == [2]
+
+
+def test_the_printed_stack_leaves_our_own_frames_out_and_keeps_the_users(tmp_path: Path) -> None:
+    own = "".join(f'  File "{stacks._PACKAGE}/x{number}.py", line 1, in f\n    own()\n' for number in range(20))
+    site = "/venv/lib/python3.11/site-packages"
+    torch = "".join(f'  File "{site}/torch/x{number}.py", line 1, in f\n    t()\n' for number in range(8))
+    user = f'  File "{site}/their_package/model.py", line 7, in training_step\n    loss = step()\n'
+    verdict = judged(evidence(0), evidence(1, waits=False, stack=user + own + torch + own))
+    text = verdict.render()
+    assert f'File "{site}/their_package/model.py", line 7' in text
+    assert stacks._PACKAGE not in text
+    assert f'File "{site}/torch/x7.py"' in text
+    assert text.index("model.py") < text.index("torch/x")
+    assert len(text.splitlines()) < 30
+
+
+@pytest.mark.parametrize(
+    ("file", "is_library"),
+    [
+        ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", True),
+        ("/venv/lib/python3.11/site-packages/their_package/model.py", False),
+        ("/usr/lib/python3/dist-packages/lightning/pytorch/trainer.py", True),
+        (json.__file__, True),
+        (stacks.__file__, True),
+        ("<frozen importlib._bootstrap>", True),
+        ("/home/me/train.py", False),
+    ],
+)
+def test_a_library_is_known_by_its_name_and_an_installed_package_may_be_the_users(file: str, is_library: bool) -> None:
+    assert stacks.is_library(file) is is_library
+
+
+def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
+    gone = evidence(1, state="gone", answers=False, global_step=33, phase="setup", operation="x", beat_s=0.8)
+    verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
+    assert (verdict.global_step, verdict.phase) == (79, "step")
+    assert "last seen in 'x', 0.8 s before" in verdict.lines[0]

@@ -1,0 +1,358 @@
+"""What Lightning and torch's data loader keep to themselves: loops of the Trainer, its signals, worker processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from lightning_distplus._compat.probing import warn_once
+
+__all__ = [
+    "WorkerInit",
+    "accumulates",
+    "add_to_worker_signals",
+    "agree_on_resume",
+    "find_more_last_checkpoints",
+    "logged_metric",
+    "may_stop_early",
+    "prepare_workers",
+    "replace_batch_broadcast",
+    "replace_checkpoint_link",
+    "replace_preparation_barrier",
+    "replace_sigterm_notifier",
+    "replace_stock_signals",
+    "restore_batch_broadcast",
+    "restore_checkpoint_link",
+    "restore_sigterm_notifier",
+    "restore_worker_signals",
+    "synced_metrics",
+    "validates_now",
+]
+
+_FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
+
+
+def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
+    """Puts ``gate`` in the place of the broadcast that Lightning issues on the default group before every batch.
+
+    That broadcast carries one bit (SIGTERM on rank 0) and swallows its own errors (lightning 2.6.6,
+    ``training_epoch_loop.py`` 259-272); it runs only when a process group exists.
+
+    Returns:
+        Whether the broadcast was there to be replaced.
+    """
+    loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+    if not callable(getattr(loop, "_broadcast_sigterm_tensor", None)):
+        warn_once("_TrainingEpochLoop._broadcast_sigterm_tensor", "ranks are not compared before each step")
+        return False
+    loop._broadcast_sigterm_tensor = gate  # type: ignore[union-attr]
+    return True
+
+
+def restore_batch_broadcast(trainer: Any) -> None:
+    """Puts the stock broadcast back."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
+    """What Lightning is about to reduce for ``self.log(..., sync_dist=True)``, read off the frames of its callers.
+
+    Args:
+        frame: The caller of ``strategy.reduce``.
+
+    Returns:
+        The hook and the key, as in ``"training_step.loss"``, and ``"step"`` or ``"epoch"``; None for any other call.
+    """
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    metric = getattr(module, "_ResultMetric", None)
+    if not hasattr(metric, "update") or not hasattr(metric, "compute"):
+        warn_once(f"{module.__name__}._ResultMetric", "a reduction of a logged value is not named after its key")
+        return None
+    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}  # type: ignore[union-attr]
+    for _ in range(_FRAMES_TO_METRIC):
+        if frame is None:
+            return None
+        if moment := moments.get(frame.f_code):
+            meta = getattr(frame.f_locals["self"], "meta", None)
+            return f"{getattr(meta, 'fx', '')}.{getattr(meta, 'name', '')}", moment
+        frame = frame.f_back
+    return None
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the batch that has just run was inside an accumulation window, so that no optimizer step followed it."""
+    asked = getattr(trainer.fit_loop.epoch_loop, "_should_accumulate", None)
+    if asked is None:
+        warn_once("_TrainingEpochLoop._should_accumulate", "a wish to stop is agreed upon after every micro-batch")
+        return False
+    return bool(asked())
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether steps go without gradients now: ``StochasticWeightAveraging`` renews the statistics of batch norm."""
+    skips = getattr(trainer.fit_loop, "_skip_backward", None)
+    if skips is None:
+        warn_once("_FitLoop._skip_backward", "the monitor takes the last epoch of weight averaging for wrong")
+    return bool(skips)
+
+
+def may_stop_early(trainer: Any) -> bool:
+    """Whether the fewest steps and epochs that the user asked for are done."""
+    found = getattr(trainer.fit_loop, "_can_stop_early", None)
+    if found is None:
+        warn_once("_FitLoop._can_stop_early", "a run that stops early may leave its last validation out")
+        return False
+    return bool(found)
+
+
+def validates_now(trainer: Any, *arguments: Any) -> bool:
+    """Whether this rank's loop, asked with Lightning's own arguments, wants to validate after the batch."""
+    asked = getattr(trainer.fit_loop.epoch_loop, "_should_check_val_fx", None)
+    if asked is None:
+        warn_once("_TrainingEpochLoop._should_check_val_fx", "a validation by the clock is not agreed upon")
+        return False
+    return bool(asked(*arguments))
+
+
+def synced_metrics(trainer: Any) -> list[str]:
+    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        return []
+    found = []
+    for key, metric in results.items():
+        meta = getattr(metric, "meta", None)
+        if meta is None or not hasattr(meta, "sync"):
+            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            return []
+        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
+            found.append(str(key))
+    return found
+
+
+def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:
+    """Puts the context manager that ``barrier`` makes in the place of the one around the next ``prepare_data``.
+
+    Lightning's waits 10,000 days, and waits so too where ``prepare_data`` has raised on one rank (lightning 2.6.6,
+    ``data_connector.py`` 93 and 100).
+
+    Returns:
+        Whether the barrier was there to be replaced.
+    """
+    connector = getattr(trainer, "_data_connector", None)
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    prepare = getattr(connector, "prepare_data", None)
+    original = getattr(module, "_InfiniteBarrier", None)
+    if not callable(prepare) or original is None:
+        warn_once(f"{module.__name__}._InfiniteBarrier", "ranks wait for prepare_data without a deadline")
+        return False
+
+    def prepare_once() -> None:
+        vars(connector).pop("prepare_data", None)
+        setattr(module, "_InfiniteBarrier", barrier)  # noqa: B010  # mypy refuses the attribute
+        try:
+            prepare()
+        finally:
+            setattr(module, "_InfiniteBarrier", original)  # noqa: B010
+
+    connector.prepare_data = prepare_once  # type: ignore[union-attr]
+    return True
+
+
+def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
+    """Has the next run of ``trainer`` resume from what ``agree`` makes of this rank's ``ckpt_path``.
+
+    Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
+    158-230), so that some may resume while others start anew.
+
+    Returns:
+        Whether the path could be taken over.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    resume = getattr(connector, "resume_start", None)
+    if connector is None or not callable(resume):
+        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
+        return False
+
+    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+
+    connector.resume_start = resume_once
+    return True
+
+
+def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> bool:
+    """Has ``ckpt_path="last"`` look, in every run of this process, at what ``find`` names as well.
+
+    Lightning looks at the folder before its strategy hears of the run (2.6.6, ``model_checkpoint.py`` 867), so that the
+    class is changed, once.
+
+    Args:
+        find: Given a ModelCheckpoint, the Trainer and the folder.
+
+    Returns:
+        Whether the search was there to be extended.
+    """
+    owner = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
+    search = getattr(owner, "_find_last_checkpoints", None)
+    folder_of = getattr(owner, "_ModelCheckpoint__resolve_ckpt_dir", None)
+    if search is None or folder_of is None:
+        warn_once(
+            "ModelCheckpoint._find_last_checkpoints", 'ckpt_path="last" does not see what a killed save left aside'
+        )
+        return False
+    if not hasattr(search, "is_extended"):
+
+        @functools.wraps(search)
+        def extended(callback: Any, trainer: Any) -> set[str]:
+            return set(search(callback, trainer)) | find(callback, trainer, str(folder_of(callback, trainer)))
+
+        extended.is_extended = True  # type: ignore[attr-defined]
+        owner._find_last_checkpoints = extended
+    return True
+
+
+def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
+
+    Returns:
+        Whether there was one to be replaced.
+    """
+    if not callable(getattr(callback, "_link_checkpoint", None)):
+        if hasattr(callback, "save_last"):
+            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
+        return False
+    callback._link_checkpoint = link
+    return True
+
+
+def restore_checkpoint_link(callback: Any) -> None:
+    """Puts a ModelCheckpoint's own method back."""
+    vars(callback).pop("_link_checkpoint", None)
+
+
+# -- signal handlers ---------------------------------------------------------------------------------------------------
+
+_WORKER_SIGNALS = "torch.utils.data._utils.signal_handling"
+
+
+def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) -> bool:
+    """Puts ``handler`` in the place of Lightning's SIGTERM handler, which broadcasts inside the signal.
+
+    Takes effect when the Trainer registers its handlers, after the strategy's set-up.
+
+    Returns:
+        Whether the handler was there to be replaced.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not callable(getattr(connector, "_sigterm_notifier_fn", None)):
+        warn_once("_SignalConnector._sigterm_notifier_fn", "a SIGTERM may block this rank in a broadcast")
+        return False
+    connector._sigterm_notifier_fn = handler  # type: ignore[union-attr]
+    return True
+
+
+def restore_sigterm_notifier(trainer: Any) -> None:
+    """Puts Lightning's SIGTERM handler back."""
+    connector = getattr(trainer, "_signal_connector", None)
+    if connector is not None:
+        vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
+    """Keeps Lightning from registering signal handlers in the next run of this Trainer.
+
+    Its SIGTERM handler broadcasts, and its Slurm handler saves, inside the signal (lightning 2.6.6,
+    ``signal_connector.py`` 58-118).
+
+    Args:
+        trainer: The Trainer, before it registers its handlers, which it does after the strategy's set-up.
+        restore: Called once, when the Trainer would put back the handlers that it found; Lightning's are back then.
+
+    Returns:
+        Whether the registration was there to be kept off.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not callable(getattr(connector, "register_signal_handlers", None)):
+        warn_once("_SignalConnector.register_signal_handlers", "Lightning's own signal handlers stand before ours")
+        return False
+
+    def teardown() -> None:
+        for name in ("register_signal_handlers", "teardown"):
+            vars(connector).pop(name, None)
+        restore()
+
+    connector.received_sigterm = False  # type: ignore[union-attr]
+    connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
+    connector.teardown = teardown  # type: ignore[union-attr]
+    return True
+
+
+def add_to_worker_signals(also: Callable[[], None]) -> bool:
+    """Calls ``also`` in each data worker that is forked from now on, once torch has set its signal handlers there.
+
+    Torch's own handler ends a worker on SIGTERM, whoever sends it, and the step that needs its batch fails (torch
+    2.13, ``signal_handling.py``).
+
+    Returns:
+        Whether the place was there.
+    """
+    module = importlib.import_module(_WORKER_SIGNALS)
+    original = getattr(module, "_set_worker_signal_handlers", None)
+    if not callable(original):
+        warn_once(f"{_WORKER_SIGNALS}._set_worker_signal_handlers", "a SIGTERM to all processes ends data workers")
+        return False
+
+    def set_handlers() -> None:
+        original()
+        also()
+
+    vars(module).setdefault("_distplus_original", original)
+    setattr(module, "_set_worker_signal_handlers", set_handlers)  # noqa: B010  # mypy refuses the attribute
+    return True
+
+
+def restore_worker_signals() -> None:
+    """Undoes ``add_to_worker_signals``."""
+    module = importlib.import_module(_WORKER_SIGNALS)
+    if original := vars(module).pop("_distplus_original", None):
+        setattr(module, "_set_worker_signal_handlers", original)  # noqa: B010
+
+
+# -- data workers ------------------------------------------------------------------------------------------------------
+
+WorkerInit = Callable[[int], None]
+_HOME, _NAME = "torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter"
+
+
+def prepare_workers(prepare: Callable[[Any], WorkerInit | None]) -> Callable[[], None]:
+    """Starts all data workers of this process with ``prepare(loader)`` as their ``worker_init_fn``.
+
+    The loader gets its own one back at once: Lightning, which seeds workers, looks whether there is one.
+
+    Returns:
+        What undoes it.
+    """
+    iterator: Any = getattr(importlib.import_module(_HOME), _NAME, None)
+    if iterator is None:
+        warn_once(f"{_HOME}.{_NAME}", "data workers that are not forked do not show their stacks when they hang")
+        return lambda: None
+    original = iterator.__init__
+
+    def start_workers(self: Any, loader: Any) -> None:
+        own = loader.worker_init_fn
+        loader.worker_init_fn = prepare(loader)
+        try:
+            original(self, loader)
+        finally:
+            loader.worker_init_fn = own
+
+    def undo() -> None:
+        iterator.__init__ = original
+
+    iterator.__init__ = start_workers
+    return undo

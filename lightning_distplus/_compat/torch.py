@@ -1,0 +1,372 @@
+"""What torch keeps to itself: process groups, stores, its flight recorder, state of modules, CRCs."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+# The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.serialization import get_crc32_options
+from torch.utils.serialization import config
+
+from lightning_distplus._compat.probing import warn_once
+
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_group_timeout",
+    "default_store",
+    "fake_default_group",
+    "flight_recorder_dumps",
+    "give_mesh",
+    "init_default_group",
+    "non_persistent_buffers",
+    "num_collectives",
+    "on_terminate",
+    "process_groups",
+    "read_group_timeout",
+    "register_ddp_comm_hook",
+    "set_group_timeout",
+    "settle_ddp_buckets",
+    "tensor_parallel_size",
+    "with_parameters_reversed",
+    "without_crc",
+    "wrapper_tensor",
+]
+
+# A torch.distributed.Store. Torch's stubs lack ``append`` and ``clone``, which every store has.
+Store: TypeAlias = Any
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group of which this process is a member, the default group first."""
+    world = getattr(c10d, "_world", None)
+    if world is None or not hasattr(world, "pg_map"):
+        warn_once("torch.distributed.distributed_c10d._world.pg_map", "only the default group gets our deadlines")
+        default = dist.group.WORLD
+        return [] if default is None else [default]
+    return list(world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Gives a live group another time-out; operations already in flight keep the old one."""
+    for backend in _backends(group):
+        setter = getattr(backend, "_set_default_timeout", None)
+        if setter is None:
+            warn_once(
+                f"{type(backend).__name__}._set_default_timeout", "its groups keep the time-out of their creation"
+            )
+        else:
+            setter(timeout)
+
+
+def read_group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out in force on a group; None where its backend does not tell."""
+    for backend in _backends(group):
+        options = getattr(backend, "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group, one per device type, each once."""
+    found: list[Any] = []
+    if not hasattr(group, "_get_backend"):
+        warn_once("ProcessGroup._get_backend", "groups keep the time-out of their creation")
+        return found
+    for device_type in ("cpu", "cuda", "xpu"):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+        except RuntimeError:  # no backend for this device type
+            continue
+        if not any(backend is other for other in found):
+            found.append(backend)
+    return found
+
+
+def init_default_group(
+    backend: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> None:
+    """Forms the default process group on a store of ours; otherwise as Lightning does it."""
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+    if backend == "nccl":
+        # Lightning destroys an NCCL group at exit, where an interrupt would leave the communicators behind.
+        fabric = importlib.import_module("lightning.fabric.utilities.distributed")
+        atexit.register(getattr(fabric, "_destroy_dist_connection", dist.destroy_process_group))
+
+
+def default_store() -> Store:
+    """The store over which the default process group was formed.
+
+    Raises:
+        RuntimeError: Torch keeps it elsewhere now; a control plane on a stock strategy cannot do without it.
+    """
+    find = getattr(c10d, "_get_default_store", None)
+    if find is None:
+        raise RuntimeError(
+            "torch.distributed.distributed_c10d._get_default_store is not in this version of torch. Use a Resilient "
+            "strategy, which forms the process group on a store of its own."
+        )
+    return find()
+
+
+def num_collectives() -> int:
+    """How many collectives this process has started on the default group; 0 where the group does not tell."""
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    if count is None:
+        warn_once("ProcessGroup._get_sequence_number_for_group", "the numbers of collectives are not compared")
+        return 0
+    try:
+        return int(count())
+    except RuntimeError:  # a backend without sequence numbers
+        return 0
+
+
+@contextmanager
+def default_group_timeout(timeout: timedelta | None) -> Iterator[None]:
+    """Gives every group that is made in this block, by anybody, this time-out instead of torch's 30 minutes.
+
+    ``new_group`` does not inherit the time-out of the default group (torch 2.13, ``distributed_c10d.py`` 5980), so that
+    the clone on which all ZeRO traffic runs, and the axes of a device mesh, keep torch's default otherwise.
+    """
+    name = "_get_default_timeout"
+    original = getattr(c10d, name, None)
+    if timeout is None or original is None:
+        if original is None:
+            warn_once(
+                f"torch.distributed.distributed_c10d.{name}", "groups made during set-up wait for 30 minutes in it"
+            )
+        yield
+        return
+    setattr(c10d, name, lambda *_args, **_kwargs: timeout)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, original)
+
+
+# -- the Flight Recorder, and a last word ------------------------------------------------------------------------------
+
+_entries: list[Any] = []  # C++ may call them, so they must live
+
+
+def flight_recorder_dumps(*, with_collectives: bool) -> list[dict[str, Any]]:
+    """What torch's Flight Recorder holds, one dump per recorder: that of gloo, and that of NCCL in a build with CUDA.
+
+    The first call decides how many entries a recorder keeps, as a collective would.
+    """
+    module = importlib.import_module("torch._C._distributed_c10d")
+    if not hasattr(module, "_dump_fr_trace_json"):
+        warn_once("torch._C._distributed_c10d._dump_fr_trace_json", "a verdict does not know the ranks' collectives")
+    dumpers = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return [json.loads(dump(with_collectives, False)) for dump in dumpers if dump is not None]
+
+
+def on_terminate(handler: Callable[[str], None]) -> Callable[[], None] | None:
+    """Calls ``handler`` when C++ ends this process because nobody catches an exception; then what was there before.
+
+    Gloo throws so on a thread of its own when a peer's message does not fit (torch 2.13): no Python exception, no hook.
+    The handler runs on that thread, gets the (mangled) type of the exception, and the process ends after it.
+
+    Returns:
+        Takes the handler out again; None where the C++ library cannot be asked.
+    """
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        set_terminate, type_of_exception = library._ZSt13set_terminatePFvvE, library.__cxa_current_exception_type
+    except (OSError, AttributeError):
+        warn_once("std::set_terminate", "an abort in gloo leaves no evidence")
+        return None
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    type_of_exception.restype = ctypes.c_void_p
+    signature = ctypes.CFUNCTYPE(None)
+
+    def terminate() -> None:
+        try:
+            handler(_name_of_type(type_of_exception()))
+        finally:
+            signature(previous)()
+
+    entry = signature(terminate)
+    _entries.append(entry)
+    previous: int = set_terminate(ctypes.cast(entry, ctypes.c_void_p))
+
+    def restore() -> None:
+        found = set_terminate(previous)
+        if found == ctypes.cast(entry, ctypes.c_void_p).value:
+            _entries.remove(entry)
+        else:  # somebody has chained his own since then, who may call ours
+            set_terminate(found)
+
+    return restore
+
+
+def _name_of_type(address: int | None) -> str:
+    """The mangled name in a ``std::type_info``, which follows the pointer to its virtual table."""
+    if not address:
+        return ""
+    name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value or b""
+    return name.decode(errors="replace").lstrip("*")
+
+
+# -- modules, their schedulers, and DDP --------------------------------------------------------------------------------
+
+_NOT_SETTLED = (
+    "DDP lays its buckets out anew in each process; on three or more ranks a resume may differ in the last bit"
+)
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """The buffers of a module, without its children, that are not saved."""
+    return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+
+
+def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
+    """Registers a DDP communication hook as Lightning does on CUDA."""
+    module = importlib.import_module("lightning.pytorch.overrides.distributed")
+    register = getattr(module, "_register_ddp_comm_hook", None)
+    if register is None:
+        warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
+        return
+    register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+@contextmanager
+def with_parameters_reversed() -> Iterator[None]:
+    """Has a DDP that is built in this block number its parameters last to first, as backward comes to them."""
+    original = getattr(DistributedDataParallel, "_build_params_for_reducer", None)
+    if original is None:
+        warn_once("DistributedDataParallel._build_params_for_reducer", _NOT_SETTLED)
+        yield
+        return
+
+    def reversed_params(model: Any) -> tuple[list[Any], list[Any]]:
+        parameters, expects_sparse = original(model)
+        return parameters[::-1], expects_sparse[::-1]
+
+    DistributedDataParallel._build_params_for_reducer = reversed_params  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._build_params_for_reducer = original  # type: ignore[method-assign]
+
+
+def settle_ddp_buckets(model: DistributedDataParallel) -> None:
+    """Lays out DDP's buckets for good, in the order in which it numbers its parameters; all ranks call it together.
+
+    Else DDP does so after the first step of a process, in the order in which gradients came.
+    """
+    reducer = model.reducer
+    if not (hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")):
+        warn_once("Reducer._push_all_rebuilt_params", _NOT_SETTLED)
+        return
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
+
+
+def wrapper_tensor(kind: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """A tensor of a subclass that has a shape, and the dtype and device of another tensor, but no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+# -- what torch.save adds to a file ------------------------------------------------------------------------------------
+
+_SETTING = "save.compute_crc32"
+
+
+@contextmanager
+def without_crc() -> Iterator[None]:
+    """In this block ``torch.save`` computes no CRC of what this thread writes; other threads go on as they are.
+
+    torch 2.13 has the setting for each thread; where it is one for all threads, nothing is changed.
+    """
+    if not _is_of_one_thread():
+        yield
+        return
+    with config.patch(_SETTING, False):  # type: ignore[attr-defined]  # torch adds it to the module
+        yield
+
+
+@functools.cache
+def _is_of_one_thread() -> bool:
+    if not hasattr(config, "patch"):
+        warn_once("torch.utils.serialization.config.patch", "shards are written with a CRC that nobody reads")
+        return False
+    seen: list[bool] = []
+    before = get_crc32_options()
+    other = threading.Thread(target=lambda: seen.append(get_crc32_options()))
+    with config.patch(_SETTING, not before):
+        other.start()
+        other.join()
+    return seen == [before]
+
+
+# -- how strategies hold a model ---------------------------------------------------------------------------------------
+
+
+def tensor_parallel_size(strategy: Any) -> int | None:
+    """Of a ModelParallelStrategy; None where it is as large as a node ("auto")."""
+    size = getattr(strategy, "_tensor_parallel_size", 1)
+    return size if isinstance(size, int) else None
+
+
+def give_mesh(strategy: Any, model: Any, mesh: Any) -> None:
+    """Puts a device mesh where ``configure_model`` looks for it, without setting up the strategy."""
+    for owner in (strategy, model):
+        if not hasattr(type(owner), "device_mesh"):
+            warn_once(f"{type(owner).__name__}.device_mesh", "a model that asks for its mesh is not rehearsed")
+            return
+        owner._device_mesh = mesh
+
+
+# -- a process group that pretends -------------------------------------------------------------------------------------
+
+_MODULE = "torch.testing._internal.distributed.fake_pg"
+
+
+@contextmanager
+def fake_default_group(size: int) -> Iterator[bool]:
+    """This process is rank 0 of ``size`` in this block; False where torch has no such group."""
+    try:
+        store = importlib.import_module(_MODULE).FakeStore()
+    except (ImportError, AttributeError):
+        warn_once(f"{_MODULE}.FakeStore", "no device mesh is there in a rehearsal")
+        yield False
+        return
+    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,652 @@
+"""The commit protocol: all ranks save into a stage, which becomes the checkpoint only if each of them succeeded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
+from lightning_distplus.checkpoint.digests import DigestedWrites, bytes_digest
+from lightning_distplus.checkpoint.files import (
+    MANIFEST,
+    MARKER,
+    META,
+    Stage,
+    Sync,
+    discard,
+    leftovers_of,
+    list_files,
+    list_folders,
+    meta_folder,
+    new_nonce,
+    put_in_place,
+    quarantine_for,
+    remove_tree,
+    second_name,
+    sync_folder,
+    trash_for,
+    write_file,
+)
+from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
+from lightning_distplus.errors import ExitCode, SaveFailed
+from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
+
+__all__ = [
+    "Count",
+    "Gather",
+    "SaveInfo",
+    "StagedSave",
+    "agree",
+    "claim",
+    "commit",
+    "gather_alone",
+    "info_like",
+    "is_damaged",
+    "publish",
+    "quarantine",
+    "set_torn_aside",
+    "stage",
+]
+
+_MAX_ERROR_CHARACTERS = 4000
+
+
+class Gather(Protocol):
+    """Collects one JSON-able value of each rank, on all ranks, in rank order.
+
+    A rank calls with the same sequence of names as the others; names come again in the next save. The implementation
+    has a deadline of its own and raises a `PeerError` when a rank does not answer.
+    """
+
+    def __call__(self, name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+        """Returns the values of all ranks."""
+        ...
+
+
+def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
+    """The `Gather` of a job with one process."""
+    return [value]
+
+
+def agree(phase: str, action: Callable[[], object], *, target: Path, rank: int, gather: Gather) -> list[Any]:
+    """Runs the action; returns every rank's result, or raises on every rank if it failed on any.
+
+    Args:
+        phase: What the action is, for the message.
+        action: This rank's part.
+        target: The checkpoint that is not saved where it fails.
+        rank: This process's rank.
+        gather: How the ranks exchange their outcomes.
+
+    Raises:
+        SaveFailed: It failed somewhere.
+    """
+    failure: BaseException | None = None
+    result: Any = None
+    try:
+        result = action()
+    except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
+        failure = error
+    ballot = {"result": result} if failure is None else _lament(failure, rank)
+    try:
+        ballots = gather(f"checkpoint {phase}", ballot)
+    except Exception as lost:
+        if failure is None:
+            raise
+        raise lost from failure
+    failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
+    if not failed:
+        return [ballot.get("result") for ballot in ballots]
+    if isinstance(failure, KeyboardInterrupt | SystemExit):
+        raise failure
+    raise _error(phase, failed, target, rank, len(ballots)) from failure
+
+
+def _error(phase: str, failed: dict[int, dict[str, Any]], target: Path, rank: int, world_size: int) -> SaveFailed:
+    failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
+    first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
+    others = sorted(set(range(world_size)) - failed.keys())
+    error = SaveFailed(
+        f"The checkpoint {target} is not saved: rank {first} failed first, in phase '{phase}', with "
+        f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
+        "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
+        ranks=failed,
+    )
+    if rank in failed:
+        error.exit_code = ExitCode.FAILED  # the cause is here, not with a peer
+    return error
+
+
+def _lament(error: BaseException, rank: int) -> dict[str, Any]:
+    """A rank's ballot for its error.
+
+    torch's distributed checkpoint raises one error on all ranks, a `BaseException` that holds those of the ranks that
+    failed.
+    """
+    failures = getattr(error, "failures", None)
+    is_told = isinstance(failures, dict) and rank not in failures
+    if isinstance(failures, dict) and rank in failures:
+        error = failures[rank][0]
+    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+    return {"error": text, "failed_at": time.time(), "is_told": is_told}
+
+
+# -- what a save tells its manifest about the run ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveInfo:
+    """What the manifest says about the run at the moment of the save.
+
+    Args:
+        global_step: Completed optimizer steps.
+        epoch: Current epoch.
+        strategy: Class name of our strategy whose format it is.
+        data: Place in the data, JSON-able, or None.
+        packages: Versions by package name.
+        layout: How the ranks share data and model.
+        configuration: A digest of the configuration.
+        deadlines_s: What ``timeout="auto"`` has found, by phase, for the run that resumes.
+        parent: Path and manifest digest of the checkpoint before this one, as ``catalog.reference`` gives them.
+        not_before: When the checkpoint before this one was committed, so that none is older than what it follows,
+            whatever the clocks of the hosts say.
+        committed_at: Of a copy, when its source was committed; None: it is committed now.
+    """
+
+    global_step: int
+    epoch: int
+    strategy: str
+    data: dict[str, Any] | None = None
+    packages: dict[str, str] = field(default_factory=installed_packages)
+    layout: dict[str, Any] = field(default_factory=dict)
+    configuration: str | None = None
+    deadlines_s: dict[str, float] = field(default_factory=dict)
+    parent: dict[str, str] | None = None
+    not_before: float = 0.0
+    committed_at: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those of the manifest, at the moment of the commit."""
+        fields = dict(vars(self))
+        not_before = fields.pop("not_before")
+        if self.committed_at is None:
+            fields["committed_at"] = max(time.time(), math.nextafter(not_before, math.inf))
+        return fields
+
+    def __post_init__(self) -> None:
+        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
+
+
+def info_like(source: Path, *, is_successor: bool = False) -> SaveInfo:
+    """What the manifest of a copy of ``source`` says; step 0 where the source has none.
+
+    The copy counts as a little older, so that a run goes on from the source, and never from the copy of an older one.
+
+    Args:
+        source: A checkpoint.
+        is_successor: Whether a run is to go on from the copy instead: it counts as a little newer then.
+    """
+    if not is_committed(source):
+        return SaveInfo(global_step=0, epoch=0, strategy="unknown")
+    manifest = read_manifest(source)
+    return SaveInfo(
+        global_step=manifest.global_step,
+        epoch=manifest.epoch,
+        strategy=manifest.strategy,
+        data=manifest.data,
+        configuration=manifest.configuration,
+        parent=reference(source),
+        committed_at=math.nextafter(manifest.committed_at, math.inf if is_successor else 0.0),
+    )
+
+
+# -- quarantine --------------------------------------------------------------------------------------------------------
+
+_OWNER = "owner.json"
+
+
+def claim(stage: Stage) -> None:
+    """Writes into a stage which process saves there, so that another job in the same folder leaves it alone."""
+    owner = {"host": boot_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    folder = stage.folder / META
+    folder.mkdir(exist_ok=True)
+    (folder / _OWNER).write_text(json.dumps(owner))
+
+
+def set_torn_aside(target: Path) -> None:
+    """Moves what is torn or damaged among the leftovers of saves of ``target`` into quarantine.
+
+    A stage stays where it is while its owner lives, or belongs to another host, which cannot be asked.
+    """
+    for folder in leftovers_of(target, "stage"):
+        if not _owner_is_gone(folder):
+            continue
+        if any(child.name != META for child in folder.iterdir()):
+            folder.rename(quarantine_for(target))
+        else:
+            remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
+    for folder in leftovers_of(target, "aside"):
+        if is_damaged(folder / target.name):
+            folder.rename(quarantine_for(target))
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether a checkpoint of ours is not what its manifest says, as far as sizes tell."""
+    report = verify(path, "size")
+    return not report.ok and report.state in (CheckpointState.COMMITTED, CheckpointState.TORN)
+
+
+def quarantine(path: str | Path) -> Path:
+    """Moves a damaged checkpoint, with its manifest, out of the way of the next save under its name.
+
+    Returns:
+        Where it is kept; `verify` says there what is wrong with it.
+
+    Raises:
+        OSError: It cannot be moved.
+    """
+    path = Path(path)
+    kept = quarantine_for(path)
+    meta = meta_folder(path)
+    (kept / META).mkdir(parents=True)
+    if not path.is_dir() and meta.is_dir():
+        meta.rename(kept / META / path.name)
+    path.rename(kept / path.name)
+    return kept / path.name
+
+
+def _owner_is_gone(stage: Path) -> bool:
+    try:
+        owner = json.loads((stage / META / _OWNER).read_bytes())
+        host, pid, started = str(owner["host"]), int(owner["pid"]), owner["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # killed before it could say who it is
+    return host == boot_id() and process_state(pid, started) is ProcessState.GONE
+
+
+# -- publishing: a finished stage takes its target's place -------------------------------------------------------------
+
+logger = logging.getLogger(__name__)
+_META_OF_NEW, _OLD = "meta", "old"  # in a draft
+
+
+def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
+    """Makes the payload of ``stage`` the committed checkpoint at its target, in one step.
+
+    Args:
+        stage: A finished save whose files are on the disk.
+        manifest: Its manifest.
+        sync: Forces every move to the disk before the next one; None: nobody does.
+
+    Raises:
+        OSError: The checkpoint is not committed, and what was at the target is there.
+    """
+    is_directory = stage.payload.is_dir()
+    strays = [] if os.path.lexists(stage.target) else leftovers_of(stage.target, "aside")
+    try:
+        meta = _write_meta(stage, manifest, is_directory, sync)
+        if not os.path.lexists(stage.target):
+            _put_where_nothing_is(stage, None if is_directory else meta)
+            old = None
+        else:
+            old = _put_where_something_is(stage, None if is_directory else meta, sync)
+    except Exception:
+        remove_tree(stage.draft)
+        remove_tree(stage.aside)
+        raise
+    # Committed: whatever goes wrong from here on is left for the next save of this target to clear away.
+    try:
+        for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
+            sync_folder(folder, sync=sync)
+        if old is not None:
+            _move_metas(stage, old, is_directory, sync)
+        _clear(stage, old, strays)
+    except OSError as error:
+        logger.warning("%s is committed; what saves of it have left cannot be cleared away (%s)", stage.target, error)
+
+
+def _write_meta(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> Path:
+    """Makes the stage a committed checkpoint, where nobody looks yet."""
+    meta = meta_folder(stage.payload, is_directory=is_directory)
+    meta.mkdir(parents=True, exist_ok=True)
+    content = manifest.to_json().encode()
+    marker = json.dumps({"version": 1, "manifest_xxh3_128": bytes_digest(content)}) + "\n"
+    write_file(meta / MANIFEST, content, sync=sync)
+    write_file(meta / MARKER, marker.encode(), sync=sync)
+    for folder in (*list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
+        sync_folder(folder, sync=sync)
+    return meta
+
+
+def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
+    """Moves the payload to its target; of a file the manifest goes first, and means nothing until the file is there."""
+    beside = meta_folder(stage.target, is_directory=False)
+    remove_tree(beside)  # of a file that was removed by hand
+    if meta is not None:
+        meta.rename(beside)
+    try:
+        stage.payload.rename(stage.target)
+    except BaseException:
+        remove_tree(beside)
+        raise
+
+
+def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) -> Path | None:
+    """Exchanges the payload for what is at its target; returns where that lies now."""
+    name = stage.target.name
+    (stage.draft / _OLD).mkdir(parents=True)
+    new = stage.aside_payload
+    if meta is not None:
+        new = stage.draft / name
+        second_name(stage.payload, new, sync=sync)
+        (stage.draft / _META_OF_NEW).mkdir()
+        for file in (MANIFEST, MARKER):
+            second_name(meta / file, stage.draft / _META_OF_NEW / file, sync=sync)
+    stage.folder.rename(stage.aside)
+    for folder in (stage.draft, stage.draft / _META_OF_NEW, stage.aside, stage.aside.parent):
+        if folder.is_dir():
+            sync_folder(folder, sync=sync)
+    return put_in_place(new, stage.target, stage.draft / _OLD / name)
+
+
+def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
+    """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
+    beside = meta_folder(stage.target, is_directory=False)
+    if beside.is_dir():
+        (old.parent / META).mkdir(exist_ok=True)
+        beside.rename(old.parent / META / old.name)
+    if not is_directory:
+        (stage.draft / _META_OF_NEW).rename(beside)
+    sync_folder(beside.parent, sync=sync)
+
+
+def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
+    """Clears away what saves of a committed target have left; keeps what is damaged, and what had no successor."""
+    target = stage.target
+    if old is not None and is_damaged(old):
+        old.parent.rename(quarantine_for(target))
+    for folder in strays:
+        if verify(folder / target.name, "size").ok:
+            folder.rename(quarantine_for(target))
+    set_torn_aside(target)
+    for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
+        if folder.exists():
+            trash = trash_for(target.parent, target.name)
+            folder.rename(trash)  # at once, so that no reader meets half an aside
+            remove_tree(trash)
+
+
+# -- the protocol ------------------------------------------------------------------------------------------------------
+
+# Paths are local (or on a mounted file system); a directory checkpoint needs a folder that all ranks share.
+
+Count: TypeAlias = Callable[[], dict[str, Any]]
+"""Counts what this rank has saved of each tensor, as `fingerprints.sums_of_pieces` does."""
+
+
+def commit(
+    target: Path,
+    write: Callable[[Path], object],
+    *,
+    rank: int,
+    gather: Gather,
+    info: SaveInfo,
+    sync: Sync | None = os.fsync,
+) -> Manifest | None:
+    """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
+
+    What is at ``target`` before is there, whole, until the new one takes its place in one step.
+
+    Args:
+        target: Path of the checkpoint; rank 0's holds for all ranks.
+        write: The save itself, given the path to write to: a file that rank 0 writes, or a directory that all fill.
+        rank: This process's rank.
+        gather: How the ranks exchange their outcomes.
+        info: What goes into the manifest; rank 0's is used.
+        sync: Forces files, folders and moves to the disk; None is for tests.
+
+    Returns:
+        The manifest on rank 0, None on the others.
+
+    Raises:
+        SaveFailed: The save failed on a rank, named in the message and in ``.ranks``. It is raised on every rank; on
+            those that failed it has their own exception as its cause. No checkpoint came into being.
+        PeerError: A rank did not answer; raised by ``gather``.
+    """
+    digested = DigestedWrites(sync)
+    return stage(target, write, rank=rank, gather=gather, digested=digested).commit(info)
+
+
+def stage(
+    target: Path,
+    write: Callable[[Path], object],
+    *,
+    rank: int,
+    gather: Gather,
+    digested: DigestedWrites,
+) -> StagedSave:
+    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
+
+    Files that ``write`` opens with ``digested`` are not read again for their digests; others get the same kind.
+    """
+    save = StagedSave(target, rank, gather, digested)
+    with save.cleaning_up():
+        save.begin()
+        save.agree("probe", save.probe)
+        save.agree("write", lambda: save.write(write))
+    return save
+
+
+class StagedSave:
+    """One save on one rank: its stage, and the phases that all ranks go through together."""
+
+    def __init__(self, target: Path, rank: int, gather: Gather, digested: DigestedWrites) -> None:
+        self.stage = Stage(target.absolute(), new_nonce())
+        self.manifest: Manifest | None = None
+        self._rank = rank
+        self._gather = gather
+        self._digested = digested
+        self._world_size = 1
+
+    def commit(
+        self,
+        info: SaveInfo,
+        *,
+        finish: Callable[[], object] | None = None,
+        count: Count = dict,
+        gather: Gather | None = None,
+    ) -> Manifest | None:
+        """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
+
+        Args:
+            info: What goes into the manifest; rank 0's is used.
+            finish: Writes what the first half has left to be written.
+            count: Counts what this rank has saved of each tensor.
+            gather: How the ranks exchange their outcomes from now on.
+
+        Returns:
+            The manifest on rank 0, None on the others.
+
+        Raises:
+            SaveFailed, PeerError: As `commit` does.
+        """
+        self._gather = gather or self._gather
+        is_first = self._rank == 0
+        with self.cleaning_up():
+            if finish is not None:
+                self.agree("finish", finish)
+            lists = self.agree("list", self.list_stage)
+            sizes = lists[0]["sizes"]
+            written = {path: found for one in lists for path, found in one["written"].items()}
+            shares = self.agree("digest", lambda: self.digest_share(sizes, written, count))
+            self.agree("publish", lambda: self.publish(sizes, written, shares, info) if is_first else None)
+        return self.manifest
+
+    @contextmanager
+    def cleaning_up(self) -> Iterator[None]:
+        """Gives the stage up where this block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._rank == 0:
+                remove_tree(self.stage.folder)
+            raise
+
+    def begin(self) -> None:
+        """Makes the stage on rank 0 and adopts its place on all ranks."""
+        stages = self.agree("begin", self._make_stage)
+        self.stage = Stage(Path(stages[0]["target"]), stages[0]["nonce"])
+        self._world_size = len(stages)
+
+    def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
+        """Runs a phase; returns every rank's result.
+
+        Raises:
+            SaveFailed: It failed somewhere.
+        """
+        return agree(phase, action, target=self.stage.target, rank=self._rank, gather=self._gather)
+
+    def probe(self) -> None:
+        """Writes a byte into the stage and takes it away.
+
+        The save itself may have collectives in which the others would wait for a rank that may not write at all.
+        Another host that does not see the stage is found later, by the files that are missing.
+        """
+        if self.stage.folder.exists():
+            probe = self.stage.folder / f"{META}.probe-{self._rank}"
+            write_file(probe, b"0", sync=None)
+            discard(probe)
+
+    def write(self, write: Callable[[Path], object]) -> None:
+        """Runs the save itself; what it returns is of no interest to the other ranks."""
+        write(self.stage.payload)
+
+    def list_stage(self) -> dict[str, Any]:
+        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well."""
+        sizes = self.list_payload() if self._rank == 0 else {}
+        return {"sizes": sizes, "written": self._digested.found(self._root)}
+
+    def list_payload(self) -> dict[str, int]:
+        """Sizes of the payload's files by relative path.
+
+        Raises:
+            FileNotFoundError: The save left nothing.
+        """
+        sizes = list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        if not sizes:
+            raise FileNotFoundError(
+                f"The save returned without an error and left no file at {self.stage.payload}. A checkpoint plugin "
+                "that writes in the background or ignores errors cannot be committed; remove it from the Trainer."
+            )
+        return sizes
+
+    def digest_share(self, sizes: dict[str, int], written: dict[str, dict[str, Any]], count: Count) -> dict[str, Any]:
+        """Digests of this rank's share of the other files, as far as it sees them; its fingerprints go into the stage.
+
+        Args:
+            sizes: Of the files that rank 0 sees.
+            written: The digests that some rank has taken while it wrote.
+            count: Counts what this rank has saved of each tensor.
+
+        Raises:
+            FileNotFoundError: This rank wrote files that rank 0 does not see.
+        """
+        seen = list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        if strange := sorted(seen.keys() - sizes.keys()):
+            raise FileNotFoundError(
+                f"Rank {self._rank} sees {strange[0]} and {len(strange) - 1} more in {self.stage.payload}, which rank "
+                "0 does not see. Save to a folder that all hosts share."
+            )
+        others = {path: size_bytes for path, size_bytes in sizes.items() if path not in written}
+        digests = self._digest([path for path in self._share(others) if path in seen], sizes)
+        return {"digests": digests, "has_tensors": self._leave_tensors(count)}
+
+    def publish(
+        self,
+        sizes: dict[str, int],
+        written: dict[str, dict[str, Any]],
+        shares: list[dict[str, Any]],
+        info: SaveInfo,
+    ) -> None:
+        """Writes the manifest and moves the stage in place, on rank 0.
+
+        Raises:
+            CheckpointCorrupt: What was read back is not what was counted.
+        """
+        digests = dict(written)
+        for share in shares:
+            digests.update(share["digests"])
+        digests.update(self._digest([path for path in sizes if path not in digests], sizes))
+        for path, size_bytes in sizes.items():
+            self._require_size(path, size_bytes, digests[path]["size_bytes"])
+        tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
+        manifest = Manifest(
+            **info.fields(),
+            world_size=len(shares),
+            files=tuple(
+                FileEntry(path, size_bytes, found["xxh3_128"], blocks_64_mib=tuple(found["blocks"]))
+                for path, size_bytes in sizes.items()
+                for found in [digests[path]]
+            ),
+            tensors=tensors,
+        )
+        publish(self.stage, manifest, sync=self._digested.sync)
+        self.manifest = manifest
+
+    def _make_stage(self) -> dict[str, str]:
+        if self._rank == 0:
+            self.stage.folder.mkdir(parents=True)
+            claim(self.stage)
+        return {"target": str(self.stage.target), "nonce": self.stage.nonce}
+
+    def _share(self, sizes: dict[str, int]) -> list[str]:
+        # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
+        return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
+
+    @property
+    def _root(self) -> Path:
+        """To which the paths of the files are relative."""
+        return self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
+
+    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
+        """By path the digest of the file, and those of its blocks."""
+        digests: dict[str, dict[str, Any]] = {}
+        for path in paths:
+            file = self._root / path
+            found = self._digested.read(file)
+            self._require_size(path, sizes[path], found.size_bytes)
+            digests[path] = asdict(found)
+        return digests
+
+    def _require_size(self, path: str, listed_bytes: int, found_bytes: int) -> None:
+        if found_bytes != listed_bytes:
+            raise OSError(
+                f"{self._root / path} had {listed_bytes} bytes when the save ended on all ranks and has {found_bytes} "
+                "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
+            )
+
+    def _leave_tensors(self, count: Count) -> bool:
+        """Leaves what this rank has counted of each tensor in the stage, for rank 0; whether there is anything."""
+        counted = count()
+        if not counted:
+            return False
+        write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
+        return True
+
+    def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
+        if not ranks:
+            return None
+        from lightning_distplus.checkpoint.fingerprints import add_up, describe
+
+        return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
+
+    def _tensors_of(self, rank: int) -> Path:
+        return self.stage.folder / META / f"tensors-{rank}.json"

@@ -1,0 +1,265 @@
+"""Sharded checkpoints in another form: one file, safetensors, or DeepSpeed's universal layout."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lightning_distplus import _compat
+from lightning_distplus.checkpoint.catalog import verify
+from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
+from lightning_distplus.checkpoint.files import discard, leftovers_of, new_nonce, universal_for
+
+__all__ = [
+    "convert",
+    "converted_beside",
+    "is_sharded",
+    "is_universal",
+    "num_shards",
+    "read_sharded",
+    "tensors_of_shards",
+    "weights_of_file",
+    "weights_of_shards",
+    "weights_of_zero",
+    "write_safetensors",
+    "write_whole",
+]
+
+_META = "meta.pt"  # where Lightning puts everything but weights and moments
+_WEIGHTS = ("model", "state_dict")  # what FSDPStrategy and ModelParallelStrategy call them
+_BATCH_BYTES = 256 << 20
+_ALIGNMENT_BYTES = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether Lightning's FSDP or FSDP2 has saved this folder."""
+    return (path / _META).is_file() and (path / ".metadata").is_file()
+
+
+def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """A folder of FSDP or FSDP2 as the dictionary that a single-file checkpoint holds, all of it in memory.
+
+    Args:
+        path: The folder.
+        weights_only: As ``torch.load`` has it; the other files have no such argument (`_compat.refusing_code`).
+    """
+    metadata = FileSystemReader(path).read_metadata()
+    flat: dict[str, Any] = {
+        name: _empty(entry) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    load(flat, storage_reader=FileSystemReader(path), no_dist=True)
+    tree: dict[Any, Any] = {}
+    for name, value in flat.items():
+        *folders, last = metadata.planner_data[name]
+        place = tree
+        for key in folders:
+            place = place.setdefault(key, {})
+        place[last] = value
+    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
+    checkpoint["state_dict"] = next(tree[name] for name in _WEIGHTS if name in tree)
+    numbers = sorted(int(name.removeprefix("optimizer_")) for name in tree if str(name).startswith("optimizer_"))
+    checkpoint["optimizer_states"] = [_by_index(tree[f"optimizer_{number}"]) for number in numbers]
+    return checkpoint
+
+
+def _empty(entry: Any, device: str = "cpu") -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _by_index(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer keyed by the parameter's index, as torch does it, instead of its name."""
+    by_number = optimizer["param_groups"]
+    groups = [dict(by_number[number]) for number in sorted(by_number)]
+    index = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    for group in groups:
+        group["params"] = [index[name] for name in group["params"]]
+    return {"state": {index[name]: state for name, state in optimizer.get("state", {}).items()}, "param_groups": groups}
+
+
+def weights_of_shards(path: Path) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
+    """The weights of such a folder: all of them on the meta device, and the same with content, some at a time.
+
+    At most 256 MB, or the largest tensor, are in memory at once.
+    """
+    metadata = FileSystemReader(path).read_metadata()
+    keys = {
+        key: ".".join(map(str, metadata.planner_data[key][1:]))
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and metadata.planner_data[key][0] in _WEIGHTS
+    }
+    empty = {name: _empty(metadata.state_dict_metadata[key], "meta") for key, name in keys.items()}
+    parts = _read_in_parts(path, metadata, list(keys))
+    return empty, ({keys[key]: tensor for key, tensor in part.items()} for part in parts)
+
+
+def tensors_of_shards(path: Path) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Every tensor of such a folder, whole, by its place in the state; as much in memory as for the weights."""
+    metadata = FileSystemReader(path).read_metadata()
+    entries = metadata.state_dict_metadata
+    keys = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    for part in _read_in_parts(path, metadata, keys):
+        for key, tensor in part.items():
+            yield metadata.planner_data[key], tensor
+
+
+def _read_in_parts(path: Path, metadata: Metadata, keys: list[str]) -> Iterator[dict[str, Tensor]]:
+    batch: dict[str, Any] = {}
+    for number, key in enumerate(keys, start=1):
+        batch[key] = _empty(metadata.state_dict_metadata[key])
+        if number == len(keys) or sum(tensor.nbytes for tensor in batch.values()) >= _BATCH_BYTES:
+            load(batch, storage_reader=FileSystemReader(path), no_dist=True)
+            yield batch
+            batch = {}
+
+
+def weights_of_file(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
+    """The weights of a single-file checkpoint, mapped into memory, as `weights_of_shards` gives them."""
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    weights: dict[str, Tensor] = checkpoint["state_dict"]
+    return weights, ({name: tensor} for name, tensor in weights.items())
+
+
+def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
+    """Writes a safetensors file that is there whole or not at all.
+
+    Args:
+        target: The file.
+        weights: Names, shapes and dtypes, in the order in which they come.
+        parts: The same with content.
+
+    Raises:
+        ValueError: The format has no such dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in weights.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"safetensors has no {tensor.dtype}, the dtype of {name}. Export to a .ckpt file instead.")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    fresh = target.with_name(f".{target.name}.{new_nonce()}")
+    try:
+        with fresh.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in parts:
+                for tensor in part.values():
+                    # numpy knows no bfloat16: the bytes go as they are
+                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(target)
+    finally:
+        discard(fresh)
+
+
+# -- DeepSpeed's universal checkpoints ---------------------------------------------------------------------------------
+
+_TAG = "checkpoint"  # the name of Lightning's only tag
+
+
+def is_universal(path: Path) -> bool:
+    """Whether a folder is a universal checkpoint."""
+    return (path / "latest_universal").is_file()
+
+
+def num_shards(path: Path) -> int:
+    """For how many ranks a folder holds optimizer states; 0 where it holds none."""
+    return len(list((path / _TAG).glob("*_optim_states.pt")))
+
+
+def convert(source: Path, target: Path) -> None:
+    """Makes a committed universal checkpoint of what ZeRO 1, 2 or 3 has saved. One process calls it.
+
+    DeepSpeed's converters run what a pickle names, but within `_compat.refusing_code`.
+
+    Raises:
+        SaveFailed: It cannot be converted, or not be written; the cause says why.
+    """
+    info = replace(info_like(source, is_successor=True), strategy="ResilientDeepSpeed")
+    commit(target, lambda stage: _write(source, stage), rank=0, gather=gather_alone, info=info)
+
+
+def converted_beside(source: Path) -> Path:
+    """The universal form of a checkpoint, made where it is not there yet; it goes when the checkpoint is removed.
+
+    Raises:
+        CheckpointUnsafe: A pickle in it might run code.
+        SaveFailed: As `convert` does.
+    """
+    for folder in leftovers_of(source, "universal"):
+        if verify(folder / source.name).ok:
+            return folder / source.name
+    target = universal_for(source) / source.name
+    with _compat.refusing_code(
+        source, f"If you trust whoever wrote it: distplus export --universal --trust {source} OUT"
+    ):
+        convert(source, target)
+    return target
+
+
+def write_whole(source: Path, file: Path) -> None:
+    """Writes what ZeRO has sharded as a single-file checkpoint of Lightning, weights in 32 bits, without moments."""
+    converter = import_module("lightning.pytorch.utilities.deepspeed")
+    with redirect_stdout(io.StringIO()):
+        converter.convert_zero_checkpoint_to_fp32_state_dict(source, file, tag=_TAG)
+
+
+def weights_of_zero(source: Path) -> dict[str, Tensor]:
+    """The weights that ZeRO has sharded, in 32 bits."""
+    converter = import_module("deepspeed.utils.zero_to_fp32")
+    with redirect_stdout(io.StringIO()):
+        weights: dict[str, Tensor] = converter.get_fp32_state_dict_from_zero_checkpoint(source, _TAG)
+    return weights
+
+
+def _write(source: Path, stage: Path) -> None:
+    converter = import_module("deepspeed.checkpoint.ds_to_universal")
+    stage.mkdir()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints its progress
+        converter.main(
+            Namespace(
+                input_folder=str(source / _TAG),
+                output_folder=str(stage / _TAG),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+    (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder

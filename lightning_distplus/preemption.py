@@ -1,0 +1,401 @@
+"""Stopping when asked: all ranks save one committed checkpoint at one agreed step, and exit with 143."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_distplus import _compat
+from lightning_distplus.control import GateRecord, StepGate, Wish
+from lightning_distplus.errors import Preempted
+from lightning_distplus.signals import StopRequests
+from lightning_distplus.timeouts import Duration, parse_duration
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["NoticeWatch", "PreemptionHandler"]
+
+log = logging.getLogger(__name__)
+_TICK_S = 0.5
+_COMMAND_S = 10.0
+
+
+class NoticeWatch:
+    """Looks for notices on a thread of its own, and says so when the grace has passed without a checkpoint.
+
+    Args:
+        requests: Where a notice is noted.
+        file: Its existence is a notice.
+        command: Its success (exit code 0) is a notice.
+        every: How often both are asked for.
+        grace: How long after a request the platform lets this process live; None: not known.
+        on_late: Called once, when the grace has passed and nothing has stopped this watch.
+    """
+
+    def __init__(
+        self,
+        requests: StopRequests,
+        *,
+        file: Path | None,
+        command: Sequence[str] | None,
+        every: timedelta,
+        grace: timedelta | None,
+        on_late: Callable[[timedelta], None],
+    ) -> None:
+        self._requests = requests
+        self._file = file
+        self._command = command
+        self._every_s = every.total_seconds()
+        self._grace = grace
+        self._on_late = on_late
+        self._has_warned = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="distplus-notices", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, where there is anything to look for."""
+        if self._file or self._command or self._grace:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; a command that runs is not waited for."""
+        self._stopping.set()
+
+    def _watch(self) -> None:
+        look_at = time.monotonic()
+        tick_s = min(_TICK_S, self._every_s)
+        while not self._stopping.wait(tick_s):
+            if self._requests.reason is not None:
+                if self._grace is None:
+                    return
+                if time.monotonic() - self._requests.asked_at > self._grace.total_seconds():
+                    self._on_late(self._grace)
+                    return
+            elif time.monotonic() >= look_at:
+                look_at = time.monotonic() + self._every_s
+                self._look()
+
+    def _look(self) -> None:
+        if self._file is not None and self._file.exists():
+            self._requests.request(f"the notice file {self._file}")
+        elif self._command is not None and self._succeeds(self._command):
+            self._requests.request(f"the notice command {self._command[0]}")
+
+    def _succeeds(self, command: Sequence[str]) -> bool:
+        try:
+            ended = subprocess.run(
+                list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("the notice command cannot be asked: %s. It is tried again; training goes on.", error)
+            return False
+        return ended.returncode == 0
+
+
+# -- the callback ------------------------------------------------------------------------------------------------------
+
+_LOGGED_STEPS = "_batches_that_stepped"  # in the saved state of Lightning's loop
+_evaluations = itertools.count(1)  # all ranks count alike
+
+
+class PreemptionHandler(Callback):
+    """Turns a signal on any rank into one checkpoint of all ranks and exit code 143 on each of them.
+
+    A signal handler only leaves a note. The note travels in the gate of the next step, so that all ranks learn of it at
+    the same step; there they save ``preempt-step=<N>.ckpt`` beside the other checkpoints, and end. A rank whose peer is
+    dead never comes through that gate: a SIGTERM that follows a crash is no preemption.
+
+    Args:
+        signals: Their names. The handlers that were there before are called as well, save Lightning's own.
+        grace: How long after the signal the platform kills. Ends nothing: when it has passed without a commit, the log
+            says where the rank stands, which tells whether the grace or the step is to be changed.
+        notice_file: A file whose existence asks for a stop.
+        notice_command: A command, as a list, whose success asks for a stop: a query of a cloud's metadata.
+        notice_every: How often file and command are asked for, on the first rank of each host.
+        keep: So many checkpoints of preemptions stay in the folder; older ones go when a new one is committed.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"),
+        *,
+        grace: Duration | None = None,
+        notice_file: str | Path | None = None,
+        notice_command: Sequence[str] | None = None,
+        notice_every: Duration = "5s",
+        keep: int = 1,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least the checkpoint of the last preemption stays.")
+        if isinstance(signals, str) or isinstance(notice_command, str):
+            raise ValueError("signals and notice_command are lists: ['SIGTERM'], ['curl', '-sf', 'http://...'].")
+        self._requests = StopRequests(signals)
+        self._grace = None if grace is None else parse_duration(grace)
+        self._notice_file = None if notice_file is None else Path(notice_file)
+        self._notice_command = notice_command
+        self._notice_every = parse_duration(notice_every)
+        self._keep = keep
+        self._watch: NoticeWatch | None = None
+        self._evaluation: StepGate | None = None
+        self._trainer: Any = None
+        self._first_step = 0
+        self._is_ending = False
+        self._logged_steps: int | None = None
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop at the next step, from any thread of any rank."""
+        self._requests.request(reason)
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes the signals, and Lightning's own handlers out of the way.
+
+        Raises:
+            ValueError: The strategy has no gate at which the ranks could agree.
+        """
+        if trainer.world_size > 1 and not hasattr(trainer.strategy, "phases"):
+            raise ValueError(
+                f"PreemptionHandler works with the Resilient strategies; {type(trainer.strategy).__name__} has no gate "
+                f"at which its {trainer.world_size} ranks could agree to stop. Use ResilientDDP, ResilientFSDP, "
+                "ResilientModelParallel or ResilientDeepSpeed."
+            )
+        if self._watch is not None:
+            return
+        self._trainer = trainer
+        self._logged_steps = None
+        self._is_ending = False
+        _compat.replace_stock_signals(trainer, self._detach)
+        self._requests.attach()
+        _compat.add_to_worker_signals(self._requests.outlive)
+        looks = trainer.local_rank == 0
+        self._watch = NoticeWatch(
+            self._requests,
+            file=self._notice_file if looks else None,
+            command=self._notice_command if looks else None,
+            every=self._notice_every,
+            grace=self._grace,
+            on_late=self._report_late,
+        )
+        self._watch.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Puts the handlers back."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        _compat.restore_worker_signals()
+        self._requests.detach(is_ending=self._is_ending)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Joins the gate of each step."""
+        self._first_step = trainer.global_step
+        if trainer.world_size > 1:
+            gate = trainer.strategy.gate  # type: ignore[attr-defined]
+            gate.wants_preemption = self._is_asked
+            gate.preempt = self._preempt
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Puts the loggers' step back after a resume. One process alone has no gate."""
+        if self._logged_steps is not None:
+            loop = trainer.fit_loop.epoch_loop
+            loop.on_load_checkpoint({_LOGGED_STEPS: self._logged_steps})
+            self._logged_steps = None
+        is_window_start = batch_idx % trainer.accumulate_grad_batches == 0
+        if trainer.world_size == 1 and is_window_start and self._is_asked():
+            self._preempt([0])
+
+    def _is_asked(self) -> bool:
+        return self._requests.reason is not None
+
+    def _preempt(self, ranks: list[int]) -> None:
+        """Saves and ends; on all ranks, between two steps.
+
+        Raises:
+            Preempted: The checkpoint is committed.
+        """
+        trainer, asked_at = self._trainer, self._requests.asked_at or time.monotonic()
+        log.warning(
+            "rank %d stops at step %d: asked for by ranks %s (%s here)",
+            trainer.global_rank,
+            trainer.global_step,
+            ranks,
+            self._requests.reason or "nothing",
+        )
+        path = self._save()
+        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
+        self._end()
+
+    def _save(self) -> Path | None:
+        """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded.
+
+        Before the first step there is nothing to keep.
+        """
+        trainer = self._trainer
+        if trainer.global_step == 0:
+            return None
+        folder = checkpoint_folder(trainer)
+        loaded = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
+        if loaded is not None and trainer.global_step == self._first_step and loaded.parent == folder:
+            return loaded
+        _forget_fetched_batch(trainer)
+        path = folder / f"preempt-step={trainer.global_step}.ckpt"
+        self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
+        trainer.save_checkpoint(path)
+        require_saved = getattr(trainer.strategy, "require_saved", None)
+        if require_saved is not None:  # a save in the background is not committed yet; one that failed raises no error
+            require_saved()
+        if trainer.is_global_zero:
+            self._remove_older(folder, path)
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """In a checkpoint of this callback: how many steps the loggers have seen.
+
+        Lightning counts the last step again in a run that resumes behind a validation (lightning 2.6.6,
+        ``training_epoch_loop.py`` 396-410): its own saves happen before that step is counted.
+        """
+        return {} if self._logged_steps is None else {"version": 1, "logged_steps": self._logged_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remembers it until the first batch.
+
+        Raises:
+            ValueError: A newer version has written it.
+        """
+        version = state_dict.get("version", 1)
+        if version != 1:
+            raise ValueError(
+                f"the checkpoint's PreemptionHandler state is version {version}; this one reads version 1."
+            )
+        self._logged_steps = state_dict.get("logged_steps")
+
+    def _remove_older(self, folder: Path, newest: Path) -> None:
+        older = [path for path in folder.glob("preempt-step=*.ckpt") if path != newest]
+        older.sort(key=lambda path: path.stat().st_mtime)
+        for path in older[: max(0, len(older) - self._keep + 1)]:
+            self._trainer.strategy.remove_checkpoint(path)
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._is_ending = True
+        self._requests.detach(is_ending=True)
+        raise Preempted
+
+    # -- validate, test, predict ---------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens a gate for each batch of ``Trainer.validate``; the validation within a fit is not interrupted."""
+        if trainer.state.fn == "validate":
+            self._open_evaluation(trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens a gate for each batch."""
+        self._open_evaluation(trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens a gate for each batch."""
+        self._open_evaluation(trainer.num_predict_batches)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Ends on all ranks where one was asked to."""
+        self._meet_in_evaluation()
+
+    def on_test_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Ends on all ranks where one was asked to."""
+        self._meet_in_evaluation()
+
+    def on_predict_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Ends on all ranks where one was asked to."""
+        self._meet_in_evaluation()
+
+    def _open_evaluation(self, num_batches: Sequence[int | float]) -> None:
+        """Ranks with different numbers of batches cannot meet at each one: they are not interrupted."""
+        trainer = self._trainer
+        self._evaluation = None
+        if trainer.world_size == 1:
+            return
+        plane, patience = trainer.strategy.plane, trainer.strategy.phases.patience
+        said = plane.gather_json("evaluation-batches", {"num_batches": [str(n) for n in num_batches]}, patience)
+        if any(one != said[0] for one in said):
+            log.warning("the ranks have different numbers of batches: a signal does not interrupt this evaluation")
+            return
+        self._evaluation = StepGate(plane, name=f"evaluation-{next(_evaluations)}", must_agree=())
+        self._evaluation.open(patience)
+
+    def _meet_in_evaluation(self) -> None:
+        trainer = self._trainer
+        if trainer.state.fn == "fit":
+            return
+        if trainer.world_size == 1:
+            ranks = [0] if self._is_asked() else []
+        elif self._evaluation is None:
+            return
+        else:
+            wishes = Wish.PREEMPT if self._is_asked() else Wish.NONE
+            record = GateRecord(global_step=trainer.global_step, micro_batch=0, epoch=0, wishes=wishes)
+            records = self._evaluation.exchange(record, trainer.strategy.phases.patience)
+            ranks = [rank for rank, one in enumerate(records) if one.wishes & Wish.PREEMPT]
+        if ranks:
+            log.warning("rank %d stops: asked for by ranks %s; there is nothing to save", trainer.global_rank, ranks)
+            self._note_end(path=None, ranks=ranks)
+            self._end()
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def _note_end(self, **fields: Any) -> None:
+        self._note("preempted", global_step=self._trainer.global_step, reason=self._requests.reason, **fields)
+
+    def _report_late(self, grace: timedelta) -> None:
+        """The grace has passed: says what took so long. On the thread of the notices."""
+        marks = getattr(self._trainer.strategy, "_marks", None)
+        where = "" if marks is None else f"; this rank is in {marks.read().operation!r}"
+        log.error(
+            "rank %d: %g s after %s no checkpoint of this stop is committed%s. The run goes on until it is killed; a "
+            "restart continues from the last committed checkpoint. Ask earlier (a notice), or save more often.",
+            self._trainer.global_rank,
+            grace.total_seconds(),
+            self._requests.reason,
+            where,
+        )
+        self._note("preemption_late", grace_s=grace.total_seconds(), reason=self._requests.reason)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        note = getattr(self._trainer.strategy, "note", None)
+        if note is not None:
+            note(kind, **fields)
+
+
+def checkpoint_folder(trainer: Any) -> Path:
+    """The folder of the first ModelCheckpoint, else ``<default_root_dir>/checkpoints``: where ``auto`` looks."""
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    if savers and savers[0].dirpath:
+        return Path(savers[0].dirpath)
+    return Path(trainer.default_root_dir) / "checkpoints"
+
+
+def _forget_fetched_batch(trainer: Any) -> None:
+    """A batch that was fetched, and not trained on, is fetched again by the run that resumes."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if progress.current.ready > progress.current.processed:
+        progress.current.ready -= 1
+        progress.total.ready -= 1
+        progress.is_last_batch = False

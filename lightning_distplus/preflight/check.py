@@ -1,0 +1,258 @@
+"""What a check is given, what it says, and how checks are run."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_distplus import env
+from lightning_distplus.env import Variable
+from lightning_distplus.errors import PreflightError
+
+__all__ = ["Check", "Facts", "Finding", "Launcher", "Settings", "Status", "raise_errors", "run_checks"]
+
+
+class Status(str, Enum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    """The run would fail, hang or be wrong: it does not start."""
+    WARNING = "warning"
+    """The run can start, and somebody should look."""
+    NOTE = "note"
+    """Something to know; nothing is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that a check has found."""
+
+    status: Status
+    subject: str
+    """What is wrong, in one sentence."""
+    detail: str = ""
+    """The evidence: names and values, of both sides."""
+    remedy: str = ""
+    """What to do, with the command to run."""
+    check: str = ""
+    """The name by which it can be switched off; set by ``run_checks``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "status": self.status.value}
+
+    def __str__(self) -> str:
+        lines = [self.subject]
+        if self.detail:
+            lines.append(f"  seen: {self.detail}")
+        if self.remedy:
+            lines.append(f"  do:   {self.remedy}")
+        return "\n".join(lines)
+
+
+# -- what checks are given ---------------------------------------------------------------------------------------------
+
+_PSEUDO_STEPS = 0xFFFF0000  # Slurm's batch, extern and interactive steps have ids above: srun started no tasks there
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Who started this process, and how we know."""
+
+    name: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.evidence})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a check may look at. Where there is no Trainer (``distplus doctor``), its fields keep their defaults."""
+
+    variables: Mapping[str, str] = field(default_factory=env.snapshot)
+    """The environment of this process."""
+    devices: int | None = None
+    """Processes per node that the Trainer expects."""
+    num_nodes: int | None = None
+    """Nodes that the Trainer expects."""
+    environment: str = ""
+    """Class of the cluster environment that Lightning has chosen."""
+    started: int | None = None
+    """Processes that the launcher started, by that environment; None where Lightning starts them itself."""
+    rank: int | None = None
+    """Rank of this process, by that environment; None where it cannot tell."""
+    accelerator: str = ""
+    """``"cuda"``, ``"cpu"`` and so on."""
+    folder: Path = field(default_factory=Path.cwd)
+    """Where the run writes."""
+    trial_bytes: int = 64 << 20
+    """How much the check of that folder writes, at most."""
+    command: tuple[str, ...] = field(default_factory=lambda: _without_interpreter(sys.orig_argv))
+    """What was started, without the interpreter and its options, so that torchrun takes it too."""
+    spans_hosts: bool = False
+    """Whether ranks run on other hosts as well; False where that is not known."""
+    host: str = field(default_factory=socket.gethostname)
+
+    def text(self, variable: Variable) -> str | None:
+        """The value of a variable, or None where it is unset or empty."""
+        return self.variables.get(variable.name) or None
+
+    def number(self, variable: Variable) -> int | None:
+        """The value as an integer, or None where it is unset or is none."""
+        text = self.text(variable)
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def shown(self, *variables: Variable) -> str:
+        """Names and values, for a message: ``RANK=3, LOCAL_RANK unset``."""
+        values = {variable.name: self.text(variable) for variable in variables}
+        return ", ".join(f"{name} unset" if value is None else f"{name}={value}" for name, value in values.items())
+
+    @property
+    def world_size(self) -> int | None:
+        """Processes that the Trainer expects."""
+        return None if self.devices is None or self.num_nodes is None else self.devices * self.num_nodes
+
+    @property
+    def is_in_srun_step(self) -> bool:
+        """Whether srun started this process; a batch script has the job's variables and no step of its own."""
+        step = self.number(env.SLURM_STEP_ID)
+        return step is not None and step < _PSEUDO_STEPS
+
+    @property
+    def launcher(self) -> Launcher:
+        """Who started this process, by what only that launcher sets; the innermost one."""
+        if self.text(env.TORCHELASTIC_RUN_ID):
+            return Launcher("torchrun", "TORCHELASTIC_RUN_ID is set")
+        if self.text(env.OMPI_COMM_WORLD_SIZE):
+            return Launcher("mpirun", "OMPI_COMM_WORLD_SIZE is set")
+        if self.is_in_srun_step:
+            return Launcher("srun", "SLURM_STEP_ID is set")
+        if self.text(env.PMI_SIZE):
+            return Launcher("mpirun", "PMI_SIZE is set")
+        if self.text(env.CROSS_SIZE):
+            return Launcher("the DeepSpeed launcher", "CROSS_SIZE is set, TORCHELASTIC_RUN_ID is not")
+        if self.text(env.LOCAL_RANK):
+            return Launcher("a launcher that sets LOCAL_RANK", "as Lightning does for the processes that it starts")
+        if self.text(env.RANK) and self.text(env.WORLD_SIZE):
+            return Launcher("a Kubernetes job", "RANK and WORLD_SIZE are set, LOCAL_RANK is not: PyTorchJob does so")
+        if self.text(env.SLURM_JOB_ID):
+            return Launcher("plain python in a Slurm job", "SLURM_JOB_ID is set, and SLURM_STEP_ID of an srun is not")
+        return Launcher("plain python", "no launcher's variable is set")
+
+    def as_lightning_sees_it(self) -> dict[str, Any]:
+        """Environment, processes and rank as Lightning would detect them here; for where there is no Trainer."""
+        if self.text(env.TORCHELASTIC_RUN_ID):
+            return _detected("TorchElasticEnvironment", self.number(env.WORLD_SIZE), self.number(env.RANK))
+        if self.text(env.SLURM_NTASKS) and self.text(env.SLURM_JOB_NAME) not in ("bash", "interactive"):
+            return _detected("SLURMEnvironment", self.number(env.SLURM_NTASKS), self.number(env.SLURM_PROCID))
+        is_external = self.text(env.LOCAL_RANK) is not None
+        node, local = self.number(env.NODE_RANK) or self.number(env.GROUP_RANK) or 0, self.number(env.LOCAL_RANK) or 0
+        started = self.number(env.WORLD_SIZE) if is_external else None
+        return _detected("LightningEnvironment", started, node * (self.devices or 1) + local)
+
+    def describe(self) -> str:
+        """One line for reports: who this process is and who started it, with the variables read."""
+        place = "" if self.rank is None else f", rank {self.rank}"
+        size = f" of {self.world_size}" if place and self.world_size is not None else ""
+        read = self.shown(*(variable for variable in env.LAUNCH_VARIABLES if self.text(variable) is not None))
+        return f"host {self.host}{place}{size}; started by {self.launcher}; variables: {read or 'none'}"
+
+    # -- commands for remedies ---------------------------------------------------------------------------------------
+
+    def torchrun(self, node_rank: str = "$NODE_RANK", address: str = "<host of node 0>", port: str = "29500") -> str:
+        """The torchrun line for this run; on one node it needs no address."""
+        devices, nodes = self.devices or 1, self.num_nodes or 1
+        if nodes == 1:
+            return f"torchrun --standalone --nproc-per-node {devices} {self._script}"
+        return (
+            f"torchrun --nnodes {nodes} --nproc-per-node {devices} --node-rank {node_rank} --master-addr {address} "
+            f"--master-port {port} {self._script}"
+        )
+
+    def srun(self) -> str:
+        """The srun line for this run."""
+        return f"srun --nodes {self.num_nodes or 1} --ntasks-per-node {self.devices or 1} python {self._script}"
+
+    @property
+    def _script(self) -> str:
+        return shlex.join(self.command) if self.command else "train.py"
+
+
+def _without_interpreter(command: Sequence[str]) -> tuple[str, ...]:
+    """``python -u -X dev train.py`` is ``train.py``; ``-m`` and its module stay."""
+    place = 1
+    while place < len(command) and command[place].startswith("-") and command[place] not in ("-", "-m", "-c"):
+        place += 2 if command[place] in ("-W", "-X") else 1
+    return tuple(command[place:])
+
+
+def _detected(environment: str, started: int | None, rank: int | None) -> dict[str, Any]:
+    return {"environment": environment, "started": started, "rank": rank}
+
+
+# -- how checks are run ------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+Check = Callable[[Facts], Iterable[Finding]]
+"""``def my_check(facts: Facts) -> Iterable[Finding]``; it looks, changes nothing, and needs at most a second."""
+Settings = Mapping[str, Literal["off", "warn"]]
+"""By the name of a check: not run at all, or its errors are warnings."""
+
+
+def run_checks(checks: Mapping[str, Check], facts: Facts, settings: Settings | None = None) -> list[Finding]:
+    """Runs the checks in their order and names each finding after its check.
+
+    A check that raises is a warning, not the end of the run: it is our bug, or that of its author.
+    """
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        wish = (settings or {}).get(name)
+        if wish == "off":
+            continue
+        try:
+            found = list(check(facts))
+        except Exception as error:
+            found = [_broken(name, error)]
+        findings += [_named(name, finding, is_softened=wish == "warn") for finding in found]
+    return findings
+
+
+def _named(name: str, finding: Finding, *, is_softened: bool) -> Finding:
+    status = Status.WARNING if is_softened and finding.status is Status.ERROR else finding.status
+    return replace(finding, check=name, status=status)
+
+
+def _broken(name: str, error: Exception) -> Finding:
+    return Finding(
+        status=Status.WARNING,
+        subject=f"The check {name!r} could not be made.",
+        detail=f"{type(error).__name__}: {error}",
+        remedy=f'If it always fails here, switch it off: preflight={{"{name}": "off"}}.',
+    )
+
+
+def raise_errors(findings: Iterable[Finding], facts: Facts) -> None:
+    """Logs what is no error, and raises one ``PreflightError`` with everything that is.
+
+    Raises:
+        PreflightError: What is wrong, the evidence, the remedy, and who this process is.
+    """
+    findings = list(findings)
+    for finding in findings:
+        if finding.status is Status.WARNING:
+            log.warning("preflight (%s): %s", finding.check, finding)
+        elif finding.status is Status.NOTE:
+            log.info("preflight (%s): %s", finding.check, finding)
+    errors = [finding for finding in findings if finding.status is Status.ERROR]
+    if errors:
+        names = ", ".join(f'"{name}": "off"' for name in dict.fromkeys(error.check for error in errors))
+        told = "\n".join(map(str, errors))
+        raise PreflightError(f"{told}\n  here: {facts.describe()}\n  (if this is a mistake: preflight={{{names}}})")

@@ -1,0 +1,338 @@
+"""The gate of each step in a Trainer, in place of the broadcast that Lightning issues for each batch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from enum import IntEnum, IntFlag
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_distplus import _compat
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, WatchedGate, Wish
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import disagreement
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["MUST_AGREE", "BatchGate", "Flag", "Moment", "decisions", "flags_of", "moment_of"]
+
+_MOMENT_BITS = 4
+
+
+class Moment(IntEnum):
+    """The points of a run at which ranks meet. A rank that comes to another one than its peers has left the path."""
+
+    STEP = 1
+    DECISION = 2
+    VALIDATION = 3
+    VALIDATION_END = 4
+    EPOCH_END = 5
+    SAVE = 6
+    END = 7
+    FORWARD = 8
+    GRADIENTS = 9
+    METRICS = 10
+
+    def __str__(self) -> str:
+        return _NAMES[self]
+
+
+_NAMES = {
+    Moment.STEP: "the start of a step",
+    Moment.DECISION: "a decision after a step",
+    Moment.VALIDATION: "the start of a validation",
+    Moment.VALIDATION_END: "the end of a validation",
+    Moment.EPOCH_END: "the end of an epoch",
+    Moment.SAVE: "a save",
+    Moment.END: "the end of training",
+    Moment.FORWARD: "the end of training_step",
+    Moment.METRICS: "the reduction of logged metrics",
+    Moment.GRADIENTS: "the end of the backward",
+}
+
+
+class Flag(IntFlag):
+    """What a rank says beside the moment."""
+
+    NONE = 0
+    LAST_BATCH = 1 << _MOMENT_BITS
+    WANTS_STOP = 2 << _MOMENT_BITS
+    WANTS_VALIDATION = 4 << _MOMENT_BITS
+    BATCH_FAILED = 8 << _MOMENT_BITS
+    NOT_FINITE = 16 << _MOMENT_BITS
+
+
+def decisions(moment: Moment, flags: Flag) -> int:
+    """Both as one number of 16 bits."""
+    return int(moment) | int(flags)
+
+
+def moment_of(record: GateRecord) -> Moment:
+    """The moment at which a rank made this record."""
+    return Moment(record.decisions & ((1 << _MOMENT_BITS) - 1))
+
+
+def flags_of(record: GateRecord) -> Flag:
+    """What the rank said beside the moment."""
+    return Flag(record.decisions & ~((1 << _MOMENT_BITS) - 1))
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+MUST_AGREE = (
+    "decisions",
+    "epoch",
+    "global_step",
+    "micro_batch",
+    "learning_rate",
+    "loss_scale",
+    "settings",
+    "collectives",
+    "consumed_samples",
+    "data_fingerprint",
+    "batch_structure",
+    "state_fingerprint",
+)
+# Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
+_runs = itertools.count(1)
+
+
+class BatchGate:
+    """Compares the ranks when they have fetched the first batch of an optimizer step, and agrees on stopping.
+
+    Stock Lightning broadcasts one bit from rank 0 before each batch, on the default group, and broadcasts inside its
+    SIGTERM handler. Both go: a SIGTERM on any rank becomes this rank's wish at the next gate, and all ranks stop there.
+
+    Args:
+        trainer: The Trainer, before its signal handlers are registered.
+        plane: The control plane.
+        deadline: How long to wait at a gate, asked for at each one.
+        on_passed: Called with the records once all ranks have met at the start of a step.
+        mark: Told that this rank waits at a gate.
+        points: The named points of the run, where the strategy checks them.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        plane: ControlPlane,
+        *,
+        deadline: Callable[[], timedelta],
+        on_passed: Callable[[list[GateRecord]], None] = lambda records: None,
+        mark: Callable[[str], None] = lambda operation: None,
+        points: Points | None = None,
+    ) -> None:
+        self._trainer = trainer
+        arguments: dict[str, Any] = {
+            "name": f"run-{next(_runs)}",
+            "must_agree": MUST_AGREE,
+            "judge": lambda records, fields: None,  # what differs decides about more than an error: see ``meet``
+        }
+        if points is None:
+            self._gate = StepGate(plane, **arguments)
+        else:
+            self._gate = WatchedGate(plane, points=points, **arguments)
+        self._deadline = deadline
+        self._on_passed = on_passed
+        self._mark = mark
+        self._sigterm_seen = False
+        self._last: GateRecord | None = None
+        self.is_open = False
+        self.waited_s = 0.0
+        """How long this rank waited for the others at the gate of the present step."""
+        self.say: Callable[[Any, int], dict[str, Any]] = lambda batch, batch_idx: {}
+        """What else stands in the record of a step; fields of ``GateRecord``."""
+        self.hear: Callable[[list[GateRecord]], None] = lambda records: None
+        """Told the records of a step before the Trainer goes on."""
+        self.tell: Callable[[DivergenceError], None] = _raise
+        """Called where the ranks stand at different places; it raises."""
+        self.attend: Callable[[str], AbstractContextManager[None]] = lambda moment: nullcontext()
+        """Stands around every wait of this rank at the gate."""
+        self.wishes = Flag.NONE
+        """What some rank has asked for at a gate, and not all have done yet."""
+        self.wants_preemption: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has to stop with a checkpoint."""
+        self.preempt: Callable[[list[int]], None] = lambda ranks: None
+        """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
+        self.has_saved: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether a save in the background has ended on this rank."""
+        self.is_late: Callable[[], bool] = lambda: False
+        """Asked at each gate: whether this rank has come close to a deadline, which should grow."""
+        self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
+
+    def open(self) -> None:
+        """Meets all ranks and takes the place of the stock broadcast; where it has it already, it begins anew.
+
+        Training may start more than once in a fit: ``LearningRateFinder`` trains before it.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        self._gate.open(self._deadline())
+        self._last = None
+        if self.is_open:
+            return
+        _compat.replace_batch_broadcast(self._trainer, lambda: None)
+        self._inner = self._trainer.strategy.on_train_batch_start
+        vars(self._trainer.strategy)["on_train_batch_start"] = self._on_train_batch_start
+        self.is_open = True
+
+    def close(self) -> None:
+        """Puts everything back."""
+        self.is_open = False
+        vars(self._trainer.strategy).pop("on_train_batch_start", None)
+        _compat.restore_batch_broadcast(self._trainer)
+        _compat.restore_sigterm_notifier(self._trainer)
+
+    @property
+    def reads_all_records(self) -> bool:
+        """Whether the records are those of the ranks; above 64 ranks that agree they are copies of this rank's own."""
+        return self._gate.reads_all
+
+    def meet(self, moment: Moment, flags: Flag = Flag.NONE, **fields: Any) -> list[GateRecord]:
+        """Meets all ranks at a named moment.
+
+        A rank with a decision to make (``Moment.DECISION``) may meet others that have gone on to their next moment:
+        they take note of its wish and meet again there, where it joins them.
+
+        Args:
+            moment: Where this rank stands.
+            flags: What it says beside that.
+            **fields: Further fields of the record.
+
+        Returns:
+            The records of all ranks. For a decision they may be of another moment.
+
+        Raises:
+            DivergenceError: The ranks stand at different moments, steps or batches.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        while True:
+            self._mark(f"the gate at {moment}")
+            with self.attend(str(moment)):
+                records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
+            for record in records:
+                self.wishes |= flags_of(record) & (Flag.WANTS_STOP | Flag.WANTS_VALIDATION)
+            if moment is Moment.DECISION or all(moment_of(record) is not Moment.DECISION for record in records):
+                break
+        if moment is not Moment.DECISION:
+            self._require_one_place(records)
+        return records
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler: no collective, no lock; it notes the wish and passes the signal on."""
+        launcher: Any = self._trainer.strategy.launcher
+        if not self._sigterm_seen and launcher is not None:
+            launcher.kill(signal.Signals(signum))
+        self._sigterm_seen = True
+
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The strategy's hook: the last one before the first collective of a batch."""
+        self._inner(batch, batch_idx)
+        if self._micro_batch % self._trainer.accumulate_grad_batches == 0:
+            self._begin_step(batch, batch_idx)
+
+    def _begin_step(self, batch: Any, batch_idx: int) -> None:
+        is_last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        said = self.say(batch, batch_idx)
+        came_at = time.monotonic()
+        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **said)
+        self.waited_s = time.monotonic() - came_at
+        self._last = records[0]
+        self._on_passed(records)
+        if preempted := [rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT]:
+            self.preempt(preempted)
+        self.hear(records)
+        stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]
+        if stopping:
+            log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
+            raise SIGTERMException
+
+    @property
+    def _micro_batch(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+
+    def _record(self, moment: Moment, flags: Flag, fields: dict[str, Any]) -> GateRecord:
+        return GateRecord(
+            global_step=self._trainer.global_step,
+            micro_batch=max(0, self._micro_batch),
+            epoch=self._trainer.current_epoch,
+            wishes=self._wishes(),
+            decisions=decisions(moment, flags),
+            **fields,
+        )
+
+    def _wishes(self) -> Wish:
+        wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
+        if self.has_saved():
+            wishes |= Wish.SAVED
+        if self.is_late():
+            wishes |= Wish.LATE
+        return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
+
+    # -- where all must stand ----------------------------------------------------------------------------------------
+
+    def _require_one_place(self, records: Sequence[GateRecord]) -> None:
+        """Raises unless all ranks stand at the same moment of the same step."""
+        if all(record is records[0] for record in records):
+            return
+        moments = {rank: str(moment_of(record)) for rank, record in enumerate(records)}
+        if len(set(moments.values())) > 1:
+            places = {
+                rank: f"{moments[rank]} (epoch {record.epoch}, micro-batch {record.micro_batch}, "
+                f"{record.global_step} steps done)"
+                for rank, record in enumerate(records)
+            }
+            self._tell("moment", places, remedy="look for code that runs, returns or raises on some ranks only")
+        for field in ("epoch", "global_step", "micro_batch"):
+            values = {rank: getattr(record, field) for rank, record in enumerate(records)}
+            if len(set(values.values())) > 1:
+                self._tell(
+                    field,
+                    values,
+                    expected=self._expected(field),
+                    remedy="a rank skipped or repeated a step: look for code that returns or raises on one rank only",
+                )
+        self._require_one_end(records)
+
+    def _require_one_end(self, records: Sequence[GateRecord]) -> None:
+        if moment_of(records[0]) is not Moment.STEP:
+            return
+        is_last = {rank: bool(flags_of(record) & Flag.LAST_BATCH) for rank, record in enumerate(records)}
+        if len(set(is_last.values())) == 1:
+            return
+        self._tell(
+            "last_batch",
+            is_last,
+            remedy="the ranks have different numbers of batches; ResumableDataModule(uneven=...) cuts them alike, "
+            "a DistributedSampler drops or pads",
+        )
+
+    def _expected(self, field: str) -> int | None:
+        """What all ranks must say after what they said at the gate before; None where more than one value is sound."""
+        last = self._last
+        if last is None:
+            return None
+        if field == "global_step":
+            return last.global_step + 1
+        if field == "micro_batch":
+            return last.micro_batch + self._trainer.accumulate_grad_batches
+        return None
+
+    def _tell(self, field: str, values: dict[int, Any], *, remedy: str, expected: Any = None) -> None:
+        where = f"before step {self._trainer.global_step}; nothing was averaged"
+        self.tell(disagreement(field, values, where=where, remedy=remedy, expected=expected))
+
+
+def _raise(error: DivergenceError) -> None:
+    raise error

@@ -1,0 +1,382 @@
+"""Who waits for whom: the calls in flight of all ranks, followed across all groups to the ranks at their ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from lightning_distplus.watchdog.flight_recorder import Collective, Recording
+from lightning_distplus.world import name_ranks
+
+__all__ = ["Ends", "follow"]
+
+# No rank ends one of these before every member has begun it.
+_NEEDS_ALL = (
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "reduce_scatter",
+)
+_CONTEXT = 8  # how many calls before a place say that it is the same place of the program
+_PLAIN_ROLES = ("", "undefined")
+_AT_ONCE_NS = 200_000  # a processor that waits for nothing makes its next call within less
+_ALIKE = 3  # times as long as its peers took may still be called the same
+_SHORT_CONTEXT = 3
+_MOST_MISSING = 4  # with more than one of so many ranks missing, nothing is certain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """The ranks for which the others wait, and that wait for nobody themselves."""
+
+    culprits: list[int]
+    is_decided: bool
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why, by rank."""
+
+
+def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = ()) -> Ends | None:
+    """Follows who waits for whom to its ends.
+
+    A rank waits for every member of a group that has not come to a call which it has in flight; where all have come,
+    its members wait for each other. A rank at an end is to blame: it waits for nobody. So is one whose call the others
+    have ended, and one that has stopped short of a call to which its like went on with the same calls in flight.
+
+    Args:
+        recordings: The record of each rank; a rank that a group names and that has none has left no dump.
+        elsewhere: Ranks that are known to wait for peers where no recorder sees it.
+
+    Returns:
+        None where no rank has anything in flight: then nothing tells.
+    """
+    job = _Job(recordings, elsewhere)
+    if not any(job.in_flight.values()):
+        return None
+    reasons = {**_ends_of(job), **job.halted()}
+    doubtful: dict[int, str] = {}
+    for rank in sorted(set(job.in_flight) - set(reasons)):
+        call, is_sure = _stopped_short(job, rank)
+        if call is not None and is_sure is not False:
+            why = (
+                f"has not come to {call.describe()}, though such calls as it has in flight did not hold up ranks before"
+            )
+            (reasons if is_sure else doubtful)[rank] = why
+    loose = dict.fromkeys(job.loose() - set(reasons), "has nothing in flight, and nobody is seen to wait for it")
+    is_sure = bool(reasons) and not loose and not doubtful and not job.is_patchy(reasons)
+    if is_sure:
+        return Ends(culprits=sorted(reasons), is_decided=True, reasons=reasons)
+    reasons = {**doubtful, **loose, **reasons, **({} if reasons else _knot(job))}
+    if not reasons:
+        return None
+    return Ends(culprits=sorted(reasons), is_decided=False, reasons=reasons)
+
+
+class _Job:
+    """The records of all ranks, and the two kinds of waiting that they show."""
+
+    def __init__(self, recordings: Mapping[int, Recording], elsewhere: Collection[int]) -> None:
+        self.recordings = recordings
+        self.elsewhere = set(elsewhere)
+        self.members: dict[str, set[int]] = defaultdict(set)
+        for rank, recording in recordings.items():
+            for group, ranks in recording.groups.items():
+                self.members[group] |= {rank, *ranks}
+        self.ranks = sorted(set(recordings).union(*self.members.values()))
+        self.silent = set(self.ranks) - set(recordings)
+        self.in_flight = {rank: recording.unfinished for rank, recording in recordings.items()}
+        self.reached: dict[tuple[int, str], int] = {}
+        self.recorded: dict[tuple[int, str], int] = {}
+        self.oldest: dict[tuple[int, str], int] = {}
+        self._read_numbers()
+        self.absent = {rank: self._absent(rank) for rank in recordings}
+        """For whom each rank waits, with the first call to which that one has not come."""
+        self.attended = {rank: self._attended(rank) for rank in recordings}
+        """With whom each rank stands in its oldest call in flight, to which all have come."""
+
+    def _read_numbers(self) -> None:
+        p2p = {
+            call.group for recording in self.recordings.values() for call in recording.calls if call.peer is not None
+        }
+        for rank, recording in self.recordings.items():
+            for call in recording.calls:
+                if call.peer is None:
+                    place = (rank, call.group)
+                    self.reached[place] = max(self.reached.get(place, 0), call.seq)
+                    if not call.is_done:
+                        self.oldest[place] = min(self.oldest.get(place, call.seq), call.seq)
+        self.recorded.update(self.reached)
+        highest = {
+            group: max(self.reached.get((rank, group), 0) for rank in self.members[group]) for group in self.members
+        }
+        for rank, recording in self.recordings.items():
+            for group, number in recording.enqueued.items():
+                # Torch counts sends and receives in the same place, so that the number may be one of theirs.
+                if group not in p2p and number <= highest.get(group, 0):
+                    self.reached[rank, group] = max(self.reached.get((rank, group), 0), number)
+
+    def _absent(self, rank: int) -> dict[int, Collective]:
+        found: dict[int, Collective] = {}
+        for index, call in enumerate(self.in_flight[rank]):
+            if call.peer is not None:
+                if not self._other_end_has_come(rank, call, is_first=index == 0):
+                    found.setdefault(call.peer, call)
+                continue
+            for member in self.members[call.group] - {rank}:
+                if self.reached.get((member, call.group), 0) < call.seq:
+                    found.setdefault(member, call)
+        found.pop(rank, None)
+        return found
+
+    def _other_end_has_come(self, rank: int, call: Collective, *, is_first: bool) -> bool:
+        assert call.peer is not None
+        if call.peer in self.silent:
+            return False
+        other = "recv" if call.op == "send" else "send"
+        theirs = [
+            one
+            for one in self.recordings[call.peer].calls
+            if one.peer == rank and one.op == other and one.group == call.group
+        ]
+        if any(not one.is_done for one in theirs):
+            return True
+        # A short message may have been sent, and its receiver's stream be busy with what came before.
+        return other == "send" and bool(theirs) and not is_first
+
+    def _attended(self, rank: int) -> set[int]:
+        call = next(iter(self.in_flight[rank]), None)
+        if call is None:
+            return set()
+        if call.peer is not None:
+            return {call.peer} if call.peer not in self.absent[rank] else set()
+        members = self.members[call.group] - {rank}
+        return members if not members & set(self.absent[rank]) else set()
+
+    def edges(self, *, attended: bool) -> dict[int, set[int]]:
+        """Who waits for whom; ``attended`` takes in those that stand together in a call."""
+        rest = set(self.ranks) - self.elsewhere
+        return {
+            rank: (
+                rest
+                if rank in self.elsewhere
+                else set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
+            )
+            for rank in self.ranks
+        }
+
+    def awaited(self) -> dict[int, Collective]:
+        """The ranks to whose call others have come, with that call."""
+        found: dict[int, Collective] = {}
+        for rank in sorted(self.absent):
+            for other, call in self.absent[rank].items():
+                found.setdefault(other, call)
+        return found
+
+    def loose(self) -> set[int]:
+        """Ranks with nothing in flight, or without a dump, for whom nobody is seen to wait."""
+        idle = {rank for rank, calls in self.in_flight.items() if not calls} | self.silent
+        return idle - set(self.awaited()) - self.elsewhere
+
+    def is_patchy(self, culprits: Collection[int]) -> bool:
+        """Whether so many dumps are missing that the true cause may be in one of them."""
+        return bool(self.silent & set(culprits)) and len(self.silent) * _MOST_MISSING > len(self.ranks)
+
+    def halted(self) -> dict[int, str]:
+        """Ranks with a call in flight that others have ended: their own device or driver stands."""
+        found: dict[int, str] = {}
+        for rank, calls in self.in_flight.items():
+            for call in calls:
+                if call.peer is not None or call.is_gloo or call.op not in _NEEDS_ALL:
+                    continue
+                ended = [one for one in self.members[call.group] - {rank} if self._has_ended(one, call)]
+                if ended:
+                    found[rank] = f"has {call.describe()} in flight, which {name_ranks(sorted(ended))} ended"
+                    break
+        return found
+
+    def _has_ended(self, rank: int, call: Collective) -> bool:
+        place = (rank, call.group)
+        return self.recorded.get(place, 0) >= call.seq and self.oldest.get(place, call.seq + 1) > call.seq
+
+
+def _ends_of(job: _Job) -> dict[int, str]:
+    """The ranks that wait for nobody while others wait for them, and why."""
+    awaited = job.awaited()
+    found: dict[int, str] = {}
+    for knot in _knots(job.edges(attended=True)):
+        # Ranks that stand together in a call are told apart by the calls to which only some of them have come.
+        waits = job.edges(attended=False)
+        inner = {other for rank in knot for other in waits[rank] if other in knot}
+        ends = knot if len(knot) == 1 else {rank for rank in knot if not waits[rank] and rank in inner}
+        for rank in ends & set(awaited):
+            found[rank] = _describe(job, rank, awaited[rank])
+    return found
+
+
+def _describe(job: _Job, rank: int, call: Collective) -> str:
+    name = call.describe().partition(",")[0]
+    if rank in job.silent:
+        return f"has left no dump, and others wait for it in {name}"
+    if not job.recordings[rank].calls:
+        return f"has an empty record, and others wait for it in {name}"
+    in_flight = "; it has nothing in flight" if not job.in_flight[rank] else ""
+    return f"has not come to {name}, in which others wait for it{in_flight}"
+
+
+def _knot(job: _Job) -> dict[int, str]:
+    """The ranks of the last knots, of which nobody can say who ties them."""
+    return {
+        rank: f"waits in {job.in_flight[rank][0].describe()}"
+        for knot in _knots(job.edges(attended=True))
+        if len(knot) > 1
+        for rank in knot
+        if job.in_flight.get(rank)
+    }
+
+
+def _knots(edges: Mapping[int, Collection[int]]) -> Iterator[set[int]]:
+    """The sets of ranks that reach each other and nobody else: the ends of all ways through the graph."""
+    reach = {rank: _reached_from(rank, edges) for rank in edges}
+    seen: set[int] = set()
+    for rank in edges:
+        if rank not in seen and all(rank in reach[other] for other in reach[rank]):
+            knot = {rank} | {other for other in reach[rank] if rank in reach[other]}
+            seen |= knot
+            yield knot
+
+
+def _reached_from(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
+    found: set[int] = set()
+    todo = [start]
+    while todo:
+        for other in edges[todo.pop()]:
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+# -- one that has stopped short --------------------------------------------------------------------------------------
+
+
+def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool | None]:
+    """The call to which the like of a rank went on with the same calls in flight, and it has not.
+
+    Its own calls in flight then do not hold it up; unless it alone waits for them there, as one rank does that prints
+    the loss. Earlier rounds tell, where the record holds them: it went on as soon as its like did, or not. And so does
+    its own way here, where it went on from just such a call that is in flight still.
+
+    Returns:
+        The call, or None; and whether earlier rounds prove it (None: the record holds none).
+    """
+    own = {_key(job, rank, call) for call in job.in_flight[rank]}
+    calls = _missed(job, rank) if own else []
+    is_alone = bool(calls) and not _stops_with_its_like(job, rank)
+    if is_alone and _went_on_before(job.recordings[rank]):
+        return calls[0], True
+    verdicts: list[tuple[Collective, bool | None]] = []
+    for missed in calls:
+        place = _key(job, rank, missed)
+        for other, recording in job.recordings.items():
+            if other == rank or _ways(job, other) != _ways(job, rank):
+                continue
+            index = next((i for i, call in enumerate(recording.calls) if _key(job, other, call) == place), None)
+            if index is None:
+                continue
+            if own <= {_key(job, other, call) for call in recording.calls[:index] if not call.is_done}:
+                verdicts.append((missed, _went_on_alike(job, rank, other)))
+    if not verdicts:
+        return (calls[0], None) if is_alone and _goes_on_at_once(job.recordings[rank]) else (None, None)
+    return min(verdicts, key=lambda one: (one[1] is not False, one[1] is None))
+
+
+def _missed(job: _Job, rank: int) -> list[Collective]:
+    """The calls that this rank would make next, by what others wait for."""
+    found = []
+    for other in sorted(job.absent):
+        call = job.absent[other].get(rank)
+        if call is None:
+            continue
+        if call.peer is None:
+            found.append(replace(call, seq=job.reached.get((rank, call.group), 0) + 1))
+        else:
+            made = [one.seq for one in job.recordings[rank].calls if one.peer is not None and one.group == call.group]
+            op = "recv" if call.op == "send" else "send"
+            found.append(replace(call, op=op, peer=other, seq=max(made, default=0) + 1))
+    return list({(call.group, call.op, call.seq): call for call in found}.values())
+
+
+def _stops_with_its_like(job: _Job, rank: int) -> bool:
+    """Whether another rank has stopped at the same place of the program: then it may be a place where ranks wait."""
+    last = {one: _key(job, one, recording.calls[-1]) for one, recording in job.recordings.items() if recording.calls}
+    return any(key == last[rank] and _ways(job, one) == _ways(job, rank) for one, key in last.items() if one != rank)
+
+
+def _ways(job: _Job, rank: int) -> set[int]:
+    """Where its sends and receives go; equal on ranks of the same stage."""
+    return {call.peer - rank for call in job.recordings[rank].calls if call.peer is not None}
+
+
+def _key(job: _Job, rank: int, call: Collective) -> tuple[Any, ...]:
+    """The same for calls that stand at the same place of the program on two ranks that run it."""
+    role = job.recordings[rank].roles.get(call.group, "")
+    place = role if role not in _PLAIN_ROLES else call.group
+    return (place, call.op, call.seq, None if call.peer is None else call.peer - rank)
+
+
+def _went_on_alike(job: _Job, rank: int, other: int) -> bool | None:
+    ours, theirs = job.recordings[rank], job.recordings[other]
+    mine = _gaps(ours, len(ours.calls) - 1)
+    last = _key(job, rank, ours.calls[-1])
+    places = [index for index, call in enumerate(theirs.calls) if _key(job, other, call) == last]
+    if not mine or not places or places[-1] + 1 >= len(theirs.calls):
+        return None
+    at_once = _ALIKE * max(_gap(theirs.calls, places[-1]), _AT_ONCE_NS)
+    if max(mine) <= at_once:
+        return True
+    return False if median(mine) > at_once else None  # now and then it took longer: it may print every so often
+
+
+def _goes_on_at_once(recording: Recording) -> bool:
+    """Whether the rank did not use to wait at its last place, as far as its own record tells."""
+    mine = _gaps(recording, len(recording.calls) - 1)
+    usual = median([_gap(recording.calls, i) for i in range(len(recording.calls) - 1)]) if mine else 0
+    return bool(mine) and max(mine) <= _ALIKE * max(usual, _AT_ONCE_NS)
+
+
+def _went_on_before(recording: Recording) -> bool:
+    """Whether the rank has gone on, with the same kind of calls in flight, from a call like its last one."""
+    signs = [_sign(recording, call) for call in recording.unfinished]
+    last = len(signs) - 1
+    return any(
+        signs[i - _SHORT_CONTEXT + 1 : i + 1] == signs[last - _SHORT_CONTEXT + 1 :]
+        for i in range(_SHORT_CONTEXT - 1, last)
+    )
+
+
+def _gaps(recording: Recording, place: int) -> list[int]:
+    """How long the rank took, in earlier rounds, from such a call after such calls to its next one."""
+    signs = [_sign(recording, call) for call in recording.calls]
+    for length in range(min(_CONTEXT, place), 0, -1):
+        context = signs[place - length : place + 1]
+        found = [i for i in range(length, place) if signs[i - length : i + 1] == context]
+        if found:
+            return [_gap(recording.calls, i) for i in found]
+    return []
+
+
+def _gap(calls: Sequence[Collective], index: int) -> int:
+    return calls[index + 1].created_ns - calls[index].created_ns
+
+
+def _sign(recording: Recording, call: Collective) -> tuple[Any, ...]:
+    return (call.group, call.op, call.peer, str(call.shapes))

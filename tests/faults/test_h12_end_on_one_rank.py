@@ -1,0 +1,118 @@
+"""Row H12: a rank whose epoch or run ends in the middle is named within seconds, and so is the batch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.testing import SpawnResult, spawn
+from tests.distributed import jobs
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
+
+STEP_S = 60.0
+BATCH = 5
+
+
+class Ending(jobs.Model):
+    """Ends on one rank, or on all of them, in batch 5: before its forward, in a hook, or by -1 from a hook."""
+
+    def __init__(self, how: str, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how, self.ranks = how, ranks
+
+    def _ends(self, batch_idx: int) -> bool:
+        return batch_idx == BATCH and self.trainer.global_rank in self.ranks
+
+    def _note(self) -> None:
+        Path(self.trainer.default_root_dir, "ended").write_text(str(time.time()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if self.how == "minus one" and self._ends(batch_idx):
+            self._note()
+            return -1
+        return None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.how == "step" and self._ends(batch_idx):
+            self._note()
+            raise StopIteration
+        return super().training_step(batch, batch_idx)
+
+
+class StopsAlone(Callback):
+    """``trainer.should_stop`` on one rank: its run ends in order, and too early."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCH and trainer.global_rank == 1:
+            Path(trainer.default_root_dir, "ended").write_text(str(time.time()))
+            trainer.should_stop = True
+
+
+def train(strategy: str, how: str, ranks: tuple[int, ...], max_epochs: int, folder: str) -> int:
+    trainer = jobs.trainer(
+        jobs.strategy(
+            strategy, timeout={"step": STEP_S, "setup": "60s"}, **({"stage": 2} if "Deep" in strategy else {})
+        ),
+        2,
+        folder,
+        max_epochs=max_epochs,
+        callbacks=[StopsAlone()] if how == "should_stop" else [],
+    )
+    trainer.fit(Ending(how, ranks), jobs.loader())
+    return trainer.global_step
+
+
+def ending(what: tuple[Any, ...], folder: Path) -> tuple[SpawnResult, float, Path]:
+    result = spawn(train, 2, args=(*what, str(folder)), deadline="120s")
+    return result, time.time() - float((folder / "ended").read_text()), folder
+
+
+ALONE: dict[str, tuple[str, str, tuple[int, ...], int]] = {
+    "rank 0 of DDP": ("ResilientDDP", "step", (0,), 1),
+    "rank 1 of DDP, and epochs follow": ("ResilientDDP", "step", (1,), 2),
+    "rank 1 of FSDP": ("ResilientFSDP", "step", (1,), 1),
+    "rank 0 of FSDP2": ("ResilientModelParallel", "step", (0,), 1),
+    "rank 1 of ZeRO": ("ResilientDeepSpeed", "step", (1,), 1),
+    "-1 on rank 0": ("ResilientDDP", "minus one", (0,), 1),
+    "should_stop on rank 1": ("ResilientDDP", "should_stop", (1,), 1),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
+    calls: dict[str, Callable[[Path], Any]] = {
+        **{name: partial(ending, what) for name, what in ALONE.items()},
+        "all": partial(ending, ("ResilientDDP", "step", (0, 1), 2)),
+    }
+    return side_by_side(calls, tmp_path_factory.mktemp("ending"))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(name: str, runs: dict[str, Future[Any]]) -> None:
+    result, seconds, folder = runs[name].result()
+    _, _, (guilty,), max_epochs = ALONE[name]
+    what = "run" if max_epochs == 1 else "epoch"
+    for log in result.logs.values():
+        assert f"rank {guilty} has ended its {what} after batch {BATCH}; rank {1 - guilty} has not:" in log
+    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
+    assert seconds < STEP_S / 2  # some two seconds, and the end of the processes
+    (path,) = (folder / "distplus").glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    assert (verdict["kind"], verdict["culprits"]) == ("divergence", [guilty])
+
+
+def test_ranks_that_all_end_an_epoch_in_the_same_batch_go_on(runs: dict[str, Future[Any]]) -> None:
+    result, _, _ = runs["all"].result()
+    assert result.check().results == {0: 2 * BATCH, 1: 2 * BATCH}

@@ -1,0 +1,118 @@
+"""Row P7: a signal to the launcher at any moment ends the job with 143, a last line and the ledger's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus import env
+from lightning_distplus.events import EventLog, read_events
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = """
+import os, sys, time
+from pathlib import Path
+from lightning_distplus.cli import launch
+folder, moment, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def at(name):  # a signal comes at this very moment
+    if name == moment:
+        (folder / "fired").touch()
+        os.kill(os.getpid(), number)
+
+def resuming(command):
+    at("importing")
+    def follow(has_saved):
+        at("before attempt " + os.environ["DISTPLUS_ATTEMPT"])
+        return ["-m", "tests.faults.test_p7_signals_to_the_launcher", *command]
+    return follow
+
+launch.resuming = resuming
+if moment == "clock":  # set back by an hour while the first attempt runs
+    clock = time.time
+    time.time = lambda: clock() + 3600 * (not (folder / "began-0").exists())
+sys.exit(launch.main(sys.argv[4:]))
+"""
+
+
+def rank(folder: str, deed: str) -> None:
+    """A rank without torch: the first one fails, or waits for the signal."""
+    number = env.DISTPLUS_ATTEMPT.integer() or 0
+    home = Path(folder, "distplus")
+    Path(env.DISTPLUS_HOME_FILE.get() or "").write_text(json.dumps({"home": str(home)}))
+    with EventLog(home, 0, attempt=number, run_id=env.DISTPLUS_RUN_ID.get() or "") as events:
+        events.write("start")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print("\rit runs", flush=True)
+    Path(folder, f"began-{number}").touch()
+    if deed == "waits":
+        time.sleep(600)
+    sys.exit(number == 0)
+
+
+def launch(folder: Path, moment: str, number: int, deed: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(folder), moment, str(number), "--start", "cold",
+         "--log-dir", str(folder / "logs"), "--", str(folder), deed],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+MOMENTS = ("importing", "before attempt 0", "before attempt 1", "running")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+IN_CI = {("importing", signal.SIGINT), ("before attempt 1", signal.SIGINT), ("running", signal.SIGHUP)}
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        pytest.param(moment, number, marks=[] if (moment, number) in IN_CI else pytest.mark.soak)
+        for moment in MOMENTS
+        for number in SIGNALS
+        if (moment, number) != ("running", signal.SIGINT)  # this rank does not take it
+    ],
+)
+def test_a_signal_at_any_moment_ends_the_job_as_documented(moment: str, number: signal.Signals, tmp_path: Path) -> None:
+    launcher = launch(tmp_path, moment, number, "waits" if moment == "running" else "fails")
+    try:
+        if moment == "running":
+            until = time.monotonic() + 100
+            while not (tmp_path / "began-0").exists():
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            launcher.send_signal(number)
+            (tmp_path / "fired").touch()
+        _, log = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert (tmp_path / "fired").exists()
+    assert launcher.returncode == 143, log
+    assert "Traceback" not in log
+    assert "ends with exit code 143 after attempt" in log
+    assert number.name in log
+    ended = [event["exit_code"] for event in read_events(tmp_path / "distplus") if event["kind"] == "launch_end"]
+    assert ended == ([143] if (tmp_path / "began-0").exists() else [])
+    assert not (tmp_path / "began-1").exists()
+
+
+def test_a_clock_that_is_set_back_stops_no_restart(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "clock", 0, "fails")
+    try:
+        _, log = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, log
+    assert (tmp_path / "began-1").exists()
+    assert log.count("[0] it runs\n") == 2
+
+
+if __name__ == "__main__":
+    rank(*sys.argv[1:])

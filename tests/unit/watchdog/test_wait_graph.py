@@ -1,0 +1,106 @@
+"""Who waits for whom, across groups: ranks at the ends, those behind others, and cases in which nothing tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus.watchdog.dumps import judge_dumps
+from lightning_distplus.watchdog.flight_recorder import Collective, Recording
+from lightning_distplus.watchdog.wait_graph import Ends, follow
+from tests.unit.watchdog.mesh_simulation import Mesh
+
+TP = {"tp0": [0, 1], "tp1": [2, 3]}
+DP = {"dp0": [0, 2], "dp1": [1, 3]}
+
+
+def call(group: str, seq: int, *, done: bool = False, op: str = "all_reduce", peer: int | None = None) -> Collective:
+    return Collective(group=group, seq=seq, op=op, is_done=done, peer=peer)
+
+
+def followed(**calls: list[Collective]) -> Ends | None:
+    """Ranks 0 to 3 of a mesh of two by two, named ``r0`` to ``r3``; one that is left out has left no dump."""
+    return follow(
+        {
+            int(name[1:]): Recording(
+                calls=made, groups={group: ranks for group, ranks in (TP | DP).items() if int(name[1:]) in ranks}
+            )
+            for name, made in calls.items()
+        }
+    )
+
+
+def test_a_rank_whose_peers_wait_is_not_to_blame_where_it_waits_itself() -> None:
+    found = followed(r0=[call("tp0", 1)], r1=[call("dp1", 1)], r2=[call("dp0", 1)], r3=[])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([3], True)
+    assert "empty record" in found.reasons[3]
+
+
+def test_all_ends_are_named() -> None:
+    found = followed(r0=[call("tp0", 1)], r1=[], r2=[call("tp1", 1)], r3=[call("dp1", 1, done=True)])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([1, 3], True)
+    assert found.reasons[3].endswith("it has nothing in flight")
+
+
+def test_a_rank_without_a_dump_is_to_blame_and_where_many_dumps_lack_nothing_is_certain() -> None:
+    first, third = [call("tp0", 1)], [call("dp1", 1)]
+    found = followed(r0=first, r1=third, r2=[call("dp0", 1, done=True), call("tp1", 1)])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([3], True)
+    found = followed(r0=first, r2=[call("tp1", 1)])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([1, 3], False)
+
+
+def test_a_call_that_others_have_ended_says_that_the_rank_itself_stands() -> None:
+    stuck = [call("tp0", 1), call("tp0", 2)]
+    went_on = [call("tp0", 1, done=True), call("tp0", 2, done=True), call("dp1", 1)]
+    found = followed(r0=stuck, r1=went_on, r2=[call("dp0", 1)], r3=[call("dp1", 1)])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([0], True)
+    assert "which rank 1 ended" in found.reasons[0]
+
+
+def test_a_short_message_that_was_sent_before_its_receiver_came_to_it_makes_nobody_wait() -> None:
+    sent = call("dp0", 1, op="send", peer=2, done=True)
+    found = followed(r0=[sent, call("tp0", 1)], r1=[], r2=[call("tp1", 1), call("dp0", 1, op="recv", peer=0)], r3=[])
+    assert found is not None
+    assert found.culprits == [1, 3]
+
+
+def test_ranks_that_stand_together_in_a_call_to_which_all_have_come_are_told_to_be_undecided() -> None:
+    found = followed(r0=[call("tp0", 1)], r1=[call("tp0", 1)], r2=[call("dp0", 1)], r3=[call("dp1", 1)])
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([0, 1], False)
+
+
+def test_a_rank_that_waits_where_no_recorder_sees_it_is_not_at_an_end() -> None:
+    groups = {"tp0": [0, 1]}
+    ranks = {0: Recording(calls=[call("tp0", 1)], groups=groups), 1: Recording(groups=groups)}
+    assert follow(ranks).culprits == [1]  # type: ignore[union-attr]
+    assert follow(ranks, elsewhere=[1]).is_decided is False  # type: ignore[union-attr]
+
+
+def test_nothing_in_flight_tells_nothing() -> None:
+    assert followed(r0=[], r1=[call("tp0", 1, done=True)]) is None
+
+
+def outcome(seed: int, folder: Path) -> str:
+    mesh = Mesh(seed).break_down()
+    verdict = judge_dumps(mesh.write(folder / str(seed)))
+    if not verdict.is_decided:
+        return "undecided"
+    return "right" if set(verdict.culprits) == mesh.guilty else f"wrong: {verdict.culprits} for {sorted(mesh.guilty)}"
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 16), pytest.param(0, 500, marks=pytest.mark.soak)])
+def test_of_meshes_that_run_ahead_until_they_block_exactly_the_guilty_ranks_are_named(
+    first: int, last: int, tmp_path: Path
+) -> None:
+    found = {seed: outcome(seed, tmp_path) for seed in range(first, last)}
+    odd = {seed: text for seed, text in found.items() if text != "right"}
+    assert not {seed: text for seed, text in odd.items() if text != "undecided"}
+    assert len(odd) <= 0.02 * len(found) + (len(found) < 50), odd

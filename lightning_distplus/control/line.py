@@ -81,6 +81,11 @@ class Line:
         """Adds to the counter of one key and returns the sum."""
         return int(self._call(f"counting {key!r}", self._store.add, key, number))
 
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Writes a key that nobody has written yet, and returns what stands there then: the first one wins."""
+        written: bytes = self._call("write", self._store.compare_set, key, "", value.decode())
+        return written
+
     def delete(self, key: str) -> None:
         """Deletes a key, where it is."""
         self._call(f"deleting {key!r}", self._store.delete_key, key)

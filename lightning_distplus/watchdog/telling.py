@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import HangDetected, PeerError, PeerLost
 from lightning_distplus.liveness import running_time
-from lightning_distplus.watchdog.board import Board
+from lightning_distplus.watchdog.board import NUM_READERS, Board
 from lightning_distplus.watchdog.failure import leave_verdict
 from lightning_distplus.watchdog.leaving import say
 from lightning_distplus.watchdog.verdict import Verdict
@@ -27,6 +27,7 @@ _LOOK_S = 0.025
 _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _STORE_S = 0.3
+_SETTLED = "watchdog/together/settled"
 
 
 class Telling:
@@ -99,19 +100,47 @@ class Telling:
                 self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
                 self._plane.report_failure(error)
 
-        teller = threading.Thread(target=tell, daemon=True)  # it may have to wait for the store
-        teller.start()
-        teller.join(timeout=_STORE_S)
+        _within(_STORE_S, tell)
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        """Makes all ranks that judge together give one verdict, the first: whoever has judged may end at once."""
+        told: list[bytes] = []
+
+        def claim() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
+                self._line.append(_SETTLED, f"{self._world.rank},".encode())
+
+        _within(_TOLD_S, claim)
+        return Verdict.from_json(told[0]) if told else verdict
+
+    def await_settled(self, ranks: set[int]) -> None:
+        """Keeps the process that serves the store until these ranks have the verdict that all give."""
+        if self._world.rank != self._plane.host_rank:
+            return
+        others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
+        end = running_time() + _SPOKEN_S
+        with suppress(PeerError, RuntimeError):
+            while running_time() < end:
+                told = (self._line.read(_SETTLED) or b"").split(b",")
+                if others <= {int(rank) for rank in told if rank}:
+                    return
+                time.sleep(_LOOK_S)
 
     def told_by(self, rank: int) -> Verdict | None:
-        """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+        """The verdict that a rank has told; None where it cannot be had in time."""
         told: list[bytes | None] = []
 
         def read() -> None:
             with suppress(PeerError, RuntimeError):
                 told.append(self._line.read(f"watchdog/verdict/{rank}"))
 
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(timeout=_TOLD_S)
+        _within(_TOLD_S, read)
         return Verdict.from_json(told[0]) if told and told[0] is not None else None
+
+
+def _within(seconds: float, asks: Callable[[], None]) -> None:
+    """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+    asker = threading.Thread(target=asks, daemon=True)
+    asker.start()
+    asker.join(timeout=seconds)

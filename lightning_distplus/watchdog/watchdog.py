@@ -110,6 +110,7 @@ class Watchdog:
         self._abort = Abort(plane, self._witness, on_told=self._judge_together)
         self._stopping = threading.Event()
         self._once = threading.Lock()
+        self._have_judged_together = threading.Event()
         self._heard_at: float | None = None
         self._on_its_way_at = -math.inf
         """When the training thread was last seen on its way out."""
@@ -377,17 +378,27 @@ class Watchdog:
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
     def _judge_together(self) -> None:
-        """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone."""
-        if not self._once.acquire(blocking=False):  # by the training thread, or because a peer has told it
-            return
+        """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone.
+
+        The training thread and the watchdog may both come here. The second one waits: its process must not end before
+        the first one has said where this rank stands.
+        """
+        self._witness.is_after_failure = True
         self._board.alert.set()
-        self._post(self._marks.read().number)
-        self._collect(_COLLECT_S)
-        if not self._board.reads:
+        self._post(self._marks.read().number)  # anew where the training thread has moved on in its error
+        if not self._once.acquire(blocking=False):
+            self._have_judged_together.wait(_JOIN_S)
             return
-        verdict = self._judge(self._evidence(), "abort")
-        if self._telling.speaks_for_host(verdict.silent):
-            self._telling.tell(verdict)
+        try:
+            self._collect(_COLLECT_S)
+            if not self._board.reads:
+                return
+            verdict = self._telling.settle(self._judge(self._evidence(), "abort"))
+            if self._telling.speaks_for_host(verdict.silent):
+                self._telling.tell(verdict)
+            self._telling.await_settled(set(self._board.evidence))
+        finally:
+            self._have_judged_together.set()
 
     def _judge(self, evidence: dict[int, Evidence], kind: str) -> Verdict:
         run_id = self._plane.run_id

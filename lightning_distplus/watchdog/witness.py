@@ -51,6 +51,8 @@ class Witness:
         """The C++ exception that ends this process; empty as long as it lives."""
         self.timed_out_at: list[traceback.FrameSummary] = []
         """Where a collective has timed out, innermost frame last; empty where none has."""
+        self.is_after_failure = False
+        """Whether a collective has failed somewhere: who handles the error of one has waited in it until then."""
         self._marks = marks
         self._board = board
         self._thread = thread
@@ -62,11 +64,12 @@ class Witness:
         """This rank, at this moment."""
         mark = self._marks.read()
         frame = stacks.frame_of(self._thread)
-        stack = [*stacks.stack_of(self._thread), *self.timed_out_at]
+        failed_at = self.timed_out_at or self._failed_at()
+        stack = [*stacks.stack_of(self._thread), *failed_at]
         recording = flight_recorder.dump().last(_KEPT_CALLS if self._board.is_few else _KEPT_CALLS_OF_MANY)
         # In `.item()` or a kernel of the optimizer, Python shows no wait: what it waits for is in flight all the same.
         waits = (
-            bool(self.timed_out_at)
+            bool(failed_at)
             or stacks.is_waiting_for_peers(stack)
             or bool(recording.unfinished)
             or _waits_on_a_handle(stack, frame)
@@ -100,9 +103,17 @@ class Witness:
 
     def is_on_its_way_out(self) -> bool:
         """Whether the training thread handles an error of this run and stands in no wait for peers."""
+        return self._new_error() is not None and not stacks.is_waiting_for_peers(stacks.stack_of(self._thread))
+
+    def _new_error(self) -> BaseException | None:
         error = stacks.error_in(self._thread)
-        is_new = error is not None and error is not self._error_around
-        return is_new and not stacks.is_waiting_for_peers(stacks.stack_of(self._thread))
+        return None if error is self._error_around else error
+
+    def _failed_at(self) -> list[traceback.FrameSummary]:
+        """Where the collective was called whose error the training thread handles after a failure; else empty."""
+        error = self._new_error() if self.is_after_failure else None
+        stack = [] if error is None else list(traceback.extract_tb(error.__traceback__))
+        return stack if stacks.is_waiting_for_peers(stack) else []
 
     def collective_with(self, ranks: Collection[int]) -> str | None:
         """Where this rank stands in a collective of a group to which one of these ranks belongs; None: in none."""

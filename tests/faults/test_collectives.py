@@ -143,7 +143,7 @@ def test_a_collective_that_times_out_is_not_the_first_cause(tmp_path: Path) -> N
     seconds = time.time() - float((tmp_path / "fired").read_text())
     (path,) = (tmp_path / "distplus").glob("verdict-*.json")
     verdict = json.loads(path.read_text())
-    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0, 2])
+    assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0, 2]), verdict
     assert verdict["location"] == line_of("asleep")
     assert result.alive == {}
     assert result.exit_codes[1] == int(ExitCode.PEER_LOST)

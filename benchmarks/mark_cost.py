@@ -22,8 +22,8 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from benchmarks.strategy_cost import Toggle, differences, measure
 from lightning_distplus import ResilientDDP
+from lightning_distplus.strategies.collectives import NamesPeers
 from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.testing import spawn
 from lightning_distplus.trainer_gate import Moment
 from lightning_distplus.watchdog import Marks

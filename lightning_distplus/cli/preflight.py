@@ -29,7 +29,7 @@ from lightning_distplus.preflight.host import Interface, interface_towards
 from lightning_distplus.preflight.network import mtu_findings, try_pairs
 from lightning_distplus.preflight.together import as_message, merged, spans_hosts
 from lightning_distplus.strategies import ResilientDDP
-from lightning_distplus.strategies.starting import address_of, facts_of, world_of
+from lightning_distplus.strategies.start import address_of, facts_of, world_of
 from lightning_distplus.timeouts import parse_duration
 
 __all__ = ["main"]

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_distplus.checkpoint import newest_valid
 from lightning_distplus.cli.verify import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt
-from lightning_distplus.strategies.mixin import ResilientStrategy
-from lightning_distplus.strategies.restoring import Search
+from lightning_distplus.strategies.base import ResilientStrategy
+from lightning_distplus.strategies.loading import Search
 
 __all__ = ["AUTO", "checkpoint_folder", "newest_checkpoint"]
 

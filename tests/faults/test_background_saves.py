@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.strategies.background import Writes
+from lightning_distplus.strategies.saving import Writes
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 

@@ -1,11 +1,13 @@
-"""What makes a strategy resilient: one rendezvous, a deadline per phase, a gate per step, committed saves."""
+"""The mixin of all Resilient strategies: one rendezvous, a deadline per phase, a gate per step, committed saves."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
@@ -16,19 +18,30 @@ from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted, message_of
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
-from lightning_distplus.preparing import PreparationBarrier
-from lightning_distplus.strategies.agreeing import check_agreement, check_data
-from lightning_distplus.strategies.checked import ChecksCollectives, line_of_the_caller
-from lightning_distplus.strategies.checkpointing import CommitsCheckpoints
-from lightning_distplus.strategies.failing_saves import FailingSaves, OnSaveFailure
-from lightning_distplus.strategies.hosting import check_folder, check_host
-from lightning_distplus.strategies.progressing import last_batch, progress_of
-from lightning_distplus.strategies.provenance import configuration_digest
-from lightning_distplus.strategies.restoring import Verification
-from lightning_distplus.strategies.saving import CommittedSaves
-from lightning_distplus.strategies.starting import (
+from lightning_distplus.strategies.collectives import (
+    ChecksCollectives,
+    is_of_a_collective,
+    line_of_the_caller,
+    naming_peers,
+)
+from lightning_distplus.strategies.loading import Verification
+from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
+from lightning_distplus.strategies.saving import (
+    CommitsCheckpoints,
+    CommittedSaves,
+    FailingSaves,
+    OnSaveFailure,
+    stream_single_files,
+)
+from lightning_distplus.strategies.start import (
+    PreparationBarrier,
     address_of,
+    check_agreement,
+    check_data,
+    check_folder,
+    check_host,
     check_launch,
+    configuration_digest,
     form_default_group,
     meet,
     read_preflight,
@@ -36,8 +49,6 @@ from lightning_distplus.strategies.starting import (
     samples_in_hand,
     tell_launcher,
 )
-from lightning_distplus.strategies.streaming_io import stream_single_files
-from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
 from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -50,6 +61,151 @@ if TYPE_CHECKING:
 __all__ = ["ResilientStrategy"]
 
 log = logging.getLogger(__name__)
+
+# -- the first word of a failure ---------------------------------------------------------------------------------------
+
+
+class FirstWord(Callback):
+    """Tells all ranks what happened on this one.
+
+    Args:
+        plane: The control plane.
+        judge_time_out: Asked about an error of a collective that no peer explains; True: the ranks have judged.
+
+    The strategy hears of an exception last, after every callback: a ``ModelCheckpoint(save_on_exception=True)`` would
+    by then stand in a barrier that the others never reach, and the error would never be seen.
+    """
+
+    def __init__(self, plane: ControlPlane, judge_time_out: Callable[[BaseException], bool]) -> None:
+        self._plane = plane
+        self._judge_time_out = judge_time_out
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before any callback can wait for ranks that still train."""
+        trainer.strategy.leave_epoch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """From here on a rank may work alone: its deadline is that of the end of a run."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training, where validation is the whole run."""
+        if trainer.state.fn == "validate":
+            trainer.strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The hooks that follow the strategy's teardown are watched as well."""
+        trainer.strategy.watch_last_hooks()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """As at the end of a fit."""
+        trainer.strategy.watch_last_hooks()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
+        if isinstance(exception, SIGTERMException):
+            return  # agreed at the gate: the others raise it as well
+        if isinstance(exception, Preempted):
+            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
+                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed",
+                self._plane.world.rank,
+                filepath,
+            )
+            return
+        cause = self._cause_of(exception)
+        if cause is None and not isinstance(exception, DistplusError) and is_of_a_collective(exception):
+            self._judge_time_out(exception)  # the rank that waited is not the first cause
+        error = self._plane.report_failure(cause or exception) or exception
+        rank = getattr(error, "rank", self._plane.world.rank)
+        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
+            "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks",
+            self._plane.world.rank,
+            filepath,
+            rank,
+        )
+
+    def _cause_of(self, exception: BaseException) -> DistplusError | None:
+        """What a peer did, where the exception is only what a collective made of it; it becomes its ``__cause__``.
+
+        A collective that is called through the strategy raises the cause itself; one that a callback or a model calls
+        through ``torch.distributed`` gets here.
+        """
+        trace = exception.__traceback__
+        try:
+            with naming_peers(self._plane):
+                raise exception
+        except DistplusError as cause:
+            if cause is exception:
+                return None
+            cause.__cause__ = None
+            exception.__cause__ = exception.__cause__ or cause
+            return cause
+        except BaseException:
+            return None
+        finally:
+            exception.__traceback__ = trace
+
+
+# -- parts in the Trainer ----------------------------------------------------------------------------------------------
+
+
+def bound_preparation(
+    trainer: Any, barrier: Callable[[], PreparationBarrier], agree: Callable[[Any], str | None]
+) -> None:
+    """Gives the wait for ``prepare_data`` a deadline, and all ranks the same checkpoint to resume from."""
+    _compat.replace_preparation_barrier(trainer, barrier)
+    _compat.agree_on_resume(trainer, agree)
+
+
+def put_in(
+    trainer: Any,
+    marks: Marks,
+    plane: ControlPlane,
+    *,
+    judge_time_out: Callable[[BaseException], bool],
+    link_checkpoint: Callable[..., None],
+    announcing: Callable[[Callable[..., None]], Callable[..., None]],
+    on_last_hook: Callable[[], None],
+) -> None:
+    """Puts in the profiler that sets marks, the callback that speaks first, and committed links and saves.
+
+    Args:
+        trainer: The Trainer, before the run.
+        marks: This rank's marks.
+        plane: The control plane.
+        judge_time_out: What ``FirstWord`` takes.
+        link_checkpoint: Makes ``last.ckpt``.
+        announcing: Wraps ``Trainer.save_checkpoint``.
+        on_last_hook: What ``MarkingProfiler`` takes.
+    """
+    trainer.profiler = MarkingProfiler(trainer.profiler, marks, on_last_hook)
+    trainer.callbacks.insert(0, FirstWord(plane, judge_time_out))
+    for callback in trainer.checkpoint_callbacks:
+        _compat.replace_checkpoint_link(callback, link_checkpoint)
+    trainer.save_checkpoint = announcing(trainer.save_checkpoint)
+
+
+def take_out(trainer: Any | None) -> None:
+    """Takes it out again, as much of it as is there."""
+    if trainer is None:
+        return
+    if isinstance(trainer.profiler, MarkingProfiler):
+        trainer.profiler = trainer.profiler.inner
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
+    vars(trainer).pop("save_checkpoint", None)
+    for callback in trainer.checkpoint_callbacks:
+        _compat.restore_checkpoint_link(callback)
+
+
+# -- the strategy ------------------------------------------------------------------------------------------------------
 
 _DEFAULT_TIMEOUTS = Timeouts()
 _START_OF_TRAINING = Point(operation="the start of training")

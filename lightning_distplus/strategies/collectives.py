@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -23,12 +21,7 @@ from lightning_distplus.trees import describe, describe_tensor
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
-
-__all__ = ["ChecksCollectives", "NamesPeers", "is_of_a_collective", "line_of_the_caller", "naming_peers", "raise_cause"]
+__all__ = ["Collectives", "cause_of", "is_of_a_collective", "line_of_the_caller"]
 
 # -- errors inside collectives -----------------------------------------------------------------------------------------
 
@@ -37,39 +30,23 @@ _POLL_S = 0.02
 _SIGNS = ("gloo", "NCCL", "ncclUnhandled", "Connection closed by peer", "Connection reset by peer", "pair closure")
 
 
-@contextmanager
-def naming_peers(plane: ControlPlane | None) -> Iterator[None]:
-    """Turns an error of a collective into that of the rank which caused it, where that becomes known.
-
-    Raises:
-        PeerFailed: A peer raised; its traceback is in the message.
-        PeerLost: A peer's process is gone.
-        DivergenceError: A peer has found that the ranks differ.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise_cause(plane, error)
-        raise
-
-
-def raise_cause(plane: ControlPlane | None, error: RuntimeError) -> None:
-    """Raises what a peer did, where it becomes known that the error comes from that; what ``naming_peers`` raises."""
-    if plane is None or isinstance(error, DistplusError) or not is_of_a_collective(error):
-        return
-    cause = _cause(plane)
-    if cause is not None:
-        raise cause from error
-
-
 def is_of_a_collective(error: BaseException) -> bool:
     """Whether a collective has raised this."""
     return isinstance(error, dist.DistBackendError) or any(sign in message_of(error) for sign in _SIGNS)
 
 
-def _cause(plane: ControlPlane) -> DistplusError | None:
-    """What the control plane hears, or this host sees, of the other ranks within two seconds."""
-    end = running_time() + _EVIDENCE_S
+def cause_of(plane: ControlPlane | None, error: BaseException) -> DistplusError | None:
+    """What a peer did, where an error is only what a collective made of that.
+
+    Waits up to two seconds for what the control plane hears, or this host sees, of the other ranks.
+
+    Returns:
+        ``PeerFailed`` with the peer's traceback, ``PeerLost`` where its process is gone, or the ``DivergenceError``
+        that it has found; None where the error is another one, or nothing becomes known.
+    """
+    if plane is None or not isinstance(error, RuntimeError) or isinstance(error, DistplusError):
+        return None
+    end = running_time() + _EVIDENCE_S if is_of_a_collective(error) else 0.0
     while running_time() < end:
         try:
             plane.raise_if_peer_failed()
@@ -80,65 +57,6 @@ def _cause(plane: ControlPlane) -> DistplusError | None:
     return None
 
 
-class NamesPeers(_Base):
-    """Overrides the methods of a strategy inside which the engine issues collectives of its own.
-
-    Each marks itself with its batch: where the engine waits for a peer, a verdict shows that.
-    """
-
-    _plane: ControlPlane | None = None
-    _marks: Marks
-    _batch = ""
-
-    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part: forward, backward and the step itself."""
-        return self._named(super().optimizer_step, *arguments, **named)
-
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._in_batch("training_step", super().training_step, *arguments, **named)
-
-    def backward(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._marked(f"backward{self._batch}", super().backward, *arguments, **named)
-
-    def validation_step(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._in_batch("validation_step", super().validation_step, *arguments, **named)
-
-    def test_step(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._in_batch("test_step", super().test_step, *arguments, **named)
-
-    def predict_step(self, *arguments: Any, **named: Any) -> Any:
-        """The parent's part."""
-        return self._in_batch("predict_step", super().predict_step, *arguments, **named)
-
-    def _in_batch(self, name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """The parent's step, whose second argument is the batch's index where the user's step takes one."""
-        number = arguments[1] if len(arguments) > 1 else None
-        self._batch = f" batch {number}" if isinstance(number, int) else ""
-        return self._marked(f"{name}{self._batch}", method, *arguments, **named)
-
-    def _marked(self, operation: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        outer = self._marks.enter(operation)
-        try:
-            found = self._named(method, *arguments, **named)
-        except BaseException:
-            self._marks.abandon(outer)
-            raise
-        self._marks.leave(outer)
-        return found
-
-    def _named(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """``naming_peers`` without its generator: each step comes by three times."""
-        try:
-            return method(*arguments, **named)
-        except RuntimeError as error:
-            raise_cause(self._plane, error)
-            raise
-
-
 # -- checked collectives -----------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
@@ -146,109 +64,156 @@ T = TypeVar("T")
 _SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
 
 
-class ChecksCollectives(NamesPeers):
-    """Overrides the calls of a strategy in which all ranks take part.
+class Collectives:
+    """The calls of a strategy in which all ranks take part.
 
-    A call that takes others inside (``reduce_boolean_decision`` reduces) is one point; what it takes is covered by it.
-    A call on a part of the ranks is not compared.
+    Each is marked, so that a verdict shows where a rank waits; those of Lightning are compared before they begin. A
+    call that takes others inside (``reduce_boolean_decision`` reduces) is one point; what it takes is covered by it. A
+    call on a part of the ranks is not compared.
+
+    Args:
+        marks: This rank's marks.
     """
 
-    _points: Points | None = None
-    _is_covered = False
-    _is_in_step = False
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self.plane: ControlPlane | None = None
+        """Names the cause of an error; None before the ranks have met."""
+        self.points: Points | None = None
+        """Compares the calls of all ranks; None: there is nothing to compare."""
+        self.batch = ""
+        self._is_covered = False
+        self._is_in_step = False
 
-    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+    # -- the engine's own ----------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """The parent's part; a backward within it is one in which the gradients of all ranks meet."""
         self._is_in_step = True
         try:
-            return super().optimizer_step(*arguments, **named)
+            return self.named(parent, *arguments, **named)
         finally:
             self._is_in_step = False
 
-    def backward(self, *arguments: Any, **named: Any) -> Any:
+    def step(self, name: str, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """The parent's step, whose second argument is the batch's index where the user's step takes one."""
+        number = arguments[1] if len(arguments) > 1 else None
+        self.batch = f" batch {number}" if isinstance(number, int) else ""
+        return self.marked(f"{name}{self.batch}", parent, *arguments, **named)
+
+    def backward(self, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """The parent's part, once it is known where this rank is: inside it, it cannot say so."""
-        if self._points is not None and self._is_in_step:
-            self._points.begin_backward(f"backward{self._batch}")
-        return super().backward(*arguments, **named)
+        operation = f"backward{self.batch}"
+        if self.points is not None and self._is_in_step:
+            self.points.begin_backward(operation)
+        return self.marked(operation, parent, *arguments, **named)
 
-    def barrier(self, *arguments: Any, **named: Any) -> None:
+    def marked(self, operation: str, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """The parent's part, inside which the engine issues collectives of its own."""
+        outer = self.marks.enter(operation)
+        try:
+            found = self.named(parent, *arguments, **named)
+        except BaseException:
+            self.marks.abandon(outer)
+            raise
+        self.marks.leave(outer)
+        return found
+
+    def named(self, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """The parent's part; an error of a collective becomes that of the rank which caused it.
+
+        Raises:
+            PeerFailed, PeerLost, DivergenceError: What ``cause_of`` has found.
+        """
+        try:
+            return parent(*arguments, **named)
+        except RuntimeError as error:
+            if cause := cause_of(self.plane, error):
+                raise cause from error
+            raise
+
+    # -- Lightning's ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, parent: Callable[[], None], name: object) -> None:
         """The parent's part, once all ranks are at a barrier of this name."""
-        name = arguments[0] if arguments else named.get("name")
-        parent = super().barrier
-        self._together(lambda: _point("barrier", name=str(name or "")), lambda: parent(*arguments, **named))
+        self.together(lambda: _point("barrier", name=str(name or "")), parent)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, parent: Callable[[], T], src: int) -> T:
         """The parent's part, once all ranks broadcast from the same one; what they hold may differ."""
-        parent = super().broadcast
-        return self._together(lambda: _point("broadcast", arguments=f"from rank {src}"), lambda: parent(obj, src))
+        return self.together(lambda: _point("broadcast", arguments=f"from rank {src}"), parent)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key."""
-        parent = super().reduce
+    def reduce(
+        self, parent: Callable[[], T], tensor: Any, group: Any | None, reduce_op: Any, caller: FrameType | None
+    ) -> T:
+        """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key.
+
+        Args:
+            parent: Reduces.
+            tensor: What is reduced; the parents hand back anything else without a collective.
+            group: The ranks; None for all of them.
+            reduce_op: The operator.
+            caller: The frame that reduces; Lightning's frame of a logged value knows its key.
+        """
         if not isinstance(tensor, Tensor):
-            return parent(tensor, group, reduce_op)  # the parents hand it back without a collective
-        caller = sys._getframe(1)
-        return self._together(
-            lambda: _reduction(tensor, reduce_op, caller), lambda: parent(tensor, group, reduce_op), group
-        )
+            return parent()
+        return self.together(lambda: _reduction(tensor, reduce_op, caller), parent, group)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # the parent's name
+    def reduce_boolean_decision(self, parent: Callable[[], bool], of_all: bool) -> bool:
         """The parent's part, once all ranks decide in the same way."""
-        parent = super().reduce_boolean_decision
-        return self._together(
-            lambda: _point("reduce_boolean_decision", arguments="all" if all else "any"),
-            lambda: parent(decision, all),
-        )
+        return self.together(lambda: _point("reduce_boolean_decision", arguments="all" if of_all else "any"), parent)
 
-    @property
-    def all_gather(self) -> Callable[..., Any]:
+    def all_gather(self, parent: Callable[..., Tensor], caller: FrameType) -> Callable[..., Tensor]:
         """The parent's method, once all ranks gather equal trees.
 
-        A property, because ``LightningModule.all_gather`` takes the method once for a whole tree and then calls it for
-        each tensor, and not at all for a tree that is empty on this rank. Taking it is where the trees are compared.
+        ``LightningModule.all_gather`` takes the method once for a whole tree and then calls it for each tensor, and not
+        at all for a tree that is empty on this rank. Taking it is where the trees are compared.
+
+        Args:
+            parent: Gathers one tensor.
+            caller: The frame that takes the method.
         """
-        frame = sys._getframe(1)
-        if frame.f_code is not LightningModule.all_gather.__code__:
-            return self._all_gather
-        tree, group = frame.f_locals["data"], frame.f_locals["group"]
-        point = _gathering(describe(tree), frame.f_locals["sync_grads"])
-        number = self._together(lambda: point, lambda: self._marks.call, group)
-        parent, operation = super().all_gather, str(point)
+        if caller.f_code is not LightningModule.all_gather.__code__:
+            return partial(self._all_gather, parent)
+        tree, group = caller.f_locals["data"], caller.f_locals["group"]
+        point = _gathering(describe(tree), caller.f_locals["sync_grads"])
+        number = self.together(lambda: point, lambda: self.marks.call, group)
+        operation = str(point)
 
         def gather_leaf(tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
             return self._covered(operation, lambda: parent(tensor, group=group, sync_grads=sync_grads), number=number)
 
         return gather_leaf
 
-    def _all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        parent = super().all_gather
-        return self._together(
+    def _all_gather(
+        self, parent: Callable[..., Tensor], tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        return self.together(
             lambda: _gathering(describe(tensor), sync_grads),
             lambda: parent(tensor, group=group, sync_grads=sync_grads),
             group,
         )
 
-    def _announcing(self, save: Callable[..., None]) -> Callable[..., None]:
+    def announcing(self, save: Callable[..., None]) -> Callable[..., None]:
         """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
 
         def save_checkpoint(*arguments: Any, **named: Any) -> None:
-            self._together(lambda: _SAVE, _nothing)
+            self.together(lambda: _SAVE, _nothing)
             save(*arguments, **named)
 
         return save_checkpoint
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _together(self, make_point: Callable[[], Point], call: Callable[[], T], group: Any | None = None) -> T:
+    def together(self, make_point: Callable[[], Point], call: Callable[[], T], group: Any | None = None) -> T:
         """Makes the parent's call once all ranks are at the same point; covers the calls that it takes inside.
 
         Raises:
             DivergenceError: The ranks are in different calls.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause.
         """
-        points = self._points
+        points = self.points
         if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
-            return self._named(call)  # type: ignore[no-any-return]
+            return self.named(call)
         point = make_point()
         return self._covered(str(point), call, lambda: points.meet(point), number=points.num_calls + 1)
 
@@ -256,25 +221,25 @@ class ChecksCollectives(NamesPeers):
         self, operation: str, call: Callable[[], T], before: Callable[[], None] | None = None, *, number: int = 0
     ) -> T:
         was_covered, self._is_covered = self._is_covered, True
-        was_in, self._marks.call = self._marks.call, number
-        outer = self._marks.enter(operation)
+        was_in, self.marks.call = self.marks.call, number
+        outer = self.marks.enter(operation)
         try:
             if before is not None:
                 before()
             found = call()
-            self._marks.leave(outer)
+            self.marks.leave(outer)
         except BaseException as error:
-            self._marks.abandon(outer)
-            if isinstance(error, RuntimeError):
-                raise_cause(self._plane, error)
+            self.marks.abandon(outer)
+            if cause := cause_of(self.plane, error):
+                raise cause from error
             raise
         finally:
             self._is_covered = was_covered
-            self._marks.call = was_in
+            self.marks.call = was_in
         return found
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
-        return group is None or group is dist.group.WORLD or dist.get_world_size(group) == self.world_size
+        return group is None or group is dist.group.WORLD or dist.get_world_size(group) == dist.get_world_size()
 
 
 def _nothing() -> None:

@@ -20,7 +20,7 @@ from lightning_distplus.errors import CheckpointMismatch, DistplusError
 from lightning_distplus.strategies.base import ResilientStrategy
 from lightning_distplus.strategies.saving import Writes
 
-__all__ = ["ResilientDeepSpeed", "raising_after_the_barriers", "remove_abandoned_locks"]
+__all__ = ["ResilientDeepSpeed", "remove_abandoned_locks"]
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +78,21 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         super().__init__(**kwargs)
         self.convert_checkpoint = convert_checkpoint
 
-    def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+        """The parent's save, which passes all of DeepSpeed's barriers on every rank."""
         # DeepSpeed hands flat buffers to its writers: the tensors are counted by the names that they have here.
         with (
             writes.counting_instead(lambda: pieces_of_live(self, is_first=self.is_global_zero)),
             raising_after_the_barriers(self.deepspeed_engine, writes),
         ):
-            super()._write(checkpoint, stage, storage_options, writes)
+            super().write_checkpoint(checkpoint, stage, storage_options, writes)
 
-    def _fitting_checkpoint(self, path: Path) -> Path:
+    def fitting_checkpoint(self, path: Path) -> Path:
+        """The checkpoint, or what ``convert_checkpoint`` makes of one of another number of ranks.
+
+        Raises:
+            CheckpointMismatch: It is of another number of ranks, and nothing was asked to convert it.
+        """
         num_ranks = num_shards(path)
         is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
         if num_ranks in (0, self.world_size) or not (is_fitting or self.zero_stage_3):

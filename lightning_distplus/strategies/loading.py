@@ -38,28 +38,13 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import set_rng_state
-from lightning_distplus.strategies.calibrating import CalibratesDeadlines
-from lightning_distplus.strategies.start import engine_in
+from lightning_distplus.strategies.start import engine_in, engine_of
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.watchdog import Marks, Transfer
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
+    from lightning_distplus.strategies.base import ResilientStrategy
 
-    from lightning_distplus.strategies.saving import CommittedSaves
-else:
-    _Base = object
-
-__all__ = [
-    "KEY",
-    "VERSION",
-    "ComparesLoadedState",
-    "Search",
-    "SharedVerdicts",
-    "Verification",
-    "VerifiedLoads",
-    "local_path",
-]
+__all__ = ["KEY", "VERSION", "LoadHooks", "Search", "Verification", "VerifiedLoads", "last_ones_aside", "local_path"]
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +68,9 @@ class SharedVerdicts:
     def __init__(self, plane: ControlPlane, phases: Phases) -> None:
         self._plane = plane
         self._phases = phases
+        self._rank = plane.world.rank
 
-    @property
-    def _rank(self) -> int:
-        return self._plane.world.rank
-
-    def _agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Rank 0 decides; its answer, or its error, is that of all ranks."""
         mine: dict[str, Any] = {}
         error: DistplusError | None = None
@@ -111,24 +93,24 @@ class SharedVerdicts:
         Raises:
             CheckpointCorrupt: On all ranks: one of them has found something.
         """
-        if found := self._all_findings(name, findings):
+        if found := self.all_findings(name, findings):
             raise CheckpointCorrupt(
                 f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
                 f"{remedy}"
             )
 
-    def _all_findings(self, name: str, mine: list[str]) -> list[str]:
+    def all_findings(self, name: str, mine: list[str]) -> list[str]:
         """What all ranks have found, the first few of each in words."""
         message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
         heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
         shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
         return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
 
-    def _findings(self, path: Path) -> list[str]:
+    def findings(self, path: Path) -> list[str]:
         """What is wrong with this rank's share of a checkpoint's bytes."""
-        return self._look_for(path)()
+        return self.look_for(path)()
 
-    def _look_for(self, path: Path) -> Callable[[], list[str]]:
+    def look_for(self, path: Path) -> Callable[[], list[str]]:
         """What reads this rank's share of a checkpoint's bytes, and says what is wrong with it, in any thread.
 
         Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
@@ -148,7 +130,7 @@ class SharedVerdicts:
         heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
         return [one["place"] for one in heard]
 
-    def _fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
+    def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
         """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
 
         Returns:
@@ -162,14 +144,14 @@ class SharedVerdicts:
                 break
             wanted = heard[0]["place"][0]
             if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
-                self._agree("checkpoint-upload", lambda: {"is_there": copies.ensure(path, wanted)})  # noqa: B023
+                self.agree("checkpoint-upload", lambda: {"is_there": copies.ensure(path, wanted)})  # noqa: B023
             findings = []
             if self._rank in fetchers:
                 log.warning(
                     "rank %d: %s is not here, or not as it was; it is fetched from %s", self._rank, path, copies.url
                 )
                 findings = copies.fetch(path, wanted)
-            if self._all_findings("checkpoint-fetched", findings):
+            if self.all_findings("checkpoint-fetched", findings):
                 break
         return findings
 
@@ -213,7 +195,7 @@ class Search:
     allow_fresh: bool = False
 
 
-class VerifiedLoads(SharedVerdicts):
+class VerifiedLoads:
     """Loads the checkpoints of one strategy.
 
     Args:
@@ -235,7 +217,10 @@ class VerifiedLoads(SharedVerdicts):
         search: Search | None = None,
         copies: Copies | None = None,
     ) -> None:
-        super().__init__(plane, phases)
+        self._plane = plane
+        self._phases = phases
+        self._rank = plane.world.rank
+        self.verdicts = SharedVerdicts(plane, phases)
         self._strategy = strategy
         self._verification = verification
         self._search = search
@@ -244,8 +229,8 @@ class VerifiedLoads(SharedVerdicts):
         self._rng: dict[str, bytes] | None = None
         self.loaded: str | Path = ""
         """The checkpoint that was loaded last."""
-        self._parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
-        self._parent_committed_at = 0.0
+        self.parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
+        self.parent_committed_at = 0.0
         self.loaded_deadlines_s: dict[str, float] = {}
         """Calibrated deadlines of the checkpoint that was loaded."""
         self.expected: dict[str, str] = {}
@@ -278,18 +263,18 @@ class VerifiedLoads(SharedVerdicts):
         if local is None:
             checkpoint = read(path)  # type: ignore[arg-type]
         else:
-            chosen = Path(self._agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
-            found = self._agree("checkpoint-verdict", lambda: self._verify(chosen))
+            chosen = Path(self.verdicts.agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
+            found = self.verdicts.agree("checkpoint-verdict", lambda: self._verify(chosen))
             is_unread = found["has_files"] and chosen != self._has_read
             overlaps = only_reads and is_unread and self._copies is None and chosen.is_file()
             if found["has_manifest"] and not overlaps:
-                findings = self._findings(chosen) if is_unread else []
+                findings = self.verdicts.findings(chosen) if is_unread else []
                 if self._copies is not None:
-                    findings = self._fetch_where_it_lacks(chosen, findings, self._copies)
-                self.hear("checkpoint-bytes", chosen, findings)
+                    findings = self.verdicts.fetch_where_it_lacks(chosen, findings, self._copies)
+                self.verdicts.hear("checkpoint-bytes", chosen, findings)
             if found["has_files"]:
                 self.expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._rank == 0)
-            found = self._agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
+            found = self.verdicts.agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
             self.follow(chosen)
             with self.refusing_another_model(chosen):
                 checkpoint = self._read_and_verify(chosen, read) if overlaps else read(Path(found["path"]))
@@ -310,8 +295,8 @@ class VerifiedLoads(SharedVerdicts):
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
         if self._rank == 0:
-            self._parent = reference(path)
-            self._parent_committed_at = 0.0 if self._parent is None else read_manifest(path).committed_at
+            self.parent = reference(path)
+            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
 
     @contextmanager
     def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
@@ -349,7 +334,7 @@ class VerifiedLoads(SharedVerdicts):
         Raises:
             CheckpointCorrupt: On all ranks.
         """
-        look = self._look_for(path)
+        look = self.verdicts.look_for(path)
         checkpoint: dict[str, Any] = {}
         error: Exception | None = None
         with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
@@ -358,7 +343,7 @@ class VerifiedLoads(SharedVerdicts):
                 checkpoint = read(path)
             except Exception as caught:  # a torn file is hard to read; all ranks hear first that it is torn
                 error = caught
-        self.hear("checkpoint-bytes", path, findings.result())
+        self.verdicts.hear("checkpoint-bytes", path, findings.result())
         if error is not None:
             raise error
         return checkpoint
@@ -374,18 +359,19 @@ class VerifiedLoads(SharedVerdicts):
         passed_over: list[Path] = []
         found: Path | None = first
         while found is not None:
-            damage = self._all_findings("checkpoint-search", self._findings(found))
+            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.findings(found))
             if not damage:
                 self._has_read = found
                 return str(found)
             log.warning("Checkpoint %s is passed over: %s", found, damage[0])
             passed_over.append(found)
             older = newest_valid(search.folder, verify="size", but=passed_over) if self._rank == 0 else None
-            answer = self._agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
+            answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
             found = answer and Path(answer)
         if self._copies is not None:
             copies = self._copies
-            fetched: str | None = self._agree("checkpoint-copy", lambda: _fetched(copies, search.folder))["path"]
+            answer = self.verdicts.agree("checkpoint-copy", lambda: _fetched(copies, search.folder))
+            fetched: str | None = answer["path"]
             if fetched is not None:
                 return fetched
         if search.allow_fresh or not passed_over:
@@ -492,37 +478,52 @@ _TRUST = (
 )
 
 
-def _last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
+def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
     """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
-    if not isinstance(trainer.strategy, ComparesLoadedState) or "://" in folder:
+    if not hasattr(trainer.strategy, "phases") or "://" in folder:
         return set()
     found = asides_without_target(Path(folder))
     name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
     return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
 
 
-class ComparesLoadedState(CalibratesDeadlines, _Base):
-    """Overrides every method of a strategy that reads a checkpoint."""
+class LoadHooks:
+    """Loads the checkpoints of a strategy: verified before, and compared in memory after.
 
-    compares_tensors = True
-    """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
-    _marks: Marks
-    _transfer: Transfer
-    _saves: CommittedSaves | None
-    _saves_group: dist.ProcessGroup | None = None
-    _as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
+    Args:
+        strategy: One of ours.
+    """
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+        self.compares_tensors = True
+        """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
+        self._verified: VerifiedLoads | None = None
+        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
+        self._group: dist.ProcessGroup | None = None
 
     @property
-    def _committed_saves(self) -> CommittedSaves:
-        assert self._saves is not None
-        return self._saves
+    def verified(self) -> VerifiedLoads:
+        """What all ranks agree on; it is there from ``begin`` on."""
+        assert self._verified is not None, "begin comes first"
+        return self._verified
 
-    def _configure_launcher(self) -> None:
-        """The parent's part, when the Trainer is made: before it looks for what ``ckpt_path="last"`` means."""
-        _compat.find_more_last_checkpoints(_last_ones_aside)
-        super()._configure_launcher()
+    def begin(self, plane: ControlPlane, copies: Copies | None) -> VerifiedLoads:
+        """A run begins, whose ranks have met."""
+        strategy = self._strategy
+        self._verified = VerifiedLoads(
+            plane,
+            strategy.phases,
+            strategy=engine_of(type(strategy)),
+            verification=strategy.verify,
+            search=strategy.search,
+            copies=copies,
+        )
+        return self._verified
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, weights_only: bool | None, parent: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
         """Loads what rank 0 has chosen, after verifying it.
 
         Raises:
@@ -530,45 +531,31 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
             CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
             CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
         """
-        self._marks.set(f"load {checkpoint_path}")
-        with self._transfer.of("load"):
-            checkpoint = self._committed_saves.load(
-                checkpoint_path,
-                partial(self._read, weights_only=weights_only),
-                fitting=self._fitting_checkpoint,
-                only_reads=self.lightning_restore_optimizer,
+        strategy, verified = self._strategy, self.verified
+        strategy.marks.set(f"load {path}")
+        with strategy.transfer.of("load"):
+            checkpoint = verified.load(
+                path,
+                partial(_read, weights_only=weights_only, parent=parent),
+                fitting=strategy.fitting_checkpoint,
+                only_reads=strategy.lightning_restore_optimizer,
             )
-        if self.lightning_restore_optimizer:
+        if strategy.lightning_restore_optimizer:
             self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
         else:
             self._compare((_WEIGHTS, _MOMENTS), are_shards=True)
-        self._adopt_deadlines(self._committed_saves.loaded_deadlines_s)
-        self.note("loaded", path=str(checkpoint_path), global_step=checkpoint.get("global_step"))
+        strategy.measured.adopt(verified.loaded_deadlines_s)
+        strategy.note("loaded", path=str(path), global_step=checkpoint.get("global_step"))
         return checkpoint
 
-    def _read(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-        """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
-        if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
-            return super().load_checkpoint(path, weights_only)
-        with _compat.refusing_code(path, _TRUST):
-            return super().load_checkpoint(path, weights_only)
-
-    def _agree_on_resume(self, path: str | Path | None) -> str | None:
+    def agree_on_resume(self, path: str | Path | None) -> str | None:
         """What rank 0 resumes from; its calibrated deadlines hold from here on, as the load itself has one."""
-        chosen = self._committed_saves.agree_on_path(path)
-        if chosen is not None and self._calibration is not None:
-            self._adopt_deadlines(self._committed_saves.deadlines_in(chosen))
+        chosen = self.verified.agree_on_path(path)
+        if chosen is not None and self._strategy.measured.calibration is not None:
+            self._strategy.measured.adopt(self.verified.deadlines_in(chosen))
         return chosen
 
-    def _fitting_checkpoint(self, path: Path) -> Path:
-        """What this run can read of a verified checkpoint; rank 0 is asked.
-
-        Raises:
-            CheckpointMismatch: It is of another number of ranks, and the parent cannot redistribute it.
-        """
-        return path
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool, parent: Callable[..., None]) -> None:
         """The parent's part.
 
         Raises:
@@ -576,20 +563,20 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
             CheckpointCorrupt: The weights in memory are not those that were saved.
         """
         changed = self._changed_since_read(checkpoint)
-        with self._committed_saves.refusing_another_model():
-            super().load_model_state_dict(checkpoint, strict)
-        if self.lightning_restore_optimizer:
+        with self.verified.refusing_another_model():
+            parent(checkpoint, strict)
+        if self._strategy.lightning_restore_optimizer:
             self._compare((_WEIGHTS,), changed)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
         """The parent's part.
 
         Raises:
             CheckpointCorrupt: The moments in memory are not those that were saved.
         """
         changed = self._changed_since_read(checkpoint)
-        super().load_optimizer_state_dict(checkpoint)
-        if self.lightning_restore_optimizer:
+        parent(checkpoint)
+        if self._strategy.lightning_restore_optimizer:
             self._compare((_MOMENTS,), changed)
 
     def _changed_since_read(self, checkpoint: Mapping[str, Any]) -> set[str]:
@@ -612,22 +599,22 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
         Raises:
             CheckpointCorrupt: On all ranks.
         """
-        saves, module = self._committed_saves, self.lightning_module
+        strategy, loads, module = self._strategy, self.verified, self._strategy.lightning_module
         assert module is not None
         if module.trainer.state.fn != "fit":
             kinds = (_WEIGHTS,)
-        expected = {name: text for name, text in saves.expected.items() if name.startswith(kinds)}
+        expected = {name: text for name, text in loads.expected.items() if name.startswith(kinds)}
         if not expected or not self.compares_tensors:
             return
-        self._marks.set("compare what is loaded with what was saved")
+        strategy.marks.set("compare what is loaded with what was saved")
         expected = {name: text for name, text in expected.items() if name not in changed}
-        total = sums_of_pieces(piece for piece in pieces_of_live(self) if piece.name in expected)
-        if are_shards and self.world_size > 1:
+        total = sums_of_pieces(piece for piece in pieces_of_live(strategy) if piece.name in expected)
+        if are_shards and strategy.world_size > 1:
             total = self._added_up(expected, total)
-        odd = differing(expected, total).items() if self.is_global_zero or not are_shards else ()
-        saves.hear(
+        odd = differing(expected, total).items() if strategy.is_global_zero or not are_shards else ()
+        loads.verdicts.hear(
             "checkpoint-tensors",
-            saves.loaded,
+            loads.loaded,
             [f"{name}: expected fingerprint {want}, found {found} in memory" for name, (want, found) in odd],
             'Resume from another checkpoint. A model that changes its weights while it loads them needs verify="size".',
         )
@@ -639,18 +626,31 @@ class ComparesLoadedState(CalibratesDeadlines, _Base):
         for row, (name, fact) in zip(counts, facts.items(), strict=True):
             if name in mine and mine[name][:2] == fact:
                 row[:] = torch.tensor([number - (number >> 63 << 64) for number in mine[name][2:]])
-        dist.all_reduce(counts, group=self._group_for_saves())
+        dist.all_reduce(counts, group=self.group())
         return {
             name: (*fact, counted, first % (1 << 64), second % (1 << 64))
             for (name, fact), (counted, first, second) in zip(facts.items(), counts.tolist(), strict=True)
         }
 
-    def _group_for_saves(self) -> dist.ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """A group whose time-out is always that of a checkpoint; its first use forms it, on all ranks."""
-        if self.world_size > 1 and self._saves_group is None:
-            self._saves_group = dist.new_group(backend="gloo", timeout=self.phases.patience_in(Phase.CHECKPOINT))
-            self.phases.spare(self._saves_group)
-        return self._saves_group
+        strategy = self._strategy
+        if strategy.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=strategy.phases.patience_in(Phase.CHECKPOINT))
+            strategy.phases.spare(self._group)
+        return self._group
+
+    def end(self) -> None:
+        """The run ends, and its process groups with it."""
+        self._group = None
+
+
+def _read(path: Path, *, weights_only: bool | None, parent: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
+    if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
+        return parent(path, weights_only)
+    with _compat.refusing_code(path, _TRUST):
+        return parent(path, weights_only)
 
 
 def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Tensor], int]]:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -42,39 +41,19 @@ from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums
 from lightning_distplus.checkpoint.tensors import parameters_of_optimizers, pieces_of_saved
 from lightning_distplus.choices import require_choice
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import PeerMissing, SaveFailed
+from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
-from lightning_distplus.strategies.loading import (
-    KEY,
-    VERSION,
-    ComparesLoadedState,
-    Search,
-    Verification,
-    VerifiedLoads,
-    local_path,
-)
+from lightning_distplus.strategies.loading import KEY, VERSION, VerifiedLoads, local_path
 from lightning_distplus.strategies.start import engine_of, layout_of
 from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
-__all__ = [
-    "BackgroundSave",
-    "CommitsCheckpoints",
-    "CommittedSaves",
-    "FailingSaves",
-    "OnSaveFailure",
-    "Staging",
-    "StreamingCheckpointIO",
-    "Writes",
-    "save_shards",
-    "stream_single_files",
-]
+    from lightning_distplus.strategies.base import ResilientStrategy
+
+__all__ = ["OnSaveFailure", "SaveHooks", "Staging", "Writes"]
 
 log = logging.getLogger(__name__)
 
@@ -554,36 +533,30 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             self.writes.save_file(checkpoint, Path(path))
 
 
-def stream_single_files(strategy: Strategy) -> None:
-    """Replaces the stock plugin of a strategy; a plugin of the user's stays."""
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = StreamingCheckpointIO()
-
-
 # -- what goes into a checkpoint ---------------------------------------------------------------------------------------
 
 
-class CommittedSaves(VerifiedLoads):
-    """Saves and loads the checkpoints of one strategy.
+class CommittedSaves:
+    """Saves the checkpoints of one run.
 
     Args:
+        plane: The control plane over which the ranks agree.
+        phases: The deadlines.
+        loads: Knows the checkpoint that comes before the next one.
+        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
         copier: Copies on rank 0 what is committed to another place; None: nobody does.
-        moves: Held while a save or a removal moves something.
-        **named: What `VerifiedLoads` takes.
     """
 
     def __init__(
-        self,
-        plane: ControlPlane,
-        phases: Phases,
-        *,
-        copier: Copier | None = None,
-        moves: Lock | None = None,
-        **named: Any,
+        self, plane: ControlPlane, phases: Phases, loads: VerifiedLoads, *, strategy: str, copier: Copier | None = None
     ) -> None:
-        super().__init__(plane, phases, **named)
+        self._plane = plane
+        self._phases = phases
+        self._loads = loads
+        self._rank = plane.world.rank
+        self._strategy = strategy
         self._copier = copier
-        self._moves = moves or Lock()
+        self._moves = Lock()  # held while a save or a removal moves something
         self._postponed: list[Path] = []
         self._second_line: ControlPlane | None = None
         self.sync: Sync = os.fsync
@@ -623,7 +596,11 @@ class CommittedSaves(VerifiedLoads):
         """
         path = local_path(target)
         if path is None:
-            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", self._rank, target)
+            log.warning(
+                "rank %d: %s is not on a local file system; it is saved without a commit",
+                self._rank,
+                target,
+            )
             write(target)  # type: ignore[arg-type]
             return None
         before = self._phases.current
@@ -642,8 +619,8 @@ class CommittedSaves(VerifiedLoads):
             layout=dict(layout or {}),
             configuration=configuration,
             deadlines_s=dict(deadlines_s or {}),
-            parent=self._parent,
-            not_before=self._parent_committed_at,
+            parent=self._loads.parent,
+            not_before=self._loads.parent_committed_at,
         )
         writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=self._rank, gather=self._gather, digested=writes.digested)
@@ -665,7 +642,7 @@ class CommittedSaves(VerifiedLoads):
 
     def committed(self, path: str | Path) -> None:
         """A save is on the disk: what it stands in for can go."""
-        self.follow(Path(path))
+        self._loads.follow(Path(path))
         if self._copier is not None and self._rank == 0:
             self._copier.submit(Path(path).absolute())
         self.remove_postponed(Path(path))
@@ -742,130 +719,125 @@ def _read_frames(data: bytes) -> dict[str, bytes]:
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
-class CommitsCheckpoints(ComparesLoadedState, _Base):
-    """Overrides every method of a strategy that writes or removes a checkpoint."""
+class SaveHooks:
+    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks.
 
-    _failing_saves: FailingSaves
-    async_save: bool
-    copy_to: str | None
-    verify: Verification
-    search: Search | None = None
-    """Where the ranks look further, together, when the checkpoint that they were given is damaged."""
-    _staging: Staging | None = None
-    _in_flight: BackgroundSave | None = None
-    _configuration: str | None = None
+    Args:
+        strategy: One of ours.
+        policy: What a save that fails does to the fit.
+    """
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The parent's part. A save begins with it: callbacks then add their state, before anything is written."""
-        self._marks.set("the model's state for a checkpoint")
-        self.phases.enter(Phase.CHECKPOINT)
-        return super().lightning_module_state_dict()
+    def __init__(self, strategy: ResilientStrategy, policy: OnSaveFailure) -> None:
+        self._strategy = strategy
+        self.failing = FailingSaves(policy)
+        self.in_flight: BackgroundSave | None = None
+        """The save that a thread finishes; one at most."""
+        self._committed: CommittedSaves | None = None
+        self._staging: Staging | None = None
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    @property
+    def committed(self) -> CommittedSaves:
+        """What all ranks commit; it is there from ``begin`` on."""
+        assert self._committed is not None, "begin comes first"
+        return self._committed
+
+    @property
+    def has_ended_behind(self) -> bool:
+        """Asked at each gate: whether a save in the background has ended on this rank."""
+        return self.in_flight is not None and self.in_flight.has_ended
+
+    def begin(self, plane: ControlPlane) -> None:
+        """A run begins, whose ranks have met."""
+        strategy = self._strategy
+        copies = None if strategy.copy_to is None else Copies(strategy.copy_to)
+        self._committed = CommittedSaves(
+            plane,
+            strategy.phases,
+            strategy.loads.begin(plane, copies),
+            strategy=engine_of(type(strategy)),
+            copier=None if copies is None else Copier(copies, self._note_copy),
+        )
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin of the user's stays
+            strategy.checkpoint_io = StreamingCheckpointIO()
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """Saves through the parent into a stage beside the target, and commits what all ranks have written.
 
         Raises:
             SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
                 is untouched.
         """
-        self.settle_save()  # at most one is in flight
-        step, began_at = checkpoint.get("global_step"), time.monotonic()
-        self._marks.set(f"save {filepath}")
+        self.settle()  # at most one is in flight
+        strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
+        strategy.marks.set(f"save {filepath}")
         try:
-            with self._transfer.of("save"), self._writing() as writes:
-                begun = self._committed_saves.save(
+            with strategy.transfer.of("save"), self._writing() as writes:
+                begun = self.committed.save(
                     checkpoint,
                     filepath,
-                    lambda stage: self._write(checkpoint, stage, storage_options, writes),
+                    lambda stage: strategy.write_checkpoint(checkpoint, stage, storage_options, writes),
                     writes,
                     data=self._place_in_data(checkpoint),
-                    layout=layout_of(self),
-                    configuration=self._configuration,
-                    deadlines_s=None if self._calibration is None else self._calibration.deadlines_s,
-                    parameters=parameters_of_optimizers(self),
+                    layout=layout_of(strategy),
+                    configuration=strategy.configuration,
+                    deadlines_s=strategy.measured.deadlines_s,
+                    parameters=parameters_of_optimizers(strategy),
                 )
         except SaveFailed as error:
-            self._save_failed(str(filepath), step, error)
+            self._failed(str(filepath), step, error)
             return
-        self._note_duration(Phase.CHECKPOINT, began_at)
-        self._in_flight = begun
+        strategy.measured.note(Phase.CHECKPOINT, began_at)
+        self.in_flight = begun
         if begun is None:
-            self._saved(str(filepath), step)
+            self._succeeded(str(filepath), step)
 
-    def settle_save(self) -> None:
+    def settle(self) -> None:
         """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
 
         Raises:
             SaveFailed: It failed, and ``on_save_failure`` is "raise".
         """
-        begun, self._in_flight = self._in_flight, None
+        strategy, begun, self.in_flight = self._strategy, self.in_flight, None
         if begun is None:
             return
-        self._marks.set(f"wait until {begun.path} is saved")
-        before = self.phases.current
-        self.phases.enter(Phase.CHECKPOINT)
+        strategy.marks.set(f"wait until {begun.path} is saved")
+        before = strategy.phases.current
+        strategy.phases.enter(Phase.CHECKPOINT)
         try:
-            begun.wait(self.phases.patience)
+            begun.wait(strategy.phases.patience)
         except SaveFailed as error:
-            self._save_failed(begun.path, begun.global_step, error)
+            self._failed(begun.path, begun.global_step, error)
             return
         finally:
-            self.phases.current = max(before, Phase.CHECKPOINT, key=self.phases.patience_in)
-        if self.is_global_zero:
+            strategy.phases.current = max(before, Phase.CHECKPOINT, key=strategy.phases.patience_in)
+        if strategy.is_global_zero:
             for checkpoint, name in begun.links:
                 link(Path(checkpoint), Path(name))
-        self._committed_saves.committed(begun.path)  # what it stands in for goes when no link leads there any more
-        self._saved(begun.path, begun.global_step)
+        self.committed.committed(begun.path)  # what it stands in for goes when no link leads there any more
+        self._succeeded(begun.path, begun.global_step)
 
-    def require_saved(self) -> None:
-        """Waits for the save in the background, and raises where the last save has failed, whatever the policy.
+    def _failed(self, path: str, step: int | None, error: SaveFailed) -> None:
+        self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
+        self.failing.failed(path, error)
 
-        Raises:
-            SaveFailed: None has succeeded since.
-        """
-        self.settle_save()
-        self._failing_saves.require_saved()
-
-    def _save_failed(self, path: str, step: int | None, error: SaveFailed) -> None:
-        self.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
-        self._failing_saves.failed(path, error)
-
-    def _saved(self, path: str, step: int | None) -> None:
-        self._failing_saves.succeeded()
-        self.note("saved", path=path, global_step=step)
-
-    def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
-        """The parent's own save."""
-        super().save_checkpoint(checkpoint, stage, storage_options)
-
-    def _make_saves(self, plane: ControlPlane) -> CommittedSaves:
-        moves = Lock()
-        copies = None if self.copy_to is None else Copies(self.copy_to)
-        return CommittedSaves(
-            plane,
-            self.phases,
-            strategy=engine_of(type(self)),
-            verification=self.verify,
-            search=self.search,
-            copies=copies,
-            copier=None if copies is None else Copier(copies, self._note_copy),
-            moves=moves,
-        )
+    def _succeeded(self, path: str, step: int | None) -> None:
+        self.failing.succeeded()
+        self._strategy.note("saved", path=path, global_step=step)
 
     def _note_copy(self, path: Path, error: str | None) -> None:
-        self.note("checkpoint_copied" if error is None else "copy_failed", path=str(path), to=self.copy_to, error=error)
+        kind = "checkpoint_copied" if error is None else "copy_failed"
+        self._strategy.note(kind, path=str(path), to=self._strategy.copy_to, error=error)
 
     @contextmanager
     def _writing(self) -> Iterator[Writes]:
         """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
-        if self.async_save and self._failing_saves.follows_a_fit:
-            self._staging = self._staging or Staging(self._group_for_saves())
-            writes = Writes(self._staging, is_first=self.is_global_zero)
+        strategy = self._strategy
+        if strategy.async_save and self.failing.follows_a_fit:
+            self._staging = self._staging or Staging(strategy.loads.group())
+            writes = Writes(self._staging, is_first=strategy.is_global_zero)
         else:
-            writes = Writes(None, is_first=self.is_global_zero)
-        plugin = self.checkpoint_io
+            writes = Writes(None, is_first=strategy.is_global_zero)
+        plugin = strategy.checkpoint_io
         try:
             if isinstance(plugin, StreamingCheckpointIO):
                 plugin.writes = writes
@@ -877,45 +849,46 @@ class CommitsCheckpoints(ComparesLoadedState, _Base):
             if isinstance(plugin, StreamingCheckpointIO):
                 plugin.writes = None
 
-    def _give_up_staging(self) -> None:
-        """The run ends: a healthy one has waited for its save; what is still written is not committed in time."""
-        if self._staging is not None and self._in_flight is None:
-            self._staging.close()
-        self._staging = self._saves_group = None
-
     def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        module = self.lightning_module
+        module = self._strategy.lightning_module
         datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
         return checkpoint.get(type(datamodule).__qualname__)
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
+    def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
-        if "://" in str(filepath):
-            super().remove_checkpoint(filepath)
+        if self.failing.is_failing and self.failing.keep(str(filepath)):
             return
-        if self._failing_saves.is_failing and self._failing_saves.keep(str(filepath)):
-            return
-        if self.is_global_zero:
-            postpone = self._failing_saves.is_failing or self._in_flight is not None
-            self._committed_saves.remove(filepath, postpone=postpone or self._is_linked(Path(filepath)))
+        if self._strategy.is_global_zero:
+            postpone = self.failing.is_failing or self.in_flight is not None
+            self.committed.remove(filepath, postpone=postpone or self._is_linked(Path(filepath)))
 
-    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+    def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
-        if self._in_flight is not None and Path(self._in_flight.path) == Path(filepath).absolute():
-            self._in_flight.links.append((filepath, linkpath))
-        elif self.is_global_zero:
+        if self.in_flight is not None and Path(self.in_flight.path) == Path(filepath).absolute():
+            self.in_flight.links.append((filepath, linkpath))
+        elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
-            if not self._failing_saves.is_failing:
-                self._committed_saves.remove_postponed(Path(filepath))
-        self.barrier("ModelCheckpoint.link")
+            if not self.failing.is_failing:
+                self.committed.remove_postponed(Path(filepath))
+        self._strategy.barrier("ModelCheckpoint.link")
 
     def _is_linked(self, path: Path) -> bool:
         """Whether a ModelCheckpoint's last.ckpt leads to a checkpoint: it is linked to the next one in a moment."""
-        trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        names = [getattr(callback, "last_model_path", "") for callback in getattr(trainer, "checkpoint_callbacks", [])]
+        module = self._strategy.lightning_module
+        savers = [] if module is None else module.trainer.checkpoint_callbacks
+        names = [getattr(saver, "last_model_path", "") for saver in savers]
         return any(name and Path(name).is_symlink() and Path(name).resolve() == path.resolve() for name in names)
 
-    @property
-    def num_failed_saves(self) -> int:
-        """How many saves have failed in the fit that runs, or ran last."""
-        return self._failing_saves.num_failed
+    def end(self, *, has_failed: bool) -> None:
+        """A run that ends in order waits for its save in the background; one that has failed does not. Never raises."""
+        try:
+            if not has_failed:
+                self.settle()
+        except DistplusError as error:
+            log.error("rank %d ends without the checkpoint in the background: %s", self._strategy.global_rank, error)
+        self.failing.abandon()
+        if self._staging is not None and self.in_flight is None:
+            self._staging.close()
+        self._staging = None
+        if self._committed is not None:
+            self._committed.close(has_failed=has_failed)

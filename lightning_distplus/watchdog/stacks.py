@@ -68,7 +68,7 @@ def place_of(frame: FrameType | None) -> str | None:
 # Wherever they stand: what they call belongs to the wait.
 _OWN_WAITS = (
     ("lightning_distplus/control/line.py", "poll"),
-    ("lightning_distplus/strategies/collectives.py", "_cause"),
+    ("lightning_distplus/strategies/collectives.py", "cause_of"),
 )
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from lightning_distplus.choices import refuse_unknown_arguments
 from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
+from lightning_distplus.errors import refuse_unknown_arguments
 
 __all__ = ["main"]
 

@@ -10,7 +10,7 @@ from lightning_distplus.data.plan import EpochPlan, Geometry, Order
 from lightning_distplus.data.position import Position
 from lightning_distplus.data.quarantine import Quarantine
 from lightning_distplus.data.request import Request
-from lightning_distplus.in_hand import SampleNote
+from lightning_distplus.launcher_link import SampleNote
 
 __all__ = ["HandsOut"]
 

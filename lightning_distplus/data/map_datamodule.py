@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_choice
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.epochs import Epochs, weights_of
 from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
@@ -26,6 +25,7 @@ from lightning_distplus.data.stateful import Stateful, is_iterable, require_data
 from lightning_distplus.data.stream_loader import StreamPasses
 from lightning_distplus.data.stream_worker import StreamReader
 from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
+from lightning_distplus.errors import refuse_unknown_arguments, require_choice
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ResumableDataModule"]

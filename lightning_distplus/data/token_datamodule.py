@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_type
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.inventory import first_difference, inventory
 from lightning_distplus.data.loader import WorkerOptions
@@ -20,6 +19,7 @@ from lightning_distplus.data.request import Request
 from lightning_distplus.data.sources import Source, open_source
 from lightning_distplus.data.stream import TokenStream
 from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenDataModule"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_distplus import env
-from lightning_distplus.in_hand import InHand
 from lightning_distplus.launch.history import History
 from lightning_distplus.launch.policy import Attempt
+from lightning_distplus.launcher_link import InHand
 
 __all__ = ["Poison", "shown"]
 

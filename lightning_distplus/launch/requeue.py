@@ -14,7 +14,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.history import History, read_history
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy
-from lightning_distplus.launch.told import told_home
+from lightning_distplus.launcher_link import told_home
 from lightning_distplus.world import LAUNCHER
 
 __all__ = ["end_of_start"]

@@ -22,7 +22,7 @@ from lightning_distplus.launch.meeting import HostsApart, Meeting
 from lightning_distplus.launch.poison import Poison, shown
 from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit, is_innocent
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
-from lightning_distplus.launch.told import told_home
+from lightning_distplus.launcher_link import told_home
 from lightning_distplus.watchdog import Verdict, name_incident
 from lightning_distplus.world import LAUNCHER
 

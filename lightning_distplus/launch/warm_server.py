@@ -22,7 +22,7 @@ from pathlib import Path
 from lightning_distplus import env
 from lightning_distplus.launch.as_python import run
 from lightning_distplus.launch.stand_in import END, FORKED, HERE, PASSED_ON, peer_of, receive
-from lightning_distplus.liveness import end_with_parent
+from lightning_distplus.process import end_with_parent
 
 __all__ = ["Server", "main"]
 

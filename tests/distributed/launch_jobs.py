@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import PreemptionHandler, newest_valid
 from lightning_distplus.data import SampleAudit
-from lightning_distplus.ending import install_exit_codes
+from lightning_distplus.errors import install_exit_codes
 from lightning_distplus.testing import FaultCallback, weights_digest
 from tests.distributed.preemption_jobs import make
 

@@ -22,7 +22,7 @@ from lightning_distplus.launch import stand_in, warm_server
 from lightning_distplus.launch import warm as warm_module
 from lightning_distplus.launch.stand_in import PASSED_ON
 from lightning_distplus.launch.warm import Warm
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "tests" / "distributed" / "warm_rank.py"
@@ -120,7 +120,7 @@ ENDINGS = {
     "at once": "import os; os._exit(5)",
     "an error": "def inner():\n    raise ValueError('of the user')\ninner()",
     "an error within another": "try:\n    1 / 0\nexcept ArithmeticError as error:\n    raise KeyError(1) from error",
-    "an error of ours": "from lightning_distplus.ending import install_exit_codes\ninstall_exit_codes()\n"
+    "an error of ours": "from lightning_distplus.errors import install_exit_codes\ninstall_exit_codes()\n"
     "from lightning_distplus.errors import PeerLost\nraise PeerLost([1], 'gone')",
     "a hook": "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_lineno)\n1/0",
     "a wrong line": "print('a'\n",

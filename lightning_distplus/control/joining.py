@@ -18,7 +18,7 @@ from lightning_distplus._compat import TCPStore
 from lightning_distplus.control.reach import SILENCE_S, explain_silence
 from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import PeerMissing, RendezvousError
-from lightning_distplus.in_hand import launcher_has_ended
+from lightning_distplus.launcher_link import launcher_has_ended
 from lightning_distplus.world import World
 
 __all__ = ["CONNECT_EVERY_S", "await_port", "came_apart", "join", "listen_on", "port_remedy"]

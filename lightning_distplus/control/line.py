@@ -15,7 +15,7 @@ from lightning_distplus._compat import Store
 from lightning_distplus.control.first_error import FirstError, Listener
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import PeerLost, PeerMissing
-from lightning_distplus.liveness import ProcessState, running_time
+from lightning_distplus.process import ProcessState, running_time
 from lightning_distplus.world import LAUNCHER, World
 
 __all__ = ["DIRECT_RANKS", "Line"]

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.liveness import ProcessState, address_towards, boot_id, process_state, signal_of, start_time
+from lightning_distplus.process import ProcessState, address_towards, boot_id, process_state, signal_of, start_time
 from lightning_distplus.world import World
 
 __all__ = ["Peer"]
@@ -19,9 +19,9 @@ class Peer:
     host: str
     pid: int
     started: int | None = None
-    """``liveness.start_time`` of the process."""
+    """``process.start_time`` of the process."""
     boot: str = ""
-    """``liveness.boot_id`` of its host."""
+    """``process.boot_id`` of its host."""
     address: str = ""
     """Of its host, on the way to the job's store."""
 

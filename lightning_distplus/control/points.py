@@ -17,7 +17,7 @@ from lightning_distplus.control.shared_tally import SharedTally
 from lightning_distplus.control.tally import Tally
 from lightning_distplus.control.whereabouts import Place, Point, Whereabouts, disagreement
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 
 __all__ = ["Points", "WatchedGate", "active_points", "beat_key"]
 

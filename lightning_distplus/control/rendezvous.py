@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
-from lightning_distplus.attended import is_attended
 from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, came_apart, join, listen_on, port_remedy
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.plane import ControlPlane
@@ -28,6 +27,7 @@ from lightning_distplus.control.reach import SILENCE_S, is_local
 from lightning_distplus.control.refusals import Refusals
 from lightning_distplus.control.unheard import Unheard
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
+from lightning_distplus.process import is_attended
 from lightning_distplus.world import LAUNCHER, World
 
 __all__ = ["Address", "connect", "connect_over", "connected", "disconnect", "has_own_store"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_distplus.control.bell import BELL_BYTES, Bell
 from lightning_distplus.control.line import DIRECT_RANKS
 from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.liveness import boot_id
+from lightning_distplus.process import boot_id
 
 __all__ = ["SharedTally"]
 

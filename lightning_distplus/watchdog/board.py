@@ -25,7 +25,7 @@ from lightning_distplus.control.line import DIRECT_RANKS
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.far_stacks import StackPrinter
 from lightning_distplus.watchdog.marks import Mark, Marks
 from lightning_distplus.watchdog.pace import Pace, Progress

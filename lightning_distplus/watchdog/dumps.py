@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.liveness import ProcessState
+from lightning_distplus.process import ProcessState
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Recording, read_entries
 from lightning_distplus.watchdog.judging import judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distplus.liveness import ProcessState
+from lightning_distplus.process import ProcessState
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording
 
 __all__ = ["Evidence"]

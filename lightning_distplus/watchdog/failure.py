@@ -20,8 +20,7 @@ from lightning_distplus.errors import (
     RendezvousError,
     message_of,
 )
-from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, running_time
+from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.board import Sighting
 from lightning_distplus.watchdog.marks import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_distplus.liveness import catches_signal
+from lightning_distplus.process import catches_signal
 
 __all__ = ["PrintsStacks", "StackPrinter", "ask_for_stack"]
 

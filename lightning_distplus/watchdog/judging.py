@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_distplus.host_load import HostLoad
+from lightning_distplus.process import HostLoad
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective, Mismatch, cycles, match
 from lightning_distplus.watchdog.lonely_call import REMEDY, lonely_call

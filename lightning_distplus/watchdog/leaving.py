@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.liveness import ProcessState, end_with_parent, forks
+from lightning_distplus.process import ProcessState, end_with_parent, forks
 
 __all__ = ["end_peer", "end_process", "say", "tie_workers"]
 

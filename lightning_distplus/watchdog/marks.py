@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 
 __all__ = ["Mark", "Marks"]
 

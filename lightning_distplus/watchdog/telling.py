@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import HangDetected, PeerError, PeerLost
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.board import NUM_READERS, Board
 from lightning_distplus.watchdog.failure import leave_verdict
 from lightning_distplus.watchdog.leaving import say

@@ -17,8 +17,7 @@ from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.whereabouts import ended_early
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, catches_signal, is_traced, running_time
+from lightning_distplus.process import HostLoad, ProcessState, catches_signal, is_traced, running_time
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.aborting import ABORTED, Abort

@@ -11,8 +11,7 @@ from typing import Any
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.peers import Peer
-from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, children, host_answers, running_time
+from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.board import Board, Sighting
 from lightning_distplus.watchdog.evidence import Evidence

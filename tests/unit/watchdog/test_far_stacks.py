@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import _compat
-from lightning_distplus.liveness import catches_signal, children, forks, host_answers, is_traced
+from lightning_distplus.process import catches_signal, children, forks, host_answers, is_traced
 from lightning_distplus.testing import faults, spawn
 from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.stacks import is_fetching_data

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.in_hand import InHand, SampleNote, launcher_has_ended
+from lightning_distplus.launcher_link import InHand, SampleNote, launcher_has_ended
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus import host_load
-from lightning_distplus.host_load import HostLoad
+from lightning_distplus import process
+from lightning_distplus.process import HostLoad
 
 
 def test_the_load_of_this_host_is_plausible_and_quickly_told() -> None:
@@ -47,7 +47,7 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPat
         raise OSError("no /proc here")
 
     for name in ("_memory", "_shared_memory", "_disks", "_files"):
-        monkeypatch.setattr(host_load, name, refuses)
+        monkeypatch.setattr(process, name, refuses)
     load = HostLoad.now()
     assert load.memory_bytes is None
     assert load.describe().startswith("load ")

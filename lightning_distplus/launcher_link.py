@@ -1,7 +1,8 @@
-"""The samples that each rank has in hand, in memory that the launcher holds: a rank that is killed cannot name them."""
+"""What a rank and its launcher tell each other: the samples that the rank has in hand, and where its artefacts are."""
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zlib
@@ -11,7 +12,9 @@ from typing import Any
 
 from lightning_distplus import env
 
-__all__ = ["InHand", "SampleNote", "launcher_has_ended"]
+__all__ = ["InHand", "SampleNote", "launcher_has_ended", "told_home"]
+
+# -- samples in hand ---------------------------------------------------------------------------------------------------
 
 _HEAD = struct.Struct("<IIII")  # CRC-32 of what follows, global rank, numbers, numbers per id (0: an id is a number)
 _REGION_BYTES = 1 << 20  # of each rank; memory is taken for what is written only
@@ -90,3 +93,14 @@ def launcher_has_ended() -> bool:
     """Whether ``distplus launch`` has started this rank and is gone, and with it the store that it served."""
     path = env.DISTPLUS_IN_HAND.get()
     return path is not None and path != "" and not Path(path).parents[1].exists()
+
+
+# -- the folder of artefacts -------------------------------------------------------------------------------------------
+
+
+def told_home(file: str | Path | None) -> Path | None:
+    """The folder that a rank has named; None where no rank came so far."""
+    try:
+        return Path(json.loads(Path(file or "").read_text())["home"])
+    except (FileNotFoundError, IsADirectoryError):
+        return None

@@ -15,8 +15,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError
 
 from lightning_distplus._compat import PrefixStore, Store, TCPStore
-from lightning_distplus.control.joining import listen_on
-from lightning_distplus.control.reach import is_local
+from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 
 __all__ = ["HostsApart", "Meeting"]

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from lightning_distplus._compat import HashStore, TCPStore
-from lightning_distplus.control.joining import listen_on
+from lightning_distplus.control.rendezvous import listen_on
 from lightning_distplus.control.secret import Secret, SignedStore
 
 __all__ = ["BETWEEN_HOSTS", "ON_ONE_HOST", "OneHost", "SignedState"]

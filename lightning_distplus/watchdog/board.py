@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
-from lightning_distplus.control.line import DIRECT_RANKS
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import DIRECT_RANKS, Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
 from lightning_distplus.liveness import running_time

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.errors import (
     DivergenceError,
     PeerLost,

@@ -10,7 +10,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.liveness import ProcessState, end_with_parent, forks
 

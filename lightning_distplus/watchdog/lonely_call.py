@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_distplus.control.whereabouts import sides
+from lightning_distplus.control.collective_check import sides
 from lightning_distplus.watchdog.evidence import Evidence
 
 __all__ = ["REMEDY", "lonely_call"]
@@ -14,7 +14,10 @@ REMEDY = (
     "trainer.log_dir, barriers and logging with sync_dist=True do"
 )
 
-_FRAMES = ("lightning_distplus/control/points.py", "in meet")  # of a rank that has not been joined there by all
+_FRAMES = (
+    "lightning_distplus/control/collective_check.py",
+    "in meet",
+)  # of a rank that has not been joined there by all
 
 
 def lonely_call(evidence: Mapping[int, Evidence]) -> tuple[list[int], str] | None:

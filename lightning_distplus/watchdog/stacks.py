@@ -66,7 +66,7 @@ def place_of(frame: FrameType | None) -> str | None:
 
 
 # Wherever they stand: what they call belongs to the wait.
-_OWN_WAITS = (("lightning_distplus/control/line.py", "poll"), ("lightning_distplus/strategies/naming.py", "_cause"))
+_OWN_WAITS = (("lightning_distplus/control/plane.py", "poll"), ("lightning_distplus/strategies/naming.py", "_cause"))
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:

@@ -14,8 +14,8 @@ from typing import IO
 
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, Points
+from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.control.whereabouts import ended_early
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.liveness import ProcessState, catches_signal, is_traced, running_time

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.host_load import HostLoad
 from lightning_distplus.liveness import ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
@@ -28,7 +28,7 @@ _KEPT_CALLS_OF_MANY = 32
 _BRIEF_LINES = 8
 _PROBE_S = 0.5
 _WAIT = ".wait("
-_CONTROL_PLANE = "lightning_distplus/control/line.py"
+_CONTROL_PLANE = "lightning_distplus/control/plane.py"
 
 
 class Witness:

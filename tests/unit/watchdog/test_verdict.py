@@ -151,7 +151,10 @@ def test_the_load_of_the_culprits_host_is_printed() -> None:
     assert "load:  load 9.0 on 2 cores" in verdict.render()
 
 
-AT_A_CALL = {"operation": "barrier 'x'", "stack": 'File "/lightning_distplus/control/points.py", line 9, in meet'}
+AT_A_CALL = {
+    "operation": "barrier 'x'",
+    "stack": 'File "/lightning_distplus/control/collective_check.py", line 9, in meet',
+}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, name_incident
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:

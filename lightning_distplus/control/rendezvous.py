@@ -25,7 +25,6 @@ from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
 from lightning_distplus.attended import is_attended
 from lightning_distplus.control.plane import ControlPlane, Peer
-from lightning_distplus.control.post import Post
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.in_hand import launcher_has_ended
@@ -118,17 +117,16 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             _plane.stop_listening()
             _plane = _met_over = None  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
-        post = Post(address.host, address.port, address.prefix, world.rank) if world.num_nodes > 1 else None
         meeting = f"{address.prefix} {address.host}:{address.port}"
-        with contextlib.closing(Unheard(folder, meeting, world.rank, post)) as unheard:
-            try:
-                store = _open_store(world, address, deadline, unheard)
-            except RendezvousError as error:
-                unheard.leave(str(error), knows_address=not isinstance(error.__cause__, socket.gaierror))
-                raise
-            plane = _introduce(store, world, address)
-            left = timedelta(seconds=max(0.0, end - time.monotonic()))
-            _meet(plane, left, _refusals(store, world, address), unheard)
+        unheard = Unheard(folder, meeting, world.rank)
+        try:
+            store = _open_store(world, address, deadline, unheard)
+        except RendezvousError as error:
+            unheard.leave(str(error))
+            raise
+        plane = _introduce(store, world, address)
+        left = timedelta(seconds=max(0.0, end - time.monotonic()))
+        _meet(plane, left, _refusals(store, world, address), unheard)
         _plane, _met_over = plane, None
         return plane
 
@@ -547,6 +545,9 @@ def _is_loopback(host: str) -> bool:
 
 # -- notes of processes that cannot reach the store, beside it ---------------------------------------------------------
 
+# Who cannot reach the store cannot say so in it. Most clusters share the folder of the run between hosts, so that the
+# reason is heard there. Where none is shared, the deadline of the rendezvous ends the wait and names the rank.
+
 
 _EVERY_S = 0.25
 _EVERY_S_OF_MANY = 1.0  # every rank but 0 asks the file system while rank 0 is late
@@ -569,12 +570,10 @@ class Unheard:
         folder: Where the run writes; None: nowhere.
         meeting: Job, attempt and address, so that no other run's note is read.
         rank: Rank of this process. Rank 0 looks for the notes of all others, and each of them for that of rank 0.
-        post: Datagrams to rank 0; None: the ranks share a host.
     """
 
-    def __init__(self, folder: Path | None, meeting: str, rank: int, post: Post | None = None) -> None:
+    def __init__(self, folder: Path | None, meeting: str, rank: int) -> None:
         self._folder = folder
-        self._post = post
         self._stem = f"unmet-{hashlib.sha256(meeting.encode()).hexdigest()[:12]}-rank"
         self._mine = f"{self._stem}{rank:05d}.json"
         self._awaited = f"{self._stem}*.json" if rank == 0 else f"{self._stem}00000.json"
@@ -585,15 +584,8 @@ class Unheard:
                 (folder / self._mine).unlink(missing_ok=True)
         self._old = {note.id for note in self._read(self._awaited).values()}
 
-    def leave(self, text: str, *, knows_address: bool = True) -> None:
-        """Leaves why this rank does not come; a folder that takes no file is no further trouble.
-
-        Args:
-            text: Why.
-            knows_address: Whether the main address resolves here; asking again may take seconds.
-        """
-        if self._post is not None and knows_address:
-            self._post.send(text)
+    def leave(self, text: str) -> None:
+        """Leaves why this rank does not come; a folder that takes no file is no further trouble."""
         if self._folder is None:
             return
         try:
@@ -611,20 +603,12 @@ class Unheard:
         self._look_at_s = elapsed_s + self._every_s
         notes = self._read(self._awaited)
         texts = {rank: note.text for rank, note in notes.items() if note.id not in self._old}
-        return _first(texts | self._sent(), has_come)
+        return _first(texts, has_come)
 
     def last_word(self, has_come: Callable[[int], bool]) -> str | None:
         """Called at the deadline: what a rank that has not come has said at any time."""
         texts = {rank: note.text for rank, note in self._read(f"{self._stem}*.json").items()}
-        return _first(texts | self._sent(), has_come)
-
-    def close(self) -> None:
-        """The ranks have met, or never will."""
-        if self._post is not None:
-            self._post.close()
-
-    def _sent(self) -> dict[int, str]:
-        return {} if self._post is None else self._post.read()
+        return _first(texts, has_come)
 
     def _read(self, pattern: str) -> dict[int, _Note]:
         """By rank; what cannot be read is no note."""

@@ -26,8 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
-from lightning_distplus.control.joining import listen_on
-from lightning_distplus.control.reach import is_local
+from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 
 __all__ = ["BETWEEN_HOSTS", "ON_ONE_HOST", "HostsApart", "Meeting", "OneHost", "SignedState"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, WatchedGate
-from lightning_distplus.control.whereabouts import Place, Whereabouts, disagreement, sides
+from lightning_distplus.control.collective_check import Place, Whereabouts, disagreement, sides
 from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
 
 BARRIER = Point(operation="barrier", name="x")

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from torch.distributed import HashStore, PrefixStore
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.control.peers import Peer
-from lightning_distplus.watchdog.board import Board
-from lightning_distplus.watchdog.marks import Marks
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.watchdog.heartbeat import Board
+from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.world import World
 
 

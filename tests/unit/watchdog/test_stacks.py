@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import _compat
 from lightning_distplus.process import catches_signal, children, forks, host_answers, is_traced
 from lightning_distplus.testing import faults, spawn
-from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
-from lightning_distplus.watchdog.stacks import is_fetching_data
+from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_fetching_data
 
 
 def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> None:

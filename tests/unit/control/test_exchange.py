@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from lightning_distplus.control import ControlPlane, shared_tally
-from lightning_distplus.control.shared_tally import SharedTally
-from lightning_distplus.control.tally import Tally
+from lightning_distplus.control import ControlPlane, exchange
+from lightning_distplus.control.exchange import SharedTally, Tally
 from lightning_distplus.world import World
 
 SAME, OTHER = b"\xff" * 16, b"\x00" * 16
@@ -87,7 +86,7 @@ def test_a_record_that_is_read_while_it_is_written_counts_as_not_there() -> None
 
 def test_the_last_one_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would come to an end here who slept through the ring once."""
-    monkeypatch.setattr(shared_tally, "_LINGER_S", 600.0)
+    monkeypatch.setattr(exchange, "_LINGER_S", 600.0)
     ranks = in_memory(3)
 
     def meet_often(tally: SharedTally) -> None:

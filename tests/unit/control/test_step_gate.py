@@ -11,8 +11,8 @@ import time
 import pytest
 
 from lightning_distplus.control import GateRecord, StepGate, Wish
-from lightning_distplus.control.record import RECORD_BYTES
-from lightning_distplus.control.slots import _HEAD, HEAD_BYTES
+from lightning_distplus.control.exchange import _HEAD, HEAD_BYTES
+from lightning_distplus.control.step_gate import RECORD_BYTES
 from lightning_distplus.errors import DivergenceError, PeerMissing
 
 DIRECT, COUNTED = {"direct_ranks": 64}, {"direct_ranks": 1}

@@ -1,7 +1,7 @@
-"""The board: each rank's last mark, published once a second on a thread of its own, and the evidence of an incident.
+"""Heartbeats: each rank's last mark, published once a second, and the evidence of an incident.
 
-Every call to the store is made by this thread. When the process that serves the store is stopped, it blocks here, and
-the thread that judges goes on without it.
+One thread makes every call to the store. When the process that serves the store is stopped, it blocks there, and the
+thread that judges goes on without it.
 
 Of more than 64 ranks only a few read what all others say, hundreds of keys in a round trip, so that the work of a rank
 and the traffic of the job grow with the number of ranks and not with its square.
@@ -18,21 +18,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
-from lightning_distplus.control.line import DIRECT_RANKS
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import DIRECT_RANKS, Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
 from lightning_distplus.process import running_time
-from lightning_distplus.watchdog.far_stacks import StackPrinter
-from lightning_distplus.watchdog.marks import Mark, Marks
-from lightning_distplus.watchdog.pace import Pace, Progress
-from lightning_distplus.watchdog.slate import Slate, open_slate, read_slate
-from lightning_distplus.watchdog.stacks import frame_of, place_of
+from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
+from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting"]
+__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "open_slate", "read_slate"]
 
 log = logging.getLogger(__name__)
 
@@ -351,3 +348,52 @@ def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, flo
         moves=beat["moves"],
         printer=None if beat["printer"] is None else StackPrinter(**beat["printer"]),
     )
+
+
+# -- the last beat in memory of the host -------------------------------------------------------------------------------
+
+# A process that is stopped says nothing, and where it serves the store nobody hears of the others' beats either. What
+# the peers of its host hold open outlives the process that wrote it.
+
+
+_NAME = "distplus-slate"
+_SIZE_BYTES = 16 << 10
+_LOOKS = 5
+
+
+class Slate:
+    """This rank's own; one thread writes it."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create(_NAME)
+
+    def write(self, beat: dict[str, Any]) -> None:
+        """Replaces what stands there; a beat that does not fit is left out."""
+        text = json.dumps(beat).encode()
+        if len(text) <= _SIZE_BYTES:
+            os.pwrite(self._descriptor, text.ljust(_SIZE_BYTES), 0)
+
+    def close(self) -> None:
+        """Gives the memory back, once no peer holds it."""
+        os.close(self._descriptor)
+
+
+def open_slate(pid: int) -> int | None:
+    """A descriptor of another process's slate; None where it has none yet, or may not be looked at."""
+    with suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
+                    return os.open(path, os.O_RDONLY)
+    return None
+
+
+def read_slate(descriptor: int) -> dict[str, Any] | None:
+    """The last beat; None where none was written."""
+    with suppress(OSError, ValueError):
+        for _ in range(_LOOKS):  # two looks that differ: it is being written
+            data = os.pread(descriptor, _SIZE_BYTES, 0)
+            if data == os.pread(descriptor, _SIZE_BYTES, 0):
+                beat: dict[str, Any] = json.loads(data)
+                return beat
+    return None

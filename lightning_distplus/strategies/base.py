@@ -14,11 +14,17 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.choices import require_choice, require_type
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
-from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted, message_of
+from lightning_distplus.errors import (
+    DistplusError,
+    ExitCode,
+    PeerError,
+    Preempted,
+    install_exit_codes,
+    message_of,
+    require_choice,
+    require_type,
+)
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
@@ -41,7 +47,7 @@ from lightning_distplus.strategies.start import (
     samples_in_hand,
     tell_launcher,
 )
-from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 

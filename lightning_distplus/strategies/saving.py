@@ -39,9 +39,8 @@ from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.files import Sync
 from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
 from lightning_distplus.checkpoint.tensors import parameters_of_optimizers, pieces_of_saved
-from lightning_distplus.choices import require_choice
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed
+from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
 from lightning_distplus.strategies.loading import KEY, VERSION, VerifiedLoads, local_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "error_in",
+    "fold_traceback",
     "format_stack",
     "frame_of",
     "is_debugged",
@@ -43,6 +45,7 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch/distributed/utils.py", ()),
 )
 
+_FRAME = re.compile(r'\s*File "(.+)", line \d+')
 _DATA = ("torch/utils/data/dataloader.py", "torch/utils/data/_utils/fetch.py")
 
 
@@ -123,3 +126,53 @@ def is_fetching_data(stack: Sequence[traceback.FrameSummary]) -> bool:
 def is_debugged(stack: str) -> bool:
     """Whether a stack, as text, stands in Python's debugger."""
     return any(name in stack for name in ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/"))
+
+
+def fold_traceback(text: str) -> str:
+    """Leaves out the frames of libraries, save the innermost, and says how many there were; all else stays as it is.
+
+    Args:
+        text: A traceback as the interpreter prints it, chained errors included; or a stack.
+    """
+    shown: list[str] = []
+    frames: list[tuple[str, list[str]]] = []
+    for line in text.rstrip("\n").splitlines():
+        frame = _FRAME.match(line)
+        if frame is not None:
+            frames.append((frame[1], [line]))
+        elif frames and line.startswith("    "):  # its source, or a marker below it
+            frames[-1][1].append(line)
+        else:
+            shown += [*_fold(frames), line]
+            frames = []
+    return "\n".join([*shown, *_fold(frames)])
+
+
+def _fold(frames: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The frames of one error, outermost first: each its file and its lines."""
+    shown: list[str] = []
+    hidden: list[str] = []
+    for number, (file, lines) in enumerate(frames, 1):
+        if is_own(file) or (is_library(file) and number < len(frames)):
+            hidden.append(_library_of(file))
+            continue
+        shown += [*_tell_hidden(hidden), *lines]
+        hidden = []
+    return [*shown, *_tell_hidden(hidden)]
+
+
+def _library_of(file: str) -> str:
+    if is_own(file):
+        return "lightning_distplus"
+    for part in ("site-packages/", "dist-packages/"):
+        if part in file:
+            return file.rpartition(part)[2].partition("/")[0].removesuffix(".py")
+    return "Python"
+
+
+def _tell_hidden(libraries: Sequence[str]) -> list[str]:
+    if not libraries:
+        return []
+    names = list(dict.fromkeys(libraries))
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"]

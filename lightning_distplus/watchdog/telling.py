@@ -11,12 +11,12 @@ from pathlib import Path
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.control.peers import Peer
 from lightning_distplus.errors import HangDetected, PeerError, PeerLost
-from lightning_distplus.liveness import running_time
+from lightning_distplus.liveness import ProcessState, running_time
 from lightning_distplus.watchdog.board import NUM_READERS, Board
 from lightning_distplus.watchdog.failure import leave_verdict
-from lightning_distplus.watchdog.leaving import say
-from lightning_distplus.watchdog.verdict import Verdict
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
 __all__ = ["JUDGED", "Telling"]
 
@@ -45,18 +45,47 @@ class Telling:
         self._world = plane.world
         self._board = board
         self._folder = folder
+        self._began_at = time.time()
+        self._found: tuple[Verdict, Path] | None = None
         self.has_judged = False
         """Whether this rank gives a verdict of the watchdogs: what it raises from then on follows from that."""
 
-    def speaks_for_host(self, silent: Iterable[int]) -> bool:
-        """Whether this is the lowest rank of its host whose Python runs."""
-        here = {rank for rank, peer in self._board.peers.items() if peer.host == self._world.host}
+    def speaks_for_host(self, silent: Iterable[int] = ()) -> bool:
+        """Whether this is the lowest rank of its host whose process is there and whose Python runs."""
+        here = {rank for rank, peer in self._peers_here() if peer.state() is not ProcessState.GONE}
         return self._world.rank == min(here - set(silent) | {self._world.rank})
 
-    def tell(self, verdict: Verdict) -> None:
-        """Writes and prints it."""
+    def _peers_here(self) -> list[tuple[int, Peer]]:
+        return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
+
+    def await_others(self, silent: Iterable[int] = ()) -> None:
+        """Waits until the other ranks of this host have ended, and so said what they have to say; a few seconds."""
+        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
+        end = running_time() + _SPOKEN_S
+        while any(peer.state() is not ProcessState.GONE for peer in others) and running_time() < end:
+            time.sleep(_LOOK_S)
+
+    def find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
+        if self._found is None:
+            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
+            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
+        return self._found
+
+    def leave_traceback(self, text: str) -> Path | None:
+        """Writes the whole traceback of this rank; None where that fails."""
+        path = self._folder / f"rank{self._world.rank:05d}.traceback"
         with suppress(OSError):
-            self._print(verdict, verdict.write(self._folder, self._world.host))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return path
+        return None
+
+    def tell(self, verdict: Verdict) -> None:
+        """Writes it; it is printed when this process ends."""
+        with suppress(OSError):
+            self._found = (verdict, verdict.write(self._folder, self._world.host))
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
@@ -66,7 +95,7 @@ class Telling:
         return is_written
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
-        """``leave_verdict``, and prints it; never raises."""
+        """``leave_verdict``; it is printed when this process ends. Never raises."""
         if self.has_judged:
             return
         try:
@@ -82,11 +111,7 @@ class Telling:
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
             return
-        if left is not None:
-            self._print(*left)
-
-    def _print(self, verdict: Verdict, path: Path) -> None:
-        say(f"{verdict.render()}\n  file:  {path}")
+        self._found = left or self._found
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""

@@ -23,6 +23,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.aborting import ABORTED, Abort
 from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board, Sighting
+from lightning_distplus.watchdog.ending import Ending, print_block
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
 from lightning_distplus.watchdog.judging import judge
@@ -107,7 +108,8 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._abort = Abort(plane, self._witness, on_told=self._judge_together)
+        self._ending = Ending(plane, self._telling)
+        self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()
         self._have_judged_together = threading.Event()
@@ -126,6 +128,7 @@ class Watchdog:
     def start(self) -> None:
         """Starts to watch the thread that made this object; call it before the first collective."""
         if self._has_process:
+            self._ending.arm()
             flight_recorder.arm()
             self._abort.arm()
             tie_workers(self)
@@ -236,8 +239,9 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
-            say(f"{error.describe()}\n{error.traceback}")
-            end_process(error.as_heard().exit_code)
+            if self._ending.is_full:
+                say(f"{error.describe()}\n{error.traceback}")
+            self._leave(error.as_heard().exit_code)
 
     def _look_at_silence(self) -> None:
         mark = self._marks.read()
@@ -284,7 +288,11 @@ class Watchdog:
             self.tell_failure(first)
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-                end_process(ExitCode.DIVERGENCE)
+                self._leave(ExitCode.DIVERGENCE)
+
+    def _leave(self, code: ExitCode) -> None:
+        self._ending.leave(code)
+        end_process(code)
 
     def _post(self, number: int) -> None:
         if self._posted_at != number:
@@ -377,6 +385,10 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
+    def _judge_before_abort(self) -> None:
+        self._judge_together()
+        self._ending.leave(ExitCode.PEER_LOST)
+
     def _judge_together(self) -> None:
         """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone.
 
@@ -412,7 +424,9 @@ class Watchdog:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-            end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+            self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+        elif self._telling.speaks_for_host(verdict.silent) and (found := self._telling.find_verdict()):
+            print_block(*found)
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""

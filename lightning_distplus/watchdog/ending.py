@@ -109,7 +109,7 @@ def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> N
 
 def _wrap(line: str, width: int) -> list[str]:
     label = _LABEL.match(line)
-    if label is None or len(line) <= width:
+    if label is None or label[1] == "file" or len(line) <= width:
         return [line]
     return textwrap.wrap(
         line, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False, tabsize=1

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from lightning_distplus.data.audit_merge import AuditReport, Sighting, audit
+from lightning_distplus.data.audit import AuditReport, Sighting, audit_folder
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 1
     try:
-        report = audit(folder)
+        report = audit_folder(folder)
     except ValueError as error:
         print(f"distplus audit: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_distplus.cli.prepare import main
 from lightning_distplus.data.prepare import END_OF_DOCUMENT, Progress, prepare
-from lightning_distplus.data.tokens import MegatronTokens
+from lightning_distplus.data.token_files import MegatronTokens
 
 tokenizers = pytest.importorskip("tokenizers")
 

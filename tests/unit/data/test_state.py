@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lightning_distplus.data import Source
-from lightning_distplus.data.inventory import first_difference, inventory
-from lightning_distplus.data.sources import open_source
+from lightning_distplus.data.state import first_difference, inventory
+from lightning_distplus.data.token_files import open_source
 from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import SampleDiary, quiet_trainer, token_data, write_tokens
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_distplus.data.plain_state import pack, unpack
+from lightning_distplus.data.iterable import pack, unpack
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -10,26 +10,28 @@ from __future__ import annotations
 
 import multiprocessing.util
 import re
+import signal
 import sys
 import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from lightning_distplus import env
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.ending import show_errors_with
-from lightning_distplus.errors import DistplusError, ExitCode, message_of
+from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with
 from lightning_distplus.events import read_ledger
-from lightning_distplus.watchdog.stacks import fold_traceback
-from lightning_distplus.watchdog.telling import Telling
+from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
 from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict
 from lightning_distplus.world import name_ranks
+
+if TYPE_CHECKING:
+    from lightning_distplus.watchdog.watchdog import Telling
 
 __all__ = ["Ending", "describe_next", "print_block"]
 
@@ -168,6 +170,7 @@ class Ending:
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
+        ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         if not self._show_block():
             _say(self._line(code))
 

@@ -17,6 +17,7 @@ __all__ = [
     "DISTPLUS_HOME_FILE",
     "DISTPLUS_IN_HAND",
     "DISTPLUS_QUARANTINE",
+    "DISTPLUS_RESUME",
     "DISTPLUS_RUN_ID",
     "DISTPLUS_SECRET",
     "DISTPLUS_TRACEBACK",
@@ -159,6 +160,10 @@ DISTPLUS_ELASTIC = Variable(
     "DISTPLUS_ELASTIC", "set by distplus launch where the number of hosts may change: num_nodes is torchrun's then"
 )
 DISTPLUS_HOME_FILE = Variable("DISTPLUS_HOME_FILE", "where ranks tell distplus launch their folder of artefacts")
+DISTPLUS_RESUME = Variable(
+    "DISTPLUS_RESUME",
+    "1: where distplus launch has restarted a script, a fit that names no checkpoint goes on from the job's newest one",
+)
 DISTPLUS_RUN_ID = Variable(
     "DISTPLUS_RUN_ID", "the run's id in its events and verdicts, over all attempts; set by distplus launch"
 )

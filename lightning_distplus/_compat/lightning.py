@@ -15,6 +15,7 @@ __all__ = [
     "accumulates",
     "add_to_worker_signals",
     "agree_on_resume",
+    "choose_checkpoints",
     "find_more_last_checkpoints",
     "logged_metric",
     "may_stop_early",
@@ -182,6 +183,37 @@ def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
         connector.resume_start(agree(checkpoint_path), *arguments, **named)
 
     connector.resume_start = resume_once
+    return True
+
+
+def choose_checkpoints(choose: Callable[[Any, Any], Any]) -> bool:
+    """Has each run, in this process, begin from what ``choose`` makes of the ``ckpt_path`` that it was called with.
+
+    Lightning settles the path before its strategy hears of the run (2.6.6, ``trainer.py`` 630), so that the class is
+    changed, once. A path that was set as ``trainer.ckpt_path`` is the user's choice as well.
+
+    Args:
+        choose: Given the Trainer and the path, or None.
+
+    Returns:
+        Whether the choice can be made.
+    """
+    module = importlib.import_module("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    owner = getattr(module, "_CheckpointConnector", None)
+    select = getattr(owner, "_select_ckpt_path", None)
+    if owner is None or select is None:
+        warn_once("_CheckpointConnector._select_ckpt_path", 'ckpt_path="auto" and restarted scripts find no checkpoint')
+        return False
+    if not hasattr(select, "is_extended"):
+
+        @functools.wraps(select)
+        def extended(connector: Any, state_fn: Any, ckpt_path: Any, *arguments: Any, **named: Any) -> Any:
+            if ckpt_path is not None or not getattr(connector, "_user_managed", False):
+                ckpt_path = choose(connector.trainer, ckpt_path)
+            return select(connector, state_fn, ckpt_path, *arguments, **named)
+
+        extended.is_extended = True  # type: ignore[attr-defined]
+        owner._select_ckpt_path = extended
     return True
 
 

@@ -26,16 +26,15 @@ from lightning_distplus.checkpoint import (
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.resume import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
-__all__ = ["TRUST", "TRUST_HELP", "checkpoints_in", "run_export", "run_verify"]
+__all__ = ["run_export", "run_verify"]
 
 # -- distplus verify ---------------------------------------------------------------------------------------------------
 
 TRUST = "If you trust whoever wrote it, repeat this with --trust."
 TRUST_HELP = "read pickles that name more than tensors and plain data, and run whatever they name"
-
-_SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
 
 
 def run_verify(argv: Sequence[str]) -> int:
@@ -97,21 +96,6 @@ def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -
             return tuple(tensor_findings(path, tensors))
     except CheckpointUnsafe as error:
         return (_Refusal(str(path), "tensors and plain data", str(error)),)
-
-
-def checkpoints_in(directory: Path) -> list[Path]:
-    """Direct children that are checkpoints, ours or not, sound or not, by name."""
-    if not directory.is_dir():
-        return []
-    children = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
-    return [path for path in children if _is_checkpoint(path)]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    found = state(path)
-    if found is CheckpointState.UNMANIFESTED:
-        return path.suffix == _SUFFIX
-    return found is not CheckpointState.MISSING
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,8 +28,9 @@ from lightning_distplus.errors import (
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
-from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, last_ones_aside
+from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
+from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
     PreparationBarrier,
@@ -313,6 +314,7 @@ class ResilientStrategy(_Base):
         install_exit_codes()
         check_launch(self, tells_warnings=False)
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
+        _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,13 +37,14 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import set_rng_state
+from lightning_distplus.strategies.resume import Search
 from lightning_distplus.strategies.start import engine_in, engine_of
 from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
     from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["KEY", "VERSION", "LoadHooks", "Search", "Verification", "VerifiedLoads", "last_ones_aside", "local_path"]
+__all__ = ["KEY", "VERSION", "LoadHooks", "Verification", "VerifiedLoads", "last_ones_aside", "local_path"]
 
 log = logging.getLogger(__name__)
 
@@ -180,19 +180,6 @@ _SIGNS_OF_ANOTHER_MODEL = (
     "Size mismatch",
 )
 _DIFFERENCES_CHARACTERS = 1000
-
-
-@dataclass(frozen=True)
-class Search:
-    """Where a run looks for the newest valid checkpoint when it starts.
-
-    Args:
-        folder: Holds the checkpoints.
-        allow_fresh: Whether it starts anew where none can be trusted.
-    """
-
-    folder: Path
-    allow_fresh: bool = False
 
 
 class VerifiedLoads:
@@ -365,7 +352,8 @@ class VerifiedLoads:
                 return str(found)
             log.warning("Checkpoint %s is passed over: %s", found, damage[0])
             passed_over.append(found)
-            older = newest_valid(search.folder, verify="size", but=passed_over) if self._rank == 0 else None
+            but = [*passed_over, *search.but]
+            older = newest_valid(search.folder, verify="size", but=but) if self._rank == 0 else None
             answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
             found = answer and Path(answer)
         if self._copies is not None:
@@ -378,7 +366,7 @@ class VerifiedLoads:
             return None
         raise CheckpointCorrupt(
             f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
-            "saved. Name another one with --ckpt_path PATH, or start anew with --allow_fresh."
+            "saved. Name another one by its path, or start anew: with --allow_fresh, or in a script without ckpt_path."
         )
 
     def restore_rng(self) -> None:
@@ -391,7 +379,9 @@ class VerifiedLoads:
         """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
         if not path.exists():
             raise CheckpointMismatch(
-                f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
+                f"There is no checkpoint at {path}. Give a path that exists, such as "
+                f"lightning_distplus.newest_valid({str(path.parent)!r}), or ckpt_path='auto': the newest valid one of "
+                "this run's folder, or a fresh start."
             )
         found = state(path)
         if found is CheckpointState.UNMANIFESTED:
@@ -511,12 +501,13 @@ class LoadHooks:
     def begin(self, plane: ControlPlane, copies: Copies | None) -> VerifiedLoads:
         """A run begins, whose ranks have met."""
         strategy = self._strategy
+        search, strategy.search = strategy.search, None  # for this run only
         self._verified = VerifiedLoads(
             plane,
             strategy.phases,
             strategy=engine_of(type(strategy)),
             verification=strategy.verify,
-            search=strategy.search,
+            search=search,
             copies=copies,
         )
         return self._verified

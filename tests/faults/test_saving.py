@@ -21,7 +21,7 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.events import read_events
-from lightning_distplus.strategies.loading import Search
+from lightning_distplus.strategies.resume import Search
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -242,6 +242,21 @@ def test_all_ranks_resume_from_what_rank_0_has_found(name: str, tmp_path: Path) 
         run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path))).check()
         assert set(run.results.values()) == {(str(choices[0]), 3)}
         assert "it follows rank 0" in run.logs[1]
+
+
+def resume_from_nowhere(folder: str) -> str:
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=1)
+    with pytest.raises(CheckpointMismatch) as refused:
+        trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=f"{folder}/step=7.ckpt")
+    return str(refused.value)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_the_ways_to_find_one(tmp_path: Path) -> None:
+    run = spawn(resume_from_nowhere, 2, args=(str(tmp_path),)).check()
+    for text in run.results.values():
+        assert f"There is no checkpoint at {tmp_path}/step=7.ckpt" in text
+        assert f"lightning_distplus.newest_valid('{tmp_path}')" in text
+        assert "ckpt_path='auto'" in text
 
 
 def search(rank: int, name: str, folder: str, allow_fresh: bool) -> tuple[str, int, int]:

@@ -345,6 +345,22 @@ def test_the_last_checkpoints_are_searched_for_in_more_places(monkeypatch, caplo
     assert len(_warnings(caplog)) == 1
 
 
+def test_what_a_run_begins_from_can_be_chosen(monkeypatch, caplog, tmp_path) -> None:
+    owner = type(Trainer(accelerator="cpu", logger=False)._checkpoint_connector)
+    monkeypatch.setattr(owner, "_select_ckpt_path", lambda self, fn, path, **named: path)
+    for name in ("ours", "twice"):  # the first one stays
+        assert _compat.choose_checkpoints(lambda trainer, path, name=name: f"{path} {name}")
+    connector = Trainer(accelerator="cpu", logger=False)._checkpoint_connector
+    assert connector._select_ckpt_path("fit", None, model_provided=True) == "None ours"
+    connector.trainer.ckpt_path = "of the user"
+    assert connector._select_ckpt_path("fit", None) is None  # Lightning takes the user's
+    assert connector._select_ckpt_path("fit", "auto") == "auto ours"
+    monkeypatch.delattr(owner, "_select_ckpt_path")
+    for _ in range(2):
+        assert not _compat.choose_checkpoints(print)
+    assert len(_warnings(caplog)) == 1
+
+
 def throws_in_cpp(words: str) -> None:
     import ctypes
 

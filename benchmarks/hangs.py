@@ -32,13 +32,6 @@ _DEADLINE_S = 8.0
 _FAULTS = ("stop", "hang", "kill")
 _JOB = Path(__file__).parent / "hang_job.py"
 _TORCHFT_JOB = _JOB.with_name("hang_torchft.py")
-# Below `distplus launch` in place of `distplus fit`: the job finds its checkpoint by itself.
-_LAUNCH = """
-import sys
-from lightning_distplus.cli import launch
-launch.resuming = lambda command: lambda has_saved: command
-sys.exit(launch.main(sys.argv[1:]))
-"""
 _RIVALS = ("nvrx", "torchft")
 _AT_ONCE = max(1, len(os.sched_getaffinity(0)) // 2)
 _LONGEST_S = 90.0
@@ -172,7 +165,8 @@ def _journal(home: Path) -> list[tuple[float, str, int, int]]:
 def _launcher(arm: str, home: Path) -> list[str]:
     if arm in ("warm", "cold"):
         options = ["--nproc", "2", "--max-restarts", "1", "--start", arm, "--log-dir", str(home / "logs")]
-        return [sys.executable, "-c", _LAUNCH, *options, "--"]
+        # The job finds its checkpoint by itself.
+        return [sys.executable, "-m", "lightning_distplus.cli", "launch", *options, "--no-resume"]
     python = _rivals_python() if arm in _RIVALS else sys.executable
     if arm == "torchft":
         return [python, str(_TORCHFT_JOB)]

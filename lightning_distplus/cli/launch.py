@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,26 @@ from lightning_distplus.timeouts import parse_duration
 __all__ = ["main"]
 
 _AUTO = ["--ckpt_path", "auto"]
+_DISTPLUS = ["-m", "lightning_distplus.cli"]
+_COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_IN_FILE = re.compile(r"^ckpt_path:\s*(?!null\b|~)\S", re.MULTILINE)
-_EPILOG = """What follows `--` is a command of distplus:
+_TORCHS_PORT = 29400  # where torchrun's agents meet when nobody names a port
+_EPILOG = """Behind the options stands a script with its arguments, or -m and a module, as for torchrun; or `--` and a
+command of distplus:
+  distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
   distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config conf/tiny_cpu_fsdp.yaml
+
+A script that is restarted goes on from the newest valid checkpoint of this job where its trainer.fit names none.
 
 exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do not requeue); else that of the rank
 that ended the last attempt, a signal as 128 and its number.
 """
+# Of torchrun's command line, what has no meaning here: all output is in files and shown, and ranks are numbered by who
+# meets.
+_WITHOUT_EFFECT = (
+    "--node-rank", "--monitor-interval", "--start-method", "--role", "--rdzv-conf", "--local-addr", "--redirects",
+    "--tee", "--event-log-handler", "--logs-specs", "--local-ranks-filter",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,15 +52,16 @@ def main(argv: Sequence[str]) -> int:
 
     if min(arguments.nnodes) < max(arguments.nnodes):
         env.DISTPLUS_ELASTIC.set(1)
+    env.DISTPLUS_RESUME.set(int(arguments.resume and not arguments.is_own))
     with Signals() as signals:  # before torch is imported, which takes seconds
         if arguments.start == "cold":
-            return _supervise(arguments, resuming(command), signals)
+            return _supervise(arguments, following(arguments, command), signals)
 
         from lightning_distplus.launch.warm import Warm
 
         with Warm(arguments.preload) as warm:  # it imports while this process does
-            following = resuming(command)
-            return _supervise(arguments, lambda has_saved: warm.command(following(has_saved)), signals)
+            cold = following(arguments, command)
+            return _supervise(arguments, lambda has_saved: warm.command(cold(has_saved)), signals)
 
 
 def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Signals) -> int:
@@ -70,29 +85,86 @@ def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Si
             log_dir=arguments.log_dir.absolute(),
             run_id=arguments.job_id,
             quarantine=arguments.quarantine,
+            resumes=arguments.resume,
         ),
         signals,
     )
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """The options, and the command behind ``--``; ends the process with 2 where they are wrong."""
+    """The options, and what follows the interpreter; ends the process with 2 where they are wrong.
+
+    Of a command of distplus, ``arguments.is_own`` is set, and only its own words are returned.
+    """
+    parser, flags = _parser()
+    options, command, is_behind_dashes = _split(argv, flags)
+    arguments = parser.parse_args(options)
+    if arguments.module:
+        command = ["-m", *command]
+    if len(command) <= arguments.module:
+        parser.error("there is nothing to start: distplus launch --nproc 2 train.py, or ... -- fit --config x.yaml")
+    arguments.is_own = is_behind_dashes and command[0] in _COMMANDS
+    if not arguments.is_own and command[0] != "-m" and not Path(command[0]).is_file():
+        hint = f"; a command of distplus stands behind `--`: ... -- {command[0]}" if command[0] in _COMMANDS else ""
+        parser.error(f"there is no script {command[0]!r} in {Path.cwd()}{hint}")
+    _read_meeting_point(parser, arguments)
+    if arguments.quarantine and arguments.nnodes[1] > 1:
+        parser.error("--quarantine works on one host: the samples in hand are known to the launcher of their rank")
+    if min(arguments.nproc, arguments.max_restarts + 1, arguments.same_step) < 1:
+        parser.error("--nproc and --same-step are at least 1, --max-restarts is at least 0")
+    if ignored := [name for name in _WITHOUT_EFFECT if getattr(arguments, _variable(name)) is not None]:
+        print(f"distplus launch: {', '.join(ignored)}: options of torchrun without effect here", file=sys.stderr)
+    return arguments, command
+
+
+def _split(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str], bool]:
+    """The options, what is to be started, and whether ``--`` stands between them; the script's own ``--`` stays.
+
+    An option may be spelled with underscores, as torchrun's are.
+    """
+    options: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--" or not word.startswith("-"):
+            return options, [*([] if word == "--" else [word]), *words], word == "--"
+        name, equals, value = word.partition("=")
+        options.append(name.replace("_", "-") + equals + value)
+        is_short = not word.startswith("--")
+        if options[-1] not in flags and not equals and not (is_short and len(word) > 2):
+            options += itertools.islice(words, 1)
+    return options, [], False
+
+
+def _variable(name: str) -> str:
+    return name[2:].replace("-", "_")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
+    """The parser of the options, and those that take no value."""
     parser = argparse.ArgumentParser(
         prog="distplus launch",
-        usage="distplus launch [options] -- fit|validate|test|predict ...",
+        usage="distplus launch [options] SCRIPT ... | -m MODULE ... | -- fit|validate|test|predict ...",
         description="Start the ranks of this host under torchrun's agent, and restart them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--nproc", type=int, default=1, help="ranks on this host")
+    flags = {"-h", "--help"}
+
+    def add(*names: str, **settings: Any) -> None:
+        action = parser.add_argument(*names, **{"dest": _variable(names[0]), **settings})
+        if action.nargs == 0:
+            flags.update(names)
+
+    add("--nproc", "--nproc-per-node", type=_processes, default=1, help="ranks on this host; or gpu, cpu, auto")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="hosts; run this command on each of them")
-    add("--rdzv", default="", metavar="HOST:PORT", help="where the hosts meet; one of them has this name")
+    add("--rdzv", "--rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where hosts meet; one has this name")
     add("--join", type=_duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
-    add("--job-id", default="", help="the same on all hosts, another one for each job (needed with several hosts)")
+    add("--job-id", "--rdzv-id", default="", metavar="ID", help="the same on all hosts, another one for each job")
     add("--max-restarts", type=int, default=3, help="restarts within the window (default: 3)")
     add("--window", type=_duration, help="time in which restarts count, such as 1d (default: the whole job)")
     add("--same-step", type=int, default=3, help="give up after so many attempts at one step (default: 3)")
+    add("--no-resume", dest="resume", action="store_false", help="leave the checkpoint of each start to the script")
     add("--quarantine", action="store_true", help="set the samples of a batch apart that ends --same-step attempts")
     add(
         "--start", choices=("warm", "cold"), default="warm",
@@ -100,18 +172,39 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     )  # fmt: skip
     add("--preload", action="append", default=[], metavar="MODULE", help="import it too before the fork; repeatable")
     add("--log-dir", type=Path, default=Path("distplus-logs"), help="one file per rank and attempt")
-    split = list(argv).index("--") if "--" in argv else len(argv)
-    arguments = parser.parse_args(list(argv[:split]))
-    command = list(argv[split + 1 :])
-    if not command:
-        parser.error("there is no command; write it behind `--`: distplus launch --nproc 2 -- fit --config x.yaml")
-    if arguments.nnodes[1] > 1 and not (arguments.rdzv and arguments.job_id):
-        parser.error("several hosts meet somewhere: give --rdzv HOST:PORT and --job-id, the same on all of them")
-    if arguments.quarantine and arguments.nnodes[1] > 1:
-        parser.error("--quarantine works on one host: the samples in hand are known to the launcher of their rank")
-    if min(arguments.nproc, arguments.max_restarts + 1, arguments.same_step) < 1:
-        parser.error("--nproc and --same-step are at least 1, --max-restarts is at least 0")
-    return arguments, command
+    add("--module", "-m", action="store_true", help="start a module: its name follows the options")
+    add("--standalone", action="store_true", help="one host, as torchrun says it")
+    add("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
+    add("--master-addr", default="", help=argparse.SUPPRESS)
+    add("--master-port", default="", help=argparse.SUPPRESS)
+    for name in _WITHOUT_EFFECT:
+        add(name, *{"--redirects": ["-r"], "--tee": ["-t"]}.get(name, []), help=argparse.SUPPRESS)
+    return parser, flags
+
+
+def _read_meeting_point(parser: argparse.ArgumentParser, arguments: Any) -> None:
+    """Brings the ways in which torchrun is told where hosts meet into one, ``host:port``."""
+    if arguments.standalone:
+        arguments.nnodes = (1, 1)
+    if arguments.nnodes[1] == 1:
+        return
+    if not arguments.rdzv and arguments.master_addr:
+        arguments.rdzv = f"{arguments.master_addr}:{arguments.master_port or _TORCHS_PORT}"
+    if not arguments.rdzv:
+        parser.error("several hosts meet somewhere: give --rdzv HOST:PORT, the same on all of them")
+    if ":" not in arguments.rdzv:
+        arguments.rdzv = f"{arguments.rdzv}:{_TORCHS_PORT}"
+
+
+def following(arguments: Any, command: Sequence[str]) -> Callable[[bool], list[str]]:
+    """What follows the interpreter in each attempt, told whether this job has committed a checkpoint already.
+
+    A script chooses its checkpoint itself, in the rank: there its ``fit`` names one, or does not.
+    """
+    if arguments.is_own and arguments.resume:
+        return resuming(command)
+    words = [*_DISTPLUS, *command] if arguments.is_own else list(command)
+    return lambda has_saved: words
 
 
 def resuming(command: Sequence[str]) -> Callable[[bool], list[str]]:
@@ -119,14 +212,13 @@ def resuming(command: Sequence[str]) -> Callable[[bool], list[str]]:
 
     A checkpoint that the user names is where the job begins; once it has committed one of its own, that one counts.
     """
-    module = ["-m", "lightning_distplus.cli"]
     if command[0] != "fit":
-        return lambda has_saved: [*module, *command]
+        return lambda has_saved: [*_DISTPLUS, *command]
     rest, named = _without_ckpt_path(command)
     if not named and not _is_named_in_file(command):
         print("distplus launch: adds --ckpt_path auto", file=sys.stderr)
-        return lambda has_saved: [*module, *rest, *_AUTO]
-    return lambda has_saved: [*module, *rest, *_AUTO] if has_saved else [*module, *command]
+        return lambda has_saved: [*_DISTPLUS, *rest, *_AUTO]
+    return lambda has_saved: [*_DISTPLUS, *rest, *_AUTO] if has_saved else [*_DISTPLUS, *command]
 
 
 def _without_ckpt_path(command: Sequence[str]) -> tuple[list[str], bool]:
@@ -144,6 +236,15 @@ def _is_named_in_file(command: Sequence[str]) -> bool:
     files = [value for word, value in itertools.pairwise(command) if word in ("--config", "-c")]
     files += [word.partition("=")[2] for word in command if word.startswith("--config=")]
     return any(Path(file).is_file() and _CKPT_PATH_IN_FILE.search(Path(file).read_text()) for file in files)
+
+
+def _processes(text: str) -> int:
+    if text not in ("auto", "gpu", "cpu"):
+        return int(text)
+    import torch  # only this way to count GPUs needs it
+
+    num_gpus = 0 if text == "cpu" else torch.cuda.device_count()
+    return num_gpus if text == "gpu" or num_gpus else os.cpu_count() or 1
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -7,9 +7,11 @@ import io
 import itertools
 import json
 import pickle
+import re
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +38,7 @@ __all__ = ["BETWEEN_HOSTS", "ON_ONE_HOST", "HostsApart", "Meeting", "OneHost", "
 _HOSTS_COME = timedelta(minutes=5)
 _LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
+_CHOSEN_NAME = re.compile("[0-9a-f]{8}")  # a part of file names
 _OTHERS_END_S = 10.0  # as long as an agent gives the ranks that outlive a peer
 
 
@@ -51,7 +54,7 @@ class Meeting:
 
     Args:
         endpoint: ``host:port``.
-        job: The name of the job, the same on all hosts.
+        job: The name of the job, the same on all hosts; "" lets the first of them choose one.
 
     Raises:
         HostsApart: The host that serves the store did not come within 5 minutes.
@@ -67,6 +70,15 @@ class Meeting:
         self._store: Store = PrefixStore(f"distplus-launch/{job}", store)
         self._secret = Secret.from_environment()
         self._signed = SignedStore(self._store, self._secret)
+        self.job = job or self._choose_name()
+        """The name of the job."""
+
+    def _choose_name(self) -> str:
+        with self._names_the_store():
+            name = self._signed.claim("job", uuid.uuid4().hex[:8].encode()).decode(errors="replace")
+        if not _CHOSEN_NAME.fullmatch(name):
+            raise HostsApart(f"somebody at {self._endpoint} calls the job {escaped(name)!r}; set DISTPLUS_SECRET")
+        return name
 
     def join(self, on_wait: Callable[[int], object]) -> int:
         """The number of the attempt to take part in; waits for the next one where one is under way.

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
-from lightning_distplus.errors import ExitCode
+from lightning_distplus.checkpoint import read_manifest
+from lightning_distplus.checkpoint.resume import JobSaves
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
 from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.agent import Hosts, run_attempt
 from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
 from lightning_distplus.launcher_link import InHand, told_home
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.ending import print_block
+from lightning_distplus.watchdog.ending import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 __all__ = [
@@ -146,6 +148,12 @@ class RestartPolicy:
         self._restarts.append(attempt.ended_at)
         return None
 
+    def place_of_next(self) -> str:
+        """Which attempt the next one is, of how many, once another one is granted."""
+        if self.window is None:
+            return f"attempt {len(self._restarts) + 1} of {self.max_restarts + 1}"
+        return f"restart {len(self._restarts)} of {self.max_restarts} within {self.window}"
+
     def begin_anew(self) -> None:
         """Counts the attempts at one step from the beginning: what has ended them is out of the way."""
         self._in_vain = 0
@@ -173,6 +181,12 @@ class History:
     has_saved: bool = False
     is_preempted: bool = False
     step: int | None = None
+    began_at: float | None = None
+    """Unix time at which its first rank had met the others."""
+    ended_at: float | None = None
+    """Unix time at which its first rank failed; None where none has lived to say so."""
+    loaded: Path | None = None
+    """The checkpoint that it has begun with."""
     errors: dict[int, str] = field(default_factory=dict)
     """The error of each rank, in one line."""
     codes: dict[int, int] = field(default_factory=dict)
@@ -198,16 +212,21 @@ def read_history(home: Path | None, attempt: int, since: float, run_id: str | No
     of_run = read_events(home, run_id=run_id)
     events = [event for event in of_run if event["attempt"] == attempt and event["time"] >= since]
     failed = [event for event in events if event["kind"] == "failed"]
+    started = [event["time"] for event in events if event["kind"] == "start"]
+    loaded = [Path(event["path"]) for event in events if event["kind"] == "loaded"]
     steps = [event["global_step"] for event in events if event.get("global_step") is not None]
     # The first verdict since then: what came after it is its consequence.
     verdict: dict[str, Any] = next(iter(find_verdicts(home, run_id=run_id, since=since)), {})
     if verdict:
         steps.append(verdict["global_step"])
     return History(
-        has_started=any(event["kind"] == "start" for event in events),
+        has_started=bool(started),
         has_saved=any(event["kind"] in ("saved", "preempted") for event in events),
         is_preempted=any(event["kind"] == "preempted" for event in events),
         step=max(steps, default=None),
+        began_at=min(started, default=None),
+        ended_at=min((event["time"] for event in failed), default=None),
+        loaded=next(iter(loaded), None),
         errors={event["rank"]: event["error"].partition("\n")[0] for event in failed},
         codes={event["rank"]: event.get("exit_code", 1) for event in failed},
         samples={event["rank"]: event["samples"] for event in failed if event.get("samples")},
@@ -299,6 +318,8 @@ class Job:
     policy: RestartPolicy
     log_dir: Path
     run_id: str = ""
+    resumes: bool = True
+    """Whether each attempt goes on from the newest checkpoint that it finds."""
     quarantine: bool = False
     """Whether the samples of a batch that ends every attempt are set apart."""
 
@@ -323,8 +344,7 @@ class _Supervisor:
     def __init__(self, job: Job, signals: Signals) -> None:
         self._job = job
         self._signals = signals
-        self._run_id = job.run_id or uuid.uuid4().hex[:8]
-        self._home_file = job.log_dir / f"home-{self._run_id}"
+        self._name_run(job.run_id or uuid.uuid4().hex[:8])
         self._meeting: Meeting | None = None
         self._has_saved = False
         self._attempt_began_at = 0.0
@@ -332,14 +352,13 @@ class _Supervisor:
 
     def run(self) -> int:
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
-        env.DISTPLUS_HOME_FILE.set(str(self._home_file))
-        env.DISTPLUS_RUN_ID.set(self._run_id)
         self._ask_for_secret()
         hosts, number = self._job.hosts, 0
         try:
             if hosts.max_nodes > 1:
                 with self._signals.interrupting():
-                    self._meeting = Meeting(hosts.rdzv, self._run_id)
+                    self._meeting = Meeting(hosts.rdzv, self._job.run_id)
+                    self._name_run(self._meeting.job)
                     number = self._meeting.join(
                         lambda number: self._say(
                             f"attempt {number} is under way; this host asks to be let in, and waits"
@@ -358,6 +377,12 @@ class _Supervisor:
             return self._end(number, ExitCode.PEER_LOST, f"the hosts are apart: {error}")
         finally:
             self._poison.close()
+
+    def _name_run(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._home_file = self._job.log_dir / f"home-{run_id}"
+        env.DISTPLUS_HOME_FILE.set(str(self._home_file))
+        env.DISTPLUS_RUN_ID.set(run_id)
 
     def _ask_for_secret(self) -> None:
         """Between hosts only the user can give all launchers the same one."""
@@ -405,7 +430,9 @@ class _Supervisor:
         if self._signals.asked is not None:  # by the next attempt at the latest
             raise Stop
         self._show_verdict()
-        self._say(f"attempt {number} ended at step {attempt.step} ({culprit}); attempt {number + 1} begins")
+        where = "before the first step" if attempt.step is None else f"at step {attempt.step}"
+        place = self._job.policy.place_of_next()
+        self._say(f"{culprit}, {where}: restarting from {self._describe_resume(history)}, {place}")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
         return None
 
@@ -455,6 +482,31 @@ class _Supervisor:
         if history.is_hang and history.culprits:
             return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
         return culprit
+
+    def _describe_resume(self, history: History) -> str:
+        """Where the next attempt goes on, and what of this one is lost."""
+        if not self._job.resumes:
+            return "what the script chooses"
+        found = self._newest_checkpoint(history)
+        step, committed_at = 0, 0.0
+        if found is not None:
+            with contextlib.suppress(CheckpointCorrupt, CheckpointMismatch):
+                manifest = read_manifest(found)
+                step, committed_at = manifest.global_step, manifest.committed_at
+        losses = [] if history.step is None else [f"{max(0, history.step - step)} steps"]
+        if history.began_at is not None:
+            ended_at = history.ended_at or time.time()
+            losses.append(duration_in_words(ended_at - max(committed_at, history.began_at)))
+        name = "the beginning" if found is None else found.name
+        return f"{name} ({', '.join(losses)} of work lost)" if losses else name
+
+    def _newest_checkpoint(self, history: History) -> Path | None:
+        """The newest one of this job; before it has saved any, the one that it has begun with."""
+        if self._home is None:
+            return None
+        with contextlib.suppress(CheckpointCorrupt):  # the ranks will say so
+            return JobSaves.of_fit(self._home, self._run_id).newest_valid() or history.loaded
+        return None
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from lightning_distplus.world import name_ranks
 if TYPE_CHECKING:
     from lightning_distplus.watchdog.watchdog import Telling
 
-__all__ = ["Ending", "describe_next", "print_block"]
+__all__ = ["Ending", "describe_next", "duration_in_words", "print_block"]
 
 _WIDTH = 80
 _LABEL = re.compile(r"  (\w+): ")
@@ -62,7 +62,7 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
         ended_at: Unix time of that, seconds.
     """
     last = _last_commit(folder, run_id)
-    lost = f"{max(global_step - last.step, 0)} steps, {_duration(ended_at - last.at)} of work lost"
+    lost = f"{max(global_step - last.step, 0)} steps, {duration_in_words(ended_at - last.at)} of work lost"
     if not last.path:
         begun = f"from step {last.step} again" if last.step else "at the beginning"
         return f"no checkpoint has been committed yet; the same command starts {begun} ({lost})"
@@ -83,7 +83,8 @@ def _last_commit(folder: Path, run_id: str) -> _Committed:
     return last
 
 
-def _duration(seconds: float) -> str:
+def duration_in_words(seconds: float) -> str:
+    """Seconds in the unit that a person would say: ``"12 s"``, ``"14 min"``, ``"2 h 30 min"``."""
     seconds = max(round(seconds), 0)
     if seconds < 120:
         return f"{seconds} s"

@@ -17,12 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from tests.distributed import jobs
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = """
-import sys
-from lightning_distplus.cli import launch
-launch.resuming = lambda command: lambda has_saved: ["-m", "tests.faults.test_h4_killed_launcher", *command]
-sys.exit(launch.main(sys.argv[1:]))
-"""
+LAUNCH = [sys.executable, "-m", "lightning_distplus.cli", "launch"]
+JOB = ["-m", "tests.faults.test_h4_killed_launcher"]
 
 
 class KillsItsParent(Callback):
@@ -53,7 +49,7 @@ def test_a_killed_launcher_is_named_and_no_rank_is_blamed(tmp_path: Path) -> Non
     options = ["--nproc", "2", "--max-restarts", "0", "--start", "cold", "--log-dir", str(tmp_path / "logs")]
     with (tmp_path / "launcher.log").open("w") as log:
         launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *options, "--", str(tmp_path)],
+            [*LAUNCH, *options, *JOB, str(tmp_path)],
             cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     assert launcher.wait(timeout=120) == -signal.SIGKILL, (tmp_path / "launcher.log").read_text()

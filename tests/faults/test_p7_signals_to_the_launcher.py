@@ -27,14 +27,16 @@ def at(name):  # a signal comes at this very moment
         (folder / "fired").touch()
         os.kill(os.getpid(), number)
 
-def resuming(command):
+of_launch = launch.following
+
+def following(arguments, command):
     at("importing")
     def follow(has_saved):
         at("before attempt " + os.environ["DISTPLUS_ATTEMPT"])
-        return ["-m", "tests.faults.test_p7_signals_to_the_launcher", *command]
+        return of_launch(arguments, command)(has_saved)
     return follow
 
-launch.resuming = resuming
+launch.following = following
 if moment == "clock":  # set back by an hour while the first attempt runs
     clock = time.time
     time.time = lambda: clock() + 3600 * (not (folder / "began-0").exists())
@@ -61,7 +63,7 @@ def launch(folder: Path, moment: str, number: int, deed: str) -> subprocess.Pope
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(folder), moment, str(number), "--start", "cold",
-         "--log-dir", str(folder / "logs"), "--", str(folder), deed],
+         "--log-dir", str(folder / "logs"), "-m", "tests.faults.test_p7_signals_to_the_launcher", str(folder), deed],
         cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 

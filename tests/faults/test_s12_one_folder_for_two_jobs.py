@@ -19,12 +19,8 @@ from tests.distributed import jobs
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 2.0
-LAUNCH = """
-import sys
-from lightning_distplus.cli import launch
-launch.resuming = lambda command: lambda has_saved: ["-m", "tests.faults.test_s12_one_folder_for_two_jobs", *command]
-sys.exit(launch.main(sys.argv[1:]))
-"""
+LAUNCH = [sys.executable, "-m", "lightning_distplus.cli", "launch"]
+JOB = ["-m", "tests.faults.test_s12_one_folder_for_two_jobs"]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -62,7 +58,7 @@ def start(folder: Path, how: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     options = ["--nproc", "2", "--max-restarts", "0", "--start", "cold", "--log-dir", str(folder / "logs" / how)]
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, *options, "--", str(folder), how],
+        [*LAUNCH, *options, *JOB, str(folder), how],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 

@@ -65,3 +65,13 @@ def test_the_others_hear_that_the_host_of_the_store_has_left() -> None:
     del host
     with pytest.raises(HostsApart, match=r"127\.0\.0\.1:\d+ is not there, or has ended"):
         other.next(FIRST)
+
+
+def test_hosts_without_a_name_for_their_job_agree_on_one() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    first, second = Meeting(endpoint, ""), Meeting(endpoint, "")
+    assert first.job == second.job != ""
+    assert Meeting(endpoint, "job").job == "job"
+    first._signed.set("job", b"../elsewhere")
+    with pytest.raises(HostsApart, match=r"calls the job '\.\./elsewhere'; set DISTPLUS_SECRET"):
+        Meeting(endpoint, "")

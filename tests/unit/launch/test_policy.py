@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -92,9 +93,14 @@ def test_auto_is_added_where_no_checkpoint_is_named(tmp_path: Path, capsys: pyte
     "argv",
     [
         ["--nproc", "2"],
+        ["--nproc", "2", "--module"],
         ["--nproc", "0", "--", "fit"],
         ["--nnodes", "2", "--", "fit"],
         ["--nnodes", "3:2", "--", "fit"],
+        ["fit", "--config", "x.yaml"],
+        ["--", "nowhere.py"],
+        ["--rdzv_backend", "etcd", "--", "fit"],
+        ["--no-such-option", "1", "--", "fit"],
         ["--nnodes", "2", "--rdzv", "a:1", "--job-id", "x", "--quarantine", "--", "fit"],
     ],
 )
@@ -102,6 +108,57 @@ def test_wrong_options_end_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(argv)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "is_own"),
+    [
+        ("--nproc 2 train.py --nproc 4 -- --x", ["train.py", "--nproc", "4", "--", "--x"], False),
+        ("--nproc=2 -m pkg.train -m x", ["-m", "pkg.train", "-m", "x"], False),
+        ("-m --nproc 2 pkg.train", ["-m", "pkg.train"], False),
+        ("--nproc 2 -- fit --config x.yaml", ["fit", "--config", "x.yaml"], True),
+        ("--nproc 2 -- train.py fit", ["train.py", "fit"], False),
+        ("--standalone --no_resume --nproc 2 train.py", ["train.py"], False),
+        ("-t 3 -r3 --role=x --nproc 2 train.py", ["train.py"], False),
+    ],
+)
+def test_what_is_started_stands_behind_the_options(
+    argv: str, command: list[str], is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    arguments, found = parse(argv.split())
+    assert (found, arguments.is_own, arguments.nproc) == (command, is_own, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--nproc-per-node 4 --max-restarts 2", {"nproc": 4, "max_restarts": 2, "nnodes": (1, 1)}),
+        ("--nproc_per_node=4 --nnodes=1:4 --rdzv_endpoint=h:1 --rdzv_id=x", {"rdzv": "h:1", "job_id": "x"}),
+        ("--nnodes 2 --rdzv-endpoint h --rdzv-backend c10d", {"rdzv": "h:29400", "nnodes": (2, 2)}),
+        ("--nnodes 2 --master_addr h --master_port 7 --node_rank 1", {"rdzv": "h:7"}),
+        ("--nnodes 2 --standalone", {"nnodes": (1, 1)}),
+        ("--nproc_per_node cpu", {"nproc": os.cpu_count()}),
+    ],
+)
+def test_torchruns_spellings_are_understood(argv: str, expected: dict[str, object]) -> None:
+    arguments, _ = parse([*argv.split(), "--", "fit"])
+    assert {name: getattr(arguments, name) for name in expected} == expected
+
+
+def test_options_of_torchrun_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(["--tee", "3", "--node-rank", "1", "--", "fit"])
+    assert "--node-rank, --tee: options of torchrun without effect here" in capsys.readouterr().err
+
+
+def test_the_place_of_the_next_attempt_is_told() -> None:
+    policy = RestartPolicy(max_restarts=10)
+    assert policy.refusal(attempt(step=5)) is None
+    assert policy.place_of_next() == "attempt 2 of 11"
+    policy = RestartPolicy(max_restarts=10, window=timedelta(days=1))
+    assert policy.refusal(attempt(step=5)) is None
+    assert policy.place_of_next() == "restart 1 of 10 within 1 day, 0:00:00"
 
 
 def test_each_line_of_a_rank_is_shown_once_with_its_rank(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Row P4 for a user's script: in an empty folder, killed by SIGKILL, restarted, it goes on from what it had saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_distplus import newest_valid
+from lightning_distplus.events import read_events
+from lightning_distplus.testing import FaultPlan
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+SCRIPT = '''
+import json, os, sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_distplus import ResilientDDP
+from lightning_distplus.testing import FaultCallback
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Notes(Callback):
+    """Which run this is, at which step it begins and ends, and where it saves."""
+
+    def on_train_start(self, trainer, module):
+        self.begins = trainer.global_step
+
+    def on_train_end(self, trainer, module):
+        saver = trainer.checkpoint_callback
+        told = {"begins": self.begins, "ends": trainer.global_step, "folder": str(saver.dirpath), "argv": sys.argv[1:]}
+        Path(f"run-{trainer.max_steps}-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def fit(max_steps, ckpt_path, faults):
+    seed_everything(1)
+    trainer = Trainer(
+        strategy=ResilientDDP(), accelerator="cpu", devices=2, max_steps=max_steps, log_every_n_steps=1,
+        callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}"), Notes(), *faults],
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model(), DataLoader(torch.ones(64, 4), batch_size=2), ckpt_path=ckpt_path)
+
+
+if __name__ == "__main__":
+    two, auto = "--two" in sys.argv, "--auto" in sys.argv
+    if two:
+        fit(4, None, [])
+    fit(8, "auto" if auto else None, [FaultCallback()])
+'''
+
+
+def launch(
+    folder: Path, *words: str, plan: FaultPlan | None = None, code: int = 0, program: Sequence[str] = ("launch",)
+) -> str:
+    """What ``distplus launch`` has shown of the script; in a folder that holds nothing else."""
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if plan is not None:
+        environment["DISTPLUS_FAULTS"] = FaultPlan(plan.faults, str(folder / "faults")).to_json()
+    ended = subprocess.run(
+        [sys.executable, "-m", "lightning_distplus.cli", *program, *words],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stdout
+    if plan is not None:
+        assert (folder / "faults").read_text().count("\n") == len(plan.faults)
+    return ended.stdout
+
+
+def told(folder: Path, max_steps: int = STEPS) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"run-{max_steps}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+KILL = FaultPlan().kill(1, step=5, where="before_backward")
+
+
+@pytest.mark.deadline(240)
+def test_a_killed_script_goes_on_from_its_own_checkpoint_and_says_so(tmp_path: Path) -> None:
+    log = launch(tmp_path, "--nproc", "2", "--max-restarts", "10", "train.py", "--lr", "1e-3", plan=KILL)
+    for one in told(tmp_path):
+        assert (one["begins"], one["ends"], one["argv"]) == (4, STEPS, ["--lr", "1e-3"])
+        assert one["folder"] == str(tmp_path / "lightning_logs" / "version_0" / "checkpoints")  # where it began
+    restart = r"rank 1, killed by SIGKILL, at step 5: restarting from step=4\.ckpt \(1 steps, \d+ s of work lost\), "
+    (line,) = re.findall(f"{restart}attempt 2 of 11$", log, re.MULTILINE)
+    assert line
+    assert log.count("fit names no checkpoint, and goes on from") == 1
+    assert "[0] attempt 2: fit names no checkpoint, and goes on from" in log
+    kinds = [(event["kind"], event["attempt"]) for event in read_events(tmp_path / "distplus") if event["rank"] == 0]
+    assert ("loaded", 0) not in kinds
+    assert ("loaded", 1) in kinds
+
+
+@pytest.mark.deadline(240)
+def test_a_module_by_the_command_line_of_torchrun_is_left_alone_with_no_resume(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(SCRIPT)
+    options = ["--standalone", "--nproc_per_node=2", "--nnodes=1:1", "--max_restarts", "1", "--rdzv_backend=c10d"]
+    log = launch(tmp_path, *options, "--rdzv-endpoint=localhost:0", "--no-resume", "-m", "pkg.train", plan=KILL)
+    assert [one["begins"] for one in told(tmp_path)] == [0, 0]
+    assert "restarting from what the script chooses, attempt 2 of 2" in log
+    assert "names no checkpoint" not in log
+
+
+@pytest.mark.deadline(240)
+def test_the_second_fit_of_a_script_goes_on_from_what_second_fits_have_saved(tmp_path: Path) -> None:
+    plan = FaultPlan().kill(0, step=7, where="before_backward")
+    launch(tmp_path, "--nproc", "2", "train.py", "--two", plan=plan)
+    assert [(one["begins"], one["ends"]) for one in told(tmp_path)] == [(6, STEPS)] * 2
+    loaded = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "loaded" and event["rank"] == 0]
+    assert [(event["attempt"], event["global_step"]) for event in loaded] == [(1, 4), (1, 6)]  # the first fit is done
+
+
+@pytest.mark.deadline(240)
+def test_what_an_earlier_job_has_left_in_the_folder_is_not_gone_on_from(tmp_path: Path) -> None:
+    launch(tmp_path, "--nproc", "2", "train.py", "--two")
+    shutil.rmtree(tmp_path / "distplus")
+    early = FaultPlan().kill(1, step=1, where="before_backward")
+    log = launch(tmp_path, "--nproc", "2", "train.py", plan=early)
+    assert [one["begins"] for one in told(tmp_path)] == [0, 0]
+    assert "restarting from the beginning (1 steps, " in log
+    assert "starts anew: this job has no checkpoint yet" in log
+
+
+@pytest.mark.deadline(300)
+def test_auto_in_a_script_is_auto_on_the_command_line(tmp_path: Path) -> None:
+    words = ("--nproc", "2", "--max-restarts", "0", "train.py", "--auto")
+    log = launch(tmp_path, *words, plan=KILL, code=137)
+    assert "names no checkpoint" not in log
+    checkpoints = tmp_path / "checkpoints"
+    assert newest_valid(checkpoints) == checkpoints / "step=4.ckpt"
+    launch(tmp_path, *words)
+    assert [(one["begins"], one["folder"]) for one in told(tmp_path)] == [(4, str(checkpoints))] * 2
+    for path in checkpoints.glob("*.ckpt"):
+        path.write_bytes(b"torn")
+    log = launch(tmp_path, *words, code=1)
+    assert "none of them committed and sound" in log
+    assert f"distplus verify {checkpoints}" in log

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord, StepGate, Wish
 from lightning_distplus.errors import Preempted
-from lightning_distplus.signals import StopRequests
+from lightning_distplus.process import StopRequests
 from lightning_distplus.timeouts import Duration, parse_duration
 
 if TYPE_CHECKING:

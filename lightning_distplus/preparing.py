@@ -10,8 +10,8 @@ from types import TracebackType
 
 from lightning_distplus.control import ControlPlane, connected
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.liveness import running_time
 from lightning_distplus.phases import Phases
+from lightning_distplus.process import running_time
 from lightning_distplus.timeouts import Phase
 
 __all__ = ["PreparationBarrier", "report_progress"]

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat, env
-from lightning_distplus.cli.doctor import print_findings
+from lightning_distplus.cli.preflight import print_findings
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.progress import data_parallel

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_choice
 from lightning_distplus.data.batches import (
     EpochPlan,
     Geometry,
@@ -39,7 +38,7 @@ from lightning_distplus.data.order import ORDER_VERSION, EpochOrder
 from lightning_distplus.data.progress import data_parallel, is_overfitting
 from lightning_distplus.data.samplers import OwnSampler
 from lightning_distplus.data.state import Position
-from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.errors import DatasetMismatch, refuse_unknown_arguments, require_choice
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.world import DataParallel
 

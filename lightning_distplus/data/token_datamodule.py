@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_type
 from lightning_distplus.data.batches import EpochPlan, Geometry, Order, Request, SequentialPlan, num_global_batches
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.loader import WorkerOptions
@@ -25,6 +24,7 @@ from lightning_distplus.data.order import (
 )
 from lightning_distplus.data.state import Position, first_difference, inventory, rewritten
 from lightning_distplus.data.token_files import Source, TokenStream, open_source
+from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
 
 __all__ = ["Source", "TokenBlocks", "TokenDataModule", "TokenFetcher", "document_mask"]

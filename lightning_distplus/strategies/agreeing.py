@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lightning_distplus import _compat
-from lightning_distplus.liveness import boot_id
 from lightning_distplus.preflight import Facts, Status, raise_errors
 from lightning_distplus.preflight.agreement import content_of, disagreements, state_of_process
+from lightning_distplus.process import boot_id
 from lightning_distplus.strategies.starting import facts_of, settings_of
 
 __all__ = ["check_agreement", "check_data", "model_of", "settings_of_trainer"]

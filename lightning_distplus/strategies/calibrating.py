@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.control import ControlPlane, GateRecord, Wish
 from lightning_distplus.phases import Phases
-from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.timeouts import Calibration, Phase, Timeouts
 
 __all__ = ["CalibratesDeadlines"]
 

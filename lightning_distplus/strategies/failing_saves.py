@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.choices import require_choice
-from lightning_distplus.errors import SaveFailed
+from lightning_distplus.errors import SaveFailed, require_choice
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

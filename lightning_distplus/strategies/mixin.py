@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.calibration import AUTO, Calibration
-from lightning_distplus.choices import require_choice, require_type
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
-from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted, message_of
+from lightning_distplus.errors import (
+    DistplusError,
+    ExitCode,
+    PeerError,
+    Preempted,
+    install_exit_codes,
+    message_of,
+    require_choice,
+    require_type,
+)
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preparing import PreparationBarrier
@@ -38,7 +44,7 @@ from lightning_distplus.strategies.starting import (
 )
 from lightning_distplus.strategies.streaming_io import stream_single_files
 from lightning_distplus.strategies.trainer_parts import bound_preparation, put_in, take_out
-from lightning_distplus.timeouts import Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 

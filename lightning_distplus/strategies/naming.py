@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, message_of
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import Marks
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_distplus import _compat, choices, env
+from lightning_distplus import _compat, env, errors
 from lightning_distplus.control import Address, ControlPlane, connect, connect_over, has_own_store
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Settings, Status, raise_errors, run_checks
 from lightning_distplus.preflight.agreement import AGREEMENT_CHECKS
@@ -54,7 +54,7 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     """
     classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
     known = {name for base in classes for name in inspect.signature(base).parameters}
-    choices.refuse_unknown_arguments(cls.__name__, names, known - {"self", "args", "kwargs", "module"})
+    errors.refuse_unknown_arguments(cls.__name__, names, known - {"self", "args", "kwargs", "module"})
 
 
 def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]:
@@ -77,7 +77,7 @@ def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]
             near = difflib.get_close_matches(str(name), JOB_CHECKS, n=1)
             hint = f"did you mean {near[0]!r}? They are" if near else "they are"
             raise ValueError(f"preflight has no check {name!r}; {hint} {', '.join(JOB_CHECKS)}.")
-        choices.require_choice(f"preflight[{name!r}]", wish, Literal["off", "warn"])
+        errors.require_choice(f"preflight[{name!r}]", wish, Literal["off", "warn"])
     return wishes
 
 

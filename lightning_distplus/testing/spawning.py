@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 import lightning_distplus
 from lightning_distplus import env as environment
-from lightning_distplus.choices import require_choice
+from lightning_distplus.errors import require_choice
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.testing.rank import DUMP_SIGNAL, Job, run_rank
 from lightning_distplus.timeouts import Duration, parse_duration

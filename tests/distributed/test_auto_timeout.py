@@ -10,10 +10,9 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import _compat
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import spawn
-from lightning_distplus.timeouts import Phase
+from lightning_distplus.timeouts import Calibration, Phase
 from tests.distributed import jobs
 
 FACTOR = 200

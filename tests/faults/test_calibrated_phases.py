@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.checkpoint.catalog import read_manifest
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
-from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.timeouts import Calibration, Phase, Timeouts
 from tests.distributed import jobs
 from tests.faults.side_by_side import side_by_side
 

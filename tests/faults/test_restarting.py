@@ -24,7 +24,7 @@ import torch
 from lightning_distplus import newest_valid
 from lightning_distplus.data.audit import audit_folder
 from lightning_distplus.events import read_events
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lightning_distplus
-from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, TokenDataModule, choices
+from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, TokenDataModule, errors
 from lightning_distplus.data.prepare import prepare
 from lightning_distplus.strategies import starting
 
@@ -62,7 +62,7 @@ def test_an_argument_that_was_removed_is_refused_with_what_to_do_instead(owner: 
 
 
 def test_every_sentence_for_a_removed_argument_is_tested() -> None:
-    assert {name for names in REMOVED.values() for name in names} == set(choices._REMOVED)
+    assert {name for names in REMOVED.values() for name in names} == set(errors._REMOVED)
 
 
 def test_a_misspelt_argument_is_answered_with_the_nearest_one() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.events import EventLog
+from lightning_distplus.timeouts import Calibration
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.verdict import judge
 
 
 def a_run(folder: Path) -> Path:

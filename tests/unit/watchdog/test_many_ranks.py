@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 
 from benchmarks import watchdog_scale
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.control.peers import Peer
-from lightning_distplus.watchdog.board import NUM_READERS
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.watchdog.heartbeat import NUM_READERS
 from lightning_distplus.watchdog.verdict import Verdict
 from lightning_distplus.world import World
 

@@ -12,8 +12,7 @@ import pytest
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, name_incident
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:
@@ -151,7 +150,10 @@ def test_the_load_of_the_culprits_host_is_printed() -> None:
     assert "load:  load 9.0 on 2 cores" in verdict.render()
 
 
-AT_A_CALL = {"operation": "barrier 'x'", "stack": 'File "/lightning_distplus/control/points.py", line 9, in meet'}
+AT_A_CALL = {
+    "operation": "barrier 'x'",
+    "stack": 'File "/lightning_distplus/control/collective_check.py", line 9, in meet',
+}
 
 
 @pytest.mark.parametrize(

@@ -617,8 +617,8 @@ class _Windows:
                 return (
                     f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
                     f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another one "
-                    "has stepped meanwhile: a run that resumes there takes the next step of the first without them. Save "
-                    "where the windows of all optimizers end in the same batch"
+                    "has stepped meanwhile: a run that resumes there takes the next step of the first without them. "
+                    "Save where the windows of all optimizers end in the same batch"
                 )
         return ""
 

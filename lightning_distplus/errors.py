@@ -26,13 +26,14 @@ from __future__ import annotations
 import difflib
 import gc
 import io
+import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 __all__ = [
     "CheckpointCorrupt",
@@ -41,6 +42,7 @@ __all__ = [
     "DatasetMismatch",
     "DistplusError",
     "DivergenceError",
+    "ErrorDisplay",
     "ExitCode",
     "HangDetected",
     "PeerError",
@@ -55,6 +57,7 @@ __all__ = [
     "refuse_unknown_arguments",
     "require_choice",
     "require_type",
+    "show_errors_with",
 ]
 
 
@@ -274,6 +277,26 @@ def _explain(name: str, known: Sequence[str]) -> str:
 # -- the end of a process ----------------------------------------------------------------------------------------------
 
 
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # it stands before errors of other ranks as well
+_displays: list[ErrorDisplay] = []
+
+
+class ErrorDisplay(Protocol):
+    """Shows uncaught errors on the terminal."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the hooks of others print as well."""
+
+    def show(self, error: BaseException, printed: str) -> None:
+        """Shows an error; ``printed`` is what the hooks of others have printed of it."""
+
+
+def show_errors_with(display: ErrorDisplay) -> None:
+    """From now on, uncaught errors are shown by this display, and by no earlier one."""
+    _displays[:] = [display]
+
+
 def install_exit_codes() -> None:
     """Chains ``sys.excepthook``, so that an uncaught error of ours ends the process with its code.
 
@@ -288,7 +311,7 @@ class _ExitCodes:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._previous(kind, error, trace)  # type: ignore[operator]
+        self._show(kind, error, trace)
         # Not where a later hook calls this one: torch's collects what is printed, and writes it after this returns.
         # An error of a collective is only what the first cause did to this rank: the code is that of the cause.
         known = error if isinstance(error, DistplusError) else error.__cause__
@@ -299,6 +322,22 @@ class _ExitCodes:
         if isinstance(known, DistplusError):
             # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
             raise SystemExit(int(known.exit_code))
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Calls the hooks of others, which may do more than print, and prints in their place."""
+        display = next(iter(_displays), None) if sys.excepthook is self else None
+        if display is None or display.is_full:
+            self._previous(kind, error, trace)  # type: ignore[operator]
+        printed = io.StringIO()
+        if display is None:
+            return
+        if not display.is_full:
+            with redirect_stderr(printed):
+                self._previous(kind, error, trace)  # type: ignore[operator]
+        try:
+            display.show(error, _TORCHS_PREFIX.sub("", printed.getvalue()))
+        except Exception:  # the error itself must be seen
+            sys.stderr.write(printed.getvalue())
 
 
 def _keep_the_exit_code() -> None:

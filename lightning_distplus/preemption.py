@@ -366,7 +366,7 @@ class PreemptionHandler(Callback):
 
     def _report_late(self, grace: timedelta) -> None:
         """The grace has passed: says what took so long. On the thread of the notices."""
-        marks = getattr(self._trainer.strategy, "_marks", None)
+        marks = getattr(self._trainer.strategy, "marks", None)
         where = "" if marks is None else f"; this rank is in {marks.read().operation!r}"
         log.error(
             "rank %d: %g s after %s no checkpoint of this stop is committed%s. The run goes on until it is killed; a "

@@ -165,7 +165,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     from lightning_distplus.preflight.agreement import disagreements, state_of_process
     from lightning_distplus.preflight.together import as_message, merged, spans_hosts
     from lightning_distplus.strategies import ResilientDDP
-    from lightning_distplus.strategies.starting import address_of, facts_of, world_of
+    from lightning_distplus.strategies.start import address_of, facts_of, world_of
 
     parser = _parser()
     arguments = parser.parse_args(argv)

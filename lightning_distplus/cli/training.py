@@ -19,8 +19,8 @@ from lightning_distplus.checkpoint import newest_valid
 from lightning_distplus.cli.checkpoints import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError, ExitCode
 from lightning_distplus.strategies import register_strategies
-from lightning_distplus.strategies.mixin import ResilientStrategy
-from lightning_distplus.strategies.restoring import Search
+from lightning_distplus.strategies.base import ResilientStrategy
+from lightning_distplus.strategies.loading import Search
 
 __all__ = ["AUTO", "DistplusCLI", "KeepEveryConfig", "checkpoint_folder", "main", "newest_checkpoint"]
 

@@ -23,6 +23,7 @@ from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
 from lightning_distplus.launcher_link import InHand, told_home
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
+from lightning_distplus.watchdog.ending import print_block
 from lightning_distplus.world import LAUNCHER
 
 __all__ = [
@@ -326,6 +327,7 @@ class _Supervisor:
         self._home_file = job.log_dir / f"home-{self._run_id}"
         self._meeting: Meeting | None = None
         self._has_saved = False
+        self._attempt_began_at = 0.0
         self._poison = Poison(job.hosts.nproc, same_step=job.policy.same_step, sets_apart=job.quarantine)
 
     def run(self) -> int:
@@ -367,6 +369,7 @@ class _Supervisor:
 
     def _end_after(self, number: int, failures: dict[int, int], began_at: float) -> int | None:
         """The exit code of the job where an attempt was its last; None: another one follows."""
+        self._attempt_began_at = began_at
         history = read_history(self._home, number, began_at, self._run_id)
         self._has_saved = self._has_saved or history.has_saved
         asked = self._signals.asked if self._signals.has_reached_ranks else None
@@ -401,6 +404,7 @@ class _Supervisor:
             return self._end(number, code, f"{culprit}; {why}")
         if self._signals.asked is not None:  # by the next attempt at the latest
             raise Stop
+        self._show_verdict()
         self._say(f"attempt {number} ended at step {attempt.step} ({culprit}); attempt {number + 1} begins")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
         return None
@@ -471,6 +475,7 @@ class _Supervisor:
     def _end(self, number: int, code: int, why: str) -> int:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
+        self._show_verdict()
         self._note("launch_end", number, exit_code=int(code), reason=why)
         self._leave(number)
         return int(code)
@@ -511,6 +516,15 @@ class _Supervisor:
     def _home(self) -> Path | None:
         """Where the ranks write their artefacts; a rank tells it when it sets up."""
         return told_home(self._home_file)
+
+    def _show_verdict(self) -> None:
+        """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
+        if self._home is None:
+            return
+        told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at)
+        path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
+        if path is not None:
+            print_block(Verdict.from_json(path.read_bytes()), path)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone

@@ -127,6 +127,7 @@ def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int 
         if not name.startswith(_OTHER_LAUNCHERS) and name not in _OF_A_RANK
     }
     variables["OMP_NUM_THREADS"] = "1"
+    variables.setdefault(environment.DISTPLUS_TRACEBACK.name, "full")  # a log is of one rank, and tells all it can
     if mode in ("forkserver", "fresh"):
         variables.update(
             WORLD_SIZE=str(world_size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())

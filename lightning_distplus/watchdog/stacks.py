@@ -29,8 +29,10 @@ __all__ = [
     "StackPrinter",
     "ask_for_stack",
     "error_in",
+    "fold_traceback",
     "format_stack",
     "frame_of",
+    "ignore_signal",
     "is_debugged",
     "is_fetching_data",
     "is_library",
@@ -59,6 +61,7 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch/distributed/utils.py", ()),
 )
 
+_ANY_FRAME = re.compile(r'\s*File "(.+)", line \d+')
 _DATA = ("torch/utils/data/dataloader.py", "torch/utils/data/_utils/fetch.py")
 
 
@@ -82,7 +85,10 @@ def place_of(frame: FrameType | None) -> str | None:
 
 
 # Wherever they stand: what they call belongs to the wait.
-_OWN_WAITS = (("lightning_distplus/control/plane.py", "poll"), ("lightning_distplus/strategies/naming.py", "_cause"))
+_OWN_WAITS = (
+    ("lightning_distplus/control/plane.py", "poll"),
+    ("lightning_distplus/strategies/collectives.py", "cause_of"),
+)
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
@@ -141,6 +147,56 @@ def is_debugged(stack: str) -> bool:
     return any(name in stack for name in ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/"))
 
 
+def fold_traceback(text: str) -> str:
+    """Leaves out the frames of libraries, save the innermost, and says how many there were; all else stays as it is.
+
+    Args:
+        text: A traceback as the interpreter prints it, chained errors included; or a stack.
+    """
+    shown: list[str] = []
+    frames: list[tuple[str, list[str]]] = []
+    for line in text.rstrip("\n").splitlines():
+        frame = _ANY_FRAME.match(line)
+        if frame is not None:
+            frames.append((frame[1], [line]))
+        elif frames and line.startswith("    "):  # its source, or a marker below it
+            frames[-1][1].append(line)
+        else:
+            shown += [*_fold(frames), line]
+            frames = []
+    return "\n".join([*shown, *_fold(frames)])
+
+
+def _fold(frames: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The frames of one error, outermost first: each its file and its lines."""
+    shown: list[str] = []
+    hidden: list[str] = []
+    for number, (file, lines) in enumerate(frames, 1):
+        if is_own(file) or (is_library(file) and number < len(frames)):
+            hidden.append(_library_of(file))
+            continue
+        shown += [*_tell_hidden(hidden), *lines]
+        hidden = []
+    return [*shown, *_tell_hidden(hidden)]
+
+
+def _library_of(file: str) -> str:
+    if is_own(file):
+        return "lightning_distplus"
+    for part in ("site-packages/", "dist-packages/"):
+        if part in file:
+            return file.rpartition(part)[2].partition("/")[0].removesuffix(".py")
+    return "Python"
+
+
+def _tell_hidden(libraries: Sequence[str]) -> list[str]:
+    if not libraries:
+        return []
+    names = list(dict.fromkeys(libraries))
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"]
+
+
 # -- stacks of other processes -----------------------------------------------------------------------------------------
 
 # One that holds the global lock cannot be asked, nor can a data worker. ``faulthandler`` prints the stack of a thread
@@ -183,7 +239,7 @@ class StackPrinter:
         for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX):
             if not catches_signal(os.getpid(), number):
                 file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open as long as it is armed
-                _ignore(number)  # what `disarm` goes back to
+                ignore_signal(number)  # what `disarm` goes back to
                 faulthandler.register(number, file=file, all_threads=False, chain=False)
                 return cls(number=number, descriptor=file.fileno(), thread=threading.get_native_id()), file
         return None
@@ -248,7 +304,7 @@ def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummar
     return []
 
 
-def _ignore(number: int) -> None:
+def ignore_signal(number: int) -> None:
     """``signal.signal(number, SIG_IGN)`` from any thread."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

@@ -31,11 +31,12 @@ from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective, Mismatch, cycles, match
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Marks
-from lightning_distplus.watchdog.stacks import is_library, is_own, stack_of, user_location
+from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
 from lightning_distplus.watchdog.wait_graph import Ends, follow
 from lightning_distplus.world import World, name_ranks
 
 __all__ = [
+    "MOST_LINES",
     "Verdict",
     "find_verdicts",
     "judge",
@@ -46,13 +47,22 @@ __all__ = [
 
 T = TypeVar("T")
 
-_PRINTED_LINES = 30
+MOST_LINES = 30
+"""A printed verdict has no more."""
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
 _TOLD_RANKS = 16
 _SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
-_FRAME = re.compile(r'  File "(.+)", line \d+')
+_LONGEST_OPERATION = 60
+_BATCH = re.compile(r" batch \d+$")
+_DEEDS = {
+    "hang": ("HANGS", "HANG"),
+    "peer_lost": ("IS GONE", "ARE GONE"),
+    "exception": ("FAILED", "FAILED"),
+    "divergence": ("DIFFERS", "DIFFER"),
+    "no_progress": ("FAILS IN THE SAME STEP AGAIN", "FAIL IN THE SAME STEP AGAIN"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,27 +143,63 @@ class Verdict:
         )
 
     def render(self) -> str:
-        """The verdict for people: at most 30 lines, the rest is in the file."""
-        doubt = "" if self.is_decided else " (undecided)"
-        moment = f"phase {self.phase!r}, step {self.global_step}, {self.elapsed_s:.0f} s without progress"
-        head = [
-            f"=== {self.kind}: {name_ranks(self.culprits)} to blame{doubt}, {name_ranks(self.waiting)} waiting"
-            + (f"; {moment}" if self.phase else ""),
-            *(f"  {line}" for line in self.lines[:_PRINTED_RANKS]),
-        ]
-        if len(self.lines) > _PRINTED_RANKS:
-            head.append(f"  and {len(self.lines) - _PRINTED_RANKS} more ranks")
+        """The verdict for people: with what its printer adds, at most 30 lines; the rest is in the file."""
+        head = [self._headline(), *self._source_line(), f"  {self._moment()}"]
+        others = [line for line in self.lines if self.is_decided or len(self.culprits) != 1]
+        if self.is_decided and len(self.culprits) == 1:
+            others = [line for line in self.lines if not line.startswith(f"rank {self.culprits[0]} ")]
+        head += [f"  {line}" for line in others[:_PRINTED_RANKS]]
+        if len(others) > _PRINTED_RANKS:
+            head.append(f"  and {len(others) - _PRINTED_RANKS} more ranks")
         tail = [f"  found: {finding}" for finding in self.findings[:_PRINTED_FINDINGS]]
         tail += [f"  load:  {self.load_of_culprit}"] if self.load_of_culprit else []
         tail += [f"  cause: {self.cause}", f"  do:    {self.remedy}"]
-        room = _PRINTED_LINES - len(head) - len(tail) - 2  # a title, and whoever prints it adds the file's name
+        room = MOST_LINES - len(head) - len(tail) - 6  # a title; "next" and "file", and lines that are wrapped
         return "\n".join([*head, *self._stack_of_culprit(min(room, _PRINTED_STACK_LINES)), *tail])
+
+    def _headline(self) -> str:
+        """Who, what, where: ``RANK 1 HANGS (host a, pid 3308) in training_step, train.py:24``."""
+        does, do = _DEEDS.get(self.kind, ("FAILS", "FAIL"))
+        if not self.is_decided:
+            return f"{name_ranks(self.culprits).upper()} {do}: nothing tells which of them is to blame"
+        if len(self.culprits) != 1:
+            return f"{name_ranks(self.culprits).upper()} {do}{self._place()}"
+        rank = str(self.culprits[0])
+        known = [f"host {self.hosts[rank]}"] if self.hosts.get(rank, "unknown") != "unknown" else []
+        known += [f"pid {self.pids[rank]}"] if self.pids.get(rank) else []
+        return f"RANK {rank} {does}" + (f" ({', '.join(known)})" if known else "") + self._place()
+
+    def _place(self) -> str:
+        """Where the first culprit stands; a batch is named by the step below."""
+        operation = _BATCH.sub("", self.operation).rpartition("]")[2] if self.operation else ""
+        where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
+        if self.location is None:
+            return where
+        file, _, line = self.location.rpartition(":")
+        return f"{where}, {Path(file).name}:{line}" if where else f" at {Path(file).name}:{line}"
+
+    def _source_line(self) -> list[str]:
+        """The culprit's line of source, as its stack shows it."""
+        stack = self.stacks.get(str(self.culprits[0]), "") if self.culprits else ""
+        if self.location is None or not stack:
+            return []
+        file, _, number = self.location.rpartition(":")
+        lines = stack.splitlines()
+        at = [i for i, line in enumerate(lines) if f'File "{file}", line {number},' in line]
+        return [f"    {lines[at[-1] + 1].strip()}"] if at and at[-1] + 1 < len(lines) else []
+
+    def _moment(self) -> str:
+        silence = f", {self.elapsed_s:.0f} s without progress" if self.kind in ("hang", "peer_lost") else ""
+        waits = f"; {name_ranks(self.waiting)} waiting" if self.waiting else ""
+        return f"phase {self.phase!r}, step {self.global_step}{silence}{waits}" if self.phase else waits[2:]
 
     def _stack_of_culprit(self, num_lines: int) -> list[str]:
         text = self.stacks.get(str(self.culprits[0])) if self.culprits else None
         if not text:
             return []
-        lines = _shown_frames(text, num_lines)
+        lines = [line for line in fold_traceback(text).splitlines() if not line.startswith("Traceback (")]
+        if len(lines) > num_lines:
+            lines = ["  ...", *lines[1 - num_lines :]]
         return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
 
     def is_written(self, folder: Path, host: str) -> bool:
@@ -191,25 +237,6 @@ class Verdict:
         stage = path.with_suffix(f".{os.getpid()}")
         stage.write_text(self.to_json())
         return stage
-
-
-def _shown_frames(stack: str, num_lines: int) -> list[str]:
-    """The innermost frames that fit, without those of this package, which are many; the user's own one always."""
-    frames: list[list[str]] = []
-    for line in stack.rstrip().splitlines():
-        if _FRAME.match(line) or not frames:
-            frames.append([])
-        frames[-1].append(line)
-    files = [found[1] if (found := _FRAME.match(frame[0])) else "" for frame in frames]
-    shown = [number for number, file in enumerate(files) if not is_own(file)]
-    users = [number for number in shown if files[number] and not is_library(files[number])][-1:]
-    room = num_lines - sum(len(frames[number]) for number in users)
-    for number in reversed(shown):
-        if number not in users and (room := room - len(frames[number])) >= 0:
-            users.append(number)
-        elif room < 0:
-            break
-    return [line for number in sorted(users) for line in frames[number]][-num_lines:]
 
 
 def name_incident(kind: str, run_id: str, at: float | None = None) -> str:

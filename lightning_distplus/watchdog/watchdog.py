@@ -36,11 +36,12 @@ from lightning_distplus.process import (
 )
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
+from lightning_distplus.watchdog.ending import Ending, print_block
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting
 from lightning_distplus.watchdog.progress import Marks, Progress
 from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_debugged
-from lightning_distplus.watchdog.verdict import Verdict, judge, leave_verdict, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
 
 __all__ = ["Watchdog"]
 
@@ -132,7 +133,8 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._abort = Abort(plane, self._witness, on_told=self._judge_together)
+        self._ending = Ending(plane, self._telling)
+        self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()
         self._have_judged_together = threading.Event()
@@ -151,6 +153,7 @@ class Watchdog:
     def start(self) -> None:
         """Starts to watch the thread that made this object; call it before the first collective."""
         if self._has_process:
+            self._ending.arm()
             flight_recorder.arm()
             self._abort.arm()
             tie_workers(self)
@@ -279,8 +282,9 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
-            say(f"{error.describe()}\n{error.traceback}")
-            end_process(error.as_heard().exit_code)
+            if self._ending.is_full:
+                say(f"{error.describe()}\n{error.traceback}")
+            self._leave(error.as_heard().exit_code)
 
     def _look_at_silence(self) -> None:
         mark = self._marks.read()
@@ -327,7 +331,11 @@ class Watchdog:
             self.tell_failure(first)
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-                end_process(ExitCode.DIVERGENCE)
+                self._leave(ExitCode.DIVERGENCE)
+
+    def _leave(self, code: ExitCode) -> None:
+        self._ending.leave(code)
+        end_process(code)
 
     def _post(self, number: int) -> None:
         if self._posted_at != number:
@@ -420,6 +428,10 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
+    def _judge_before_abort(self) -> None:
+        self._judge_together()
+        self._ending.leave(ExitCode.PEER_LOST)
+
     def _judge_together(self) -> None:
         """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone.
 
@@ -455,7 +467,9 @@ class Watchdog:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-            end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+            self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+        elif self._telling.speaks_for_host(verdict.silent) and (found := self._telling.find_verdict()):
+            print_block(*found)
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""
@@ -500,18 +514,47 @@ class Telling:
         self._world = plane.world
         self._board = board
         self._folder = folder
+        self._began_at = time.time()
+        self._found: tuple[Verdict, Path] | None = None
         self.has_judged = False
         """Whether this rank gives a verdict of the watchdogs: what it raises from then on follows from that."""
 
-    def speaks_for_host(self, silent: Iterable[int]) -> bool:
-        """Whether this is the lowest rank of its host whose Python runs."""
-        here = {rank for rank, peer in self._board.peers.items() if peer.host == self._world.host}
+    def speaks_for_host(self, silent: Iterable[int] = ()) -> bool:
+        """Whether this is the lowest rank of its host whose process is there and whose Python runs."""
+        here = {rank for rank, peer in self._peers_here() if peer.state() is not ProcessState.GONE}
         return self._world.rank == min(here - set(silent) | {self._world.rank})
 
-    def tell(self, verdict: Verdict) -> None:
-        """Writes and prints it."""
+    def _peers_here(self) -> list[tuple[int, Peer]]:
+        return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
+
+    def await_others(self, silent: Iterable[int] = ()) -> None:
+        """Waits until the other ranks of this host have ended, and so said what they have to say; a few seconds."""
+        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
+        end = running_time() + _SPOKEN_S
+        while any(peer.state() is not ProcessState.GONE for peer in others) and running_time() < end:
+            time.sleep(_LOOK_S)
+
+    def find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
+        if self._found is None:
+            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
+            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
+        return self._found
+
+    def leave_traceback(self, text: str) -> Path | None:
+        """Writes the whole traceback of this rank; None where that fails."""
+        path = self._folder / f"rank{self._world.rank:05d}.traceback"
         with suppress(OSError):
-            self._print(verdict, verdict.write(self._folder, self._world.host))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return path
+        return None
+
+    def tell(self, verdict: Verdict) -> None:
+        """Writes it; it is printed when this process ends."""
+        with suppress(OSError):
+            self._found = (verdict, verdict.write(self._folder, self._world.host))
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
@@ -521,7 +564,7 @@ class Telling:
         return is_written
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
-        """``leave_verdict``, and prints it; never raises."""
+        """``leave_verdict``; it is printed when this process ends. Never raises."""
         if self.has_judged:
             return
         try:
@@ -537,11 +580,7 @@ class Telling:
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
             return
-        if left is not None:
-            self._print(*left)
-
-    def _print(self, verdict: Verdict, path: Path) -> None:
-        say(f"{verdict.render()}\n  file:  {path}")
+        self._found = left or self._found
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""

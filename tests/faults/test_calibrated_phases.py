@@ -80,7 +80,7 @@ def fit(
 ) -> dict[str, float]:
     """Trains with a validation and a save before each review of the deadlines."""
     strategy = jobs.strategy(name, timeout="auto")
-    strategy._calibration = Calibration(factor=FACTOR, floors=FLOORS, gates=3)
+    strategy.measured.calibration = Calibration(factor=FACTOR, floors=FLOORS, gates=3)
     saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = jobs.trainer(
         strategy,

@@ -10,7 +10,7 @@ import pytest
 import lightning_distplus
 from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, TokenDataModule, errors
 from lightning_distplus.data.prepare import prepare
-from lightning_distplus.strategies import starting
+from lightning_distplus.strategies import start
 
 
 def _source(**arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_wrong_argument_of_a_strategy_is_refused_when_it_is_made(given: dict[s
 
 
 def test_every_check_of_a_job_can_be_switched_off() -> None:
-    wishes = dict.fromkeys(starting.JOB_CHECKS, "off")
+    wishes = dict.fromkeys(start.JOB_CHECKS, "off")
     assert lightning_distplus.ResilientDDP(preflight=wishes).preflight == wishes
     assert lightning_distplus.ResilientDDP(preflight={"slurm": False}).preflight == {"slurm": "off"}, "YAML's off"
     assert {"slurm", "disk", "run_lock", "versions", "data", "devices"} <= set(wishes)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.strategies import extension_locks
-from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
+from lightning_distplus.strategies import deepspeed
+from lightning_distplus.strategies.deepspeed import remove_abandoned_locks
 
 HOLD = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
 
@@ -40,7 +40,7 @@ def test_a_lock_that_another_host_may_hold_is_reported_and_stays(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock.touch()
-    monkeypatch.setattr(extension_locks, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(deepspeed, "_LOCAL_FILE_SYSTEMS", frozenset())
     assert remove_abandoned_locks() == []
     assert lock.exists()
     assert str(lock) in caplog.text

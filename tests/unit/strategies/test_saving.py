@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_distplus.strategies.staging import Staging
+from lightning_distplus.strategies.saving import Staging
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:

@@ -29,6 +29,7 @@ class Command:
 
 
 COMMANDS = {
+    "init": Command("init", "write a starting point here: a script, or a recipe"),
     "fit": Command("training", "train, or resume with --ckpt_path auto", keeps_name=True),
     "validate": Command("training", "run the validation loop", keeps_name=True),
     "test": Command("training", "run the test loop", keeps_name=True),

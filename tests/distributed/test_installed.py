@@ -55,6 +55,14 @@ def test_the_installed_command_tells_its_version(installed: Environment, tmp_pat
     assert installed.run("distplus", "--version", cwd=tmp_path).stdout == f"distplus {lightning_distplus.__version__}\n"
 
 
+def test_the_installed_command_knows_the_recipes(installed: Environment, tmp_path: Path) -> None:
+    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp"]
+    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
+    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
+    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
+    assert (tmp_path / "tiny_cpu.yaml").exists()
+
+
 def test_two_ranks_train_from_an_empty_folder_with_the_installed_wheel(installed: Environment, tmp_path: Path) -> None:
     ended = installed.run("python", script(tmp_path, "ResilientDDP", installed), cwd=tmp_path)
     assert ended.stdout.count("steps 3") == 2

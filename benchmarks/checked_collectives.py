@@ -92,16 +92,16 @@ class _Timed(pl.Callback):
                 self.taken_ms[kind] = self._blocks(strategy, call)
 
     def _blocks(self, strategy: Any, call: Callable[[], Any]) -> dict[str, list[float]]:
-        points = strategy._points
+        points = strategy.collectives.points
         taken: dict[str, list[float]] = {arm: [] for arm in _ARMS}
         for number in range(self.num_blocks + 1):  # the first one warms up
             for arm in _ARMS:
-                strategy._points = None if arm == "unchecked" else points
+                strategy.collectives.points = None if arm == "unchecked" else points
                 call()  # the ranks meet again
                 block = median([_milliseconds(call) for _ in range(_BLOCK)])
                 if number:
                     taken[arm].append(block)
-        strategy._points = points
+        strategy.collectives.points = points
         return taken
 
 

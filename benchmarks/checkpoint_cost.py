@@ -190,8 +190,8 @@ def _load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[s
         os.sync()
         for number in range(_LOADS_PER_ROUND * rounds):
             for load in random.Random(number).sample(_LOADS, len(_LOADS)):
-                strategy._saves._verification = "off" if load.startswith("parent") else "full"
-                strategy.compares_tensors = load.startswith("full")
+                strategy.loads.verified._verification = "off" if load.startswith("parent") else "full"
+                strategy.loads.compares_tensors = load.startswith("full")
                 strategy.barrier("benchmark")
                 if load.endswith("from disk"):
                     _forget(Path(path))

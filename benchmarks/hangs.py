@@ -24,7 +24,7 @@ from pathlib import Path
 from socket import socket
 
 from benchmarks.figures import Figure, median
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 
 __all__ = ["Outcome", "has_rivals", "measure", "run"]
 

@@ -22,8 +22,8 @@ from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from benchmarks.strategy_cost import Toggle, differences, measure
 from lightning_distplus import ResilientDDP
+from lightning_distplus.strategies.collectives import Collectives
 from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.naming import NamesPeers
 from lightning_distplus.testing import spawn
 from lightning_distplus.trainer_gate import Moment
 from lightning_distplus.watchdog import Marks
@@ -70,7 +70,7 @@ class _Counting(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """The same place in every step."""
-        self.numbers.append(trainer.strategy._marks.read().number)  # type: ignore[attr-defined]
+        self.numbers.append(trainer.strategy.marks.read().number)  # type: ignore[attr-defined]
 
 
 def count(rank: int) -> float:
@@ -96,17 +96,17 @@ _ACTIONS = 500
 
 def _own_marks_us() -> tuple[float, int]:
     """What the strategy's methods add to those of its parent in a step, and how many marks they set."""
-    marks, strategy = Marks(phase=lambda: "step"), object.__new__(NamesPeers)
-    strategy._marks = marks
+    marks = Marks(phase=lambda: "step")
+    collectives = Collectives(marks)
 
     def nothing(*arguments: Any) -> None:
         pass
 
     def ours(batch_idx: int) -> None:
         marks.set(f"the gate at {Moment.STEP}")
-        strategy._named(nothing)  # optimizer_step
-        strategy._in_batch("training_step", nothing, None, batch_idx)
-        strategy._marked(f"backward{strategy._batch}", nothing)
+        collectives.optimizer_step(nothing)
+        collectives.step("training_step", nothing, None, batch_idx)
+        collectives.backward(nothing)
 
     def theirs(batch_idx: int) -> None:
         nothing()
@@ -157,15 +157,15 @@ class ToggleMarks(Toggle):
         """With all marks, and twice without any."""
         strategy: Any = trainer.strategy
         gate, marking, marks, nothing = (
-            strategy.on_train_batch_start, trainer.profiler, strategy._marks, _NoMarks(phase=lambda: ""),
+            strategy.on_train_batch_start, trainer.profiler, strategy.marks, _NoMarks(phase=lambda: ""),
         )  # fmt: skip
 
         def with_marks(batch: Any, batch_idx: int) -> None:
-            trainer.profiler, strategy._marks = marking, marks
+            trainer.profiler, strategy.marks, strategy.collectives.marks = marking, marks, marks
             gate(batch, batch_idx)
 
         def without(batch: Any, batch_idx: int) -> None:
-            trainer.profiler, strategy._marks = marking.inner, nothing
+            trainer.profiler, strategy.marks, strategy.collectives.marks = marking.inner, nothing, nothing
             gate(batch, batch_idx)
 
         return {"ours": with_marks, "stock": without, "control": without}

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.figures import Figure, median
-from lightning_distplus.data.mixture import MixedOrder, Mixture
-from lightning_distplus.data.order import EpochOrder
-from lightning_distplus.data.plan import EpochPlan, Geometry, Order
+from lightning_distplus.data.batches import EpochPlan, Geometry, Order
+from lightning_distplus.data.order import EpochOrder, MixedOrder, Mixture
 from lightning_distplus.world import DataParallel
 
 __all__ = ["run"]

@@ -25,7 +25,7 @@ _TARGET_MS = 1000.0
 _TURNS_IN_PROCESS = 100
 _BATCH = 32
 _GLOBAL_BATCH = 2 * _BATCH
-_LOG = "lightning_distplus.data.in_step"
+_LOG = "lightning_distplus.data.progress"
 
 
 def run(quick: bool) -> list[Figure]:

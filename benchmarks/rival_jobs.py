@@ -76,12 +76,11 @@ def write_ours(folder: Path, sizes: list[int], width: int) -> None:
 
 
 def ours(folder: Path, width: int, workers: int, position: int = 0) -> Any:
+    from lightning_distplus.data.batches import EpochPlan, Geometry, Request
     from lightning_distplus.data.loader import SampleLoader, WorkerOptions
-    from lightning_distplus.data.mixture import MixedOrder, Mixture
-    from lightning_distplus.data.plan import EpochPlan, Geometry
-    from lightning_distplus.data.request import Request
-    from lightning_distplus.data.sources import Source, open_source
-    from lightning_distplus.data.token_fetcher import TokenFetcher
+    from lightning_distplus.data.order import MixedOrder, Mixture
+    from lightning_distplus.data.token_datamodule import TokenFetcher
+    from lightning_distplus.data.token_files import Source, open_source
     from lightning_distplus.world import DataParallel
 
     sources = [open_source(Source(path=str(folder / name), format="megatron"), width - 1) for name in "ab"]
@@ -218,7 +217,7 @@ LOADERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 # The jobs.
 
 _IMPORTS = (
-    "lightning_distplus.data.token_fetcher", "lightning_distplus.data.sources", "lightning_distplus.data.tokens",
+    "lightning_distplus.data.token_datamodule", "lightning_distplus.data.token_files",
     "torchdata.stateful_dataloader", "litdata", "streaming",
 )  # fmt: skip  # before the clock runs
 

@@ -24,9 +24,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from benchmarks.figures import Figure
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.control.peers import Peer
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.watchdog import Marks, Watchdog
-from lightning_distplus.watchdog.board import NUM_READERS
+from lightning_distplus.watchdog.heartbeat import NUM_READERS
 from lightning_distplus.world import World, name_ranks
 
 __all__ = ["Outcome", "measure", "run"]

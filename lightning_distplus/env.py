@@ -19,6 +19,7 @@ __all__ = [
     "DISTPLUS_QUARANTINE",
     "DISTPLUS_RUN_ID",
     "DISTPLUS_SECRET",
+    "DISTPLUS_TRACEBACK",
     "DS_ACCELERATOR",
     "GLOO_SOCKET_IFNAME",
     "GROUP_RANK",
@@ -174,6 +175,9 @@ DISTPLUS_QUARANTINE = Variable(
 )
 DISTPLUS_SECRET = Variable(
     "DISTPLUS_SECRET", "what only the launchers of this job know, the same on all its hosts: signs what they agree on"
+)
+DISTPLUS_TRACEBACK = Variable(
+    "DISTPLUS_TRACEBACK", "full: every rank prints its whole traceback; else the user's frames, of the rank that raised"
 )
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

@@ -17,13 +17,23 @@ DistplusError                      root; has .exit_code
 `-- DatasetMismatch (ValueError)       the data, its order or its position do not fit       1
 Preempted (SystemExit)             stopped when asked, after a committed save               143
 ```
+
+Also here: the checks of arguments that a user gives, and the excepthook that ends a process with the code of its error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+import gc
+import io
+import re
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from enum import IntEnum
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, get_args
 
 __all__ = [
     "CheckpointCorrupt",
@@ -32,6 +42,7 @@ __all__ = [
     "DatasetMismatch",
     "DistplusError",
     "DivergenceError",
+    "ErrorDisplay",
     "ExitCode",
     "HangDetected",
     "PeerError",
@@ -42,6 +53,11 @@ __all__ = [
     "PreflightError",
     "RendezvousError",
     "SaveFailed",
+    "install_exit_codes",
+    "refuse_unknown_arguments",
+    "require_choice",
+    "require_type",
+    "show_errors_with",
 ]
 
 
@@ -172,3 +188,175 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:
         return f"(no message: its __str__ raises {type(failure).__name__})"
+
+
+# -- arguments that a user gives ---------------------------------------------------------------------------------------
+
+_REMOVED = {
+    "digest": "XXH3 digests are always taken; keep `sha256sum` of the files elsewhere",
+    "num_workers": "one process prepares all; a larger corpus: datatrove or Megatron's tool, whose files are read",
+    "shard_bytes": "one process prepares all; a larger corpus: datatrove or Megatron's tool, whose files are read",
+    "weights": "pass sampler=samplers.weighted(weights, num_samples=...)",
+    "replacement": "pass sampler=samplers.weighted(weights, replacement=...)",
+    "num_samples": "pass sampler=samplers.weighted(weights, num_samples=...)",
+    "lengths": "pass sampler=samplers.by_length(lengths, global_batch=...)",
+    "column": "read Arrow and Parquet by the datasets library, as a data set of ResumableDataModule",
+    "max_epochs_per_source": "compare the steps of the run, times the weight of a source, with its samples",
+    "combine": "pass one data set that returns a dict; docs/data.md, Several data sets, has it in ten lines",
+    "rampup_batch_size": "keep the global batch constant, and warm the learning rate up by a scheduler",
+    "scale_lr": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",
+    "base_global_batch_size": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",
+    "gradient_compression": "give Lightning's ddp_comm_hook one of torch's communication hooks",
+    "nccl": "set NCCL's environment variables",
+    "on_spike": "add Lightning's SpikeDetection, or a callback of your own",
+    "read_back_saves": "run `distplus verify`, from cron for example",
+    "replay_suspects": "add Lightning's SpikeDetection, or a callback of your own",
+    "scrub_every": "run `distplus verify` from cron",
+}
+"""Arguments of earlier versions, and what to do instead."""
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Refuses an argument that is none of its choices.
+
+    Args:
+        name: What the user calls it.
+        value: What the user gave.
+        choices: The ``Literal`` of its type.
+
+    Raises:
+        ValueError: It is another.
+    """
+    allowed = get_args(choices)
+    if value not in allowed:
+        *first, last = (f'"{one}"' for one in allowed)
+        raise ValueError(f"{name} is {value!r}; it is {', '.join(first)} or {last}.")
+
+
+def require_type(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
+    """Refuses an argument of another type; a number or a text that would count as true is no bool.
+
+    Args:
+        name: What the user calls it.
+        value: What the user gave.
+        kind: The type.
+        or_none: Whether None is accepted too.
+
+    Raises:
+        TypeError: It is of another type.
+    """
+    if not isinstance(value, kind) and not (or_none and value is None):
+        expected = {bool: "True or False", str: "a text", int: "a whole number"}.get(kind, kind.__name__)
+        raise TypeError(f"{name} is {value!r}; it is {expected}{' or None' if or_none else ''}.")
+
+
+def refuse_unknown_arguments(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses arguments that a class does not take.
+
+    Args:
+        owner: The class, as the user knows it.
+        given: The names given.
+        known: The names that it takes.
+
+    Raises:
+        TypeError: One is unknown; the message names its successor, or the nearest name that is known.
+    """
+    names = sorted(known)
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise TypeError(" ".join(f"{owner} takes no argument {_explain(name, names)}" for name in unknown))
+
+
+def _explain(name: str, known: Sequence[str]) -> str:
+    if name in _REMOVED:
+        return f"{name!r} any more: {_REMOVED[name]}."
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name!r}; did you mean {near[0]!r}?" if near else f"{name!r}; it takes {', '.join(known)}."
+
+
+# -- the end of a process ----------------------------------------------------------------------------------------------
+
+
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # it stands before errors of other ranks as well
+_displays: list[ErrorDisplay] = []
+
+
+class ErrorDisplay(Protocol):
+    """Shows uncaught errors on the terminal."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the hooks of others print as well."""
+
+    def show(self, error: BaseException, printed: str) -> None:
+        """Shows an error; ``printed`` is what the hooks of others have printed of it."""
+
+
+def show_errors_with(display: ErrorDisplay) -> None:
+    """From now on, uncaught errors are shown by this display, and by no earlier one."""
+    _displays[:] = [display]
+
+
+def install_exit_codes() -> None:
+    """Chains ``sys.excepthook``, so that an uncaught error of ours ends the process with its code.
+
+    Idempotent; called again after others have chained their own hook, it stands outermost again.
+    """
+    if not isinstance(sys.excepthook, _ExitCodes):
+        sys.excepthook = _ExitCodes(sys.excepthook)
+
+
+class _ExitCodes:
+    def __init__(self, previous: object) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._show(kind, error, trace)
+        # Not where a later hook calls this one: torch's collects what is printed, and writes it after this returns.
+        # An error of a collective is only what the first cause did to this rank: the code is that of the cause.
+        known = error if isinstance(error, DistplusError) else error.__cause__
+        if sys.excepthook is not self:
+            return
+        _keep_the_exit_code()
+        _spare_the_last_collections()
+        if isinstance(known, DistplusError):
+            # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
+            raise SystemExit(int(known.exit_code))
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Calls the hooks of others, which may do more than print, and prints in their place."""
+        display = next(iter(_displays), None) if sys.excepthook is self else None
+        if display is None or display.is_full:
+            self._previous(kind, error, trace)  # type: ignore[operator]
+        printed = io.StringIO()
+        if display is None:
+            return
+        if not display.is_full:
+            with redirect_stderr(printed):
+                self._previous(kind, error, trace)  # type: ignore[operator]
+        try:
+            display.show(error, _TORCHS_PREFIX.sub("", printed.getvalue()))
+        except Exception:  # the error itself must be seen
+            sys.stderr.write(printed.getvalue())
+
+
+def _keep_the_exit_code() -> None:
+    """From here on no SIGTERM ends this process.
+
+    An agent sends one to the ranks that still end when the first has ended, and it would take the place of the code.
+    """
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _spare_the_last_collections() -> None:
+    """Sets what lives aside from the garbage collector, which otherwise takes a second at the end of the interpreter.
+
+    The launcher waits for that second before it starts the ranks again. Files in reference cycles, which those
+    collections would have closed, are flushed here.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with suppress(OSError, ValueError):
+                one.flush()
+    gc.freeze()

@@ -134,11 +134,14 @@ def read_events(directory: str | Path, *, run_id: str | None = None) -> list[dic
     """
     events: list[dict[str, Any]] = []
     for file in sorted(Path(directory).glob("events-rank*.jsonl")):
-        for line in file.read_bytes().split(b"\n"):
-            event = _parse(line)
-            if event is not None and run_id in (None, event["run_id"]):
-                events.append(event)
+        events += (event for event in read_ledger(file) if run_id in (None, event["run_id"]))
     return sorted(events, key=lambda event: (event["time"], event["rank"], event["seq"]))
+
+
+def read_ledger(file: Path) -> list[dict[str, Any]]:
+    """One rank's events, as they were written. Torn lines are left out."""
+    parsed = (_parse(line) for line in file.read_bytes().split(b"\n"))
+    return [event for event in parsed if event is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

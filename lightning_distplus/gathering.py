@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distplus.control import Point, active_points
-from lightning_distplus.control.whereabouts import sides
+from lightning_distplus.control.collective_check import sides
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.trees import flatten
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_distplus import _compat
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
 
 __all__ = ["Phases"]

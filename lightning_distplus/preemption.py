@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord, StepGate, Wish
 from lightning_distplus.errors import Preempted
-from lightning_distplus.signals import StopRequests
+from lightning_distplus.process import StopRequests
 from lightning_distplus.timeouts import Duration, parse_duration
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ class PreemptionHandler(Callback):
 
     def _report_late(self, grace: timedelta) -> None:
         """The grace has passed: says what took so long. On the thread of the notices."""
-        marks = getattr(self._trainer.strategy, "_marks", None)
+        marks = getattr(self._trainer.strategy, "marks", None)
         where = "" if marks is None else f"; this rank is in {marks.read().operation!r}"
         log.error(
             "rank %d: %g s after %s no checkpoint of this stop is committed%s. The run goes on until it is killed; a "

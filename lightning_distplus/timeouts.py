@@ -1,16 +1,26 @@
-"""Deadlines: one for each phase of a run, in every form in which people write durations."""
+"""Deadlines: one for each phase of a run, in every form in which people write durations, or measured (``"auto"``)."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal
 
-__all__ = ["Duration", "OnHang", "Phase", "Timeouts", "group_timeout", "parse_duration", "resolve_timeouts"]
+__all__ = [
+    "AUTO",
+    "Calibration",
+    "Duration",
+    "OnHang",
+    "Phase",
+    "Timeouts",
+    "group_timeout",
+    "parse_duration",
+    "resolve_timeouts",
+]
 
 # The order matters to jsonargparse: with timedelta first, 600 would be dumped as text.
 Duration = float | timedelta | str
@@ -186,3 +196,151 @@ def group_timeout(deadline: timedelta, on_hang: OnHang = "abort") -> timedelta:
     if on_hang == "report":
         return max(_REPORT_ONLY, deadline)
     return deadline + max(_MARGIN_FLOOR, deadline * _MARGIN_SHARE)
+
+
+# -- timeout="auto" ----------------------------------------------------------------------------------------------------
+
+AUTO = "auto"
+
+MEASURED_GATES = 50
+_MOST_GATES = 1000
+_REVIEW_EVERY_S = 10.0
+_FACTOR = 20.0
+_FLOOR = timedelta(seconds=60)
+_FLOOR_SHARE = 0.25  # of the default, for what a cache makes quick: it may have to be compiled or read again
+_FALL = 0.2  # how much of the way down to what is measured now a deadline goes at each review
+_LATE_SHARE = 0.25  # of a deadline; a run of which a part takes longer is reviewed at the next gate
+_LEAST_CHANGE = 0.1
+_CACHED = (Phase.SETUP, Phase.RESUME)
+_MEASURED = (*_CACHED, Phase.STEP, Phase.VALIDATION, Phase.CHECKPOINT)
+_KEPT = {
+    Phase.RENDEZVOUS: "the default: no checkpoint is read before it",
+    Phase.DATA: "the default: no checkpoint is read before it",
+    Phase.TEARDOWN: "the default: no checkpoint is saved after it",
+}
+_FLOORS = {phase: Timeouts().deadline(phase) * _FLOOR_SHARE if phase in _CACHED else _FLOOR for phase in _MEASURED}
+
+
+class Calibration:
+    """The largest duration of each phase over all ranks, times a factor, with a floor, at most the static default.
+
+    A run that becomes slower gets its longer deadline at once, one that becomes faster step by step (an exponential
+    moving average). A hang in the first steps is bounded by the static defaults, and so is every later one: no deadline
+    is ever longer. A phase that has not occurred keeps its default. One that occurs once in a run (set-up,
+    resume) is measured for the run that resumes.
+
+    Args:
+        factor: How much longer than the longest a deadline is.
+        floors: The shortest deadline of each phase that is measured.
+        gates: After how many steps the ranks compare for the first time, and at least from one review to the next.
+        review_every_s: About how many seconds lie between two reviews.
+    """
+
+    def __init__(
+        self,
+        *,
+        factor: float = _FACTOR,
+        floors: Mapping[Phase, timedelta] = _FLOORS,
+        gates: int = MEASURED_GATES,
+        review_every_s: float = _REVIEW_EVERY_S,
+    ) -> None:
+        self._factor = factor
+        self._floors = floors
+        self._review_every_s = review_every_s
+        self._gates = self._gates_left = gates
+        self._seen_s: dict[str, float] = {}
+        self._longest_s: dict[str, float] = {}
+        self.is_late = False
+        """Whether a phase has taken so long on this rank that its deadline should not wait for the next review."""
+        self.deadlines_s: dict[str, float] = {}
+        """What was found, by phase, in seconds; empty until then. Goes into the checkpoint."""
+        self.reasons: dict[str, str] = {}
+        """Why each deadline is what it is, by phase."""
+
+    def note(self, phase: Phase, seconds: float) -> None:
+        """Notes one duration of a phase on this rank."""
+        self._seen_s[phase.value] = max(seconds, self._seen_s.get(phase.value, 0.0))
+        self.is_late = self.is_late or seconds > _LATE_SHARE * self.deadlines_s.get(phase.value, math.inf)
+
+    def is_due(self, *, somebody_is_late: bool = False) -> bool:
+        """Counts a gate; whether all ranks compare their durations at this one. All ranks get the same answer."""
+        self._gates_left -= 1
+        return somebody_is_late or self._gates_left <= 0
+
+    def take(self) -> dict[str, float]:
+        """The longest durations here since the last review, to be gathered."""
+        seen, self._seen_s, self.is_late = self._seen_s, {}, False
+        return seen
+
+    def settle(self, of_all_ranks: Sequence[Mapping[str, Any]]) -> bool:
+        """Takes the durations of all ranks, in rank order.
+
+        Returns:
+            Whether a deadline has become another one; a change of less than a tenth is none.
+        """
+        has_changed = False
+        for phase in _MEASURED:
+            name, found = phase.value, self._review(phase, of_all_ranks)
+            if found is None:
+                self.reasons.setdefault(name, f"the default: none in the first {self._gates} steps")
+            elif self._differs(phase, found[0]):
+                self.deadlines_s[name], self.reasons[name] = found
+                has_changed = True
+        self._explain_kept()
+        self._gates_left = self._gates_to_next()
+        return has_changed
+
+    def _review(self, phase: Phase, ranks: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
+        """The deadline of a phase, and why; None where the phase has not occurred since the last review."""
+        seconds = {rank: float(told[phase.value]) for rank, told in enumerate(ranks) if phase.value in told}
+        if not seconds:
+            return None
+        slowest = max(seconds, key=seconds.__getitem__)
+        now, before = seconds[slowest], self._longest_s.get(phase.value, 0.0)
+        longest = now if now >= before else before + _FALL * (now - before)
+        self._longest_s[phase.value] = longest
+        wanted = timedelta(seconds=self._factor * longest)
+        floor, limit = self._floors[phase], Timeouts().deadline(phase)
+        basis = f"the longest, {now:.2f} s on rank {slowest}"
+        if longest != now:
+            basis = f"{longest:.2f} s, on the way down to {basis}"
+        bound = "; that is the least" if wanted < floor else "; the default is the most" if wanted > limit else ""
+        return min(max(floor, wanted), limit).total_seconds(), f"{self._factor:g} times {basis}{bound}"
+
+    def _differs(self, phase: Phase, seconds: float) -> bool:
+        last = self.deadlines_s.get(phase.value)
+        return last is None or abs(seconds - last) > _LEAST_CHANGE * last
+
+    def _gates_to_next(self) -> int:
+        """The same on all ranks, because what it follows from is."""
+        longest_s = self._longest_s.get(Phase.STEP.value, 0.0)
+        gates = self._review_every_s / longest_s if longest_s else 0.0
+        return max(self._gates, min(_MOST_GATES, math.ceil(gates)))
+
+    def adopt(self, deadlines_s: Mapping[str, float]) -> None:
+        """Takes over what an earlier run has found; a phase that it has not found keeps its default."""
+        known = {phase.value for phase in _MEASURED}
+        self.deadlines_s = {name: seconds for name, seconds in deadlines_s.items() if name in known}
+        self._longest_s = {name: seconds / self._factor for name, seconds in self.deadlines_s.items()}
+        self.reasons = dict.fromkeys(self.deadlines_s, "from the checkpoint, measured by the run that wrote it")
+        self._explain_kept()
+
+    def _explain_kept(self) -> None:
+        self.reasons |= {phase.value: why for phase, why in _KEPT.items()}
+
+    def timeouts(self) -> Timeouts:
+        """The defaults, with what was found in their place."""
+        return replace(Timeouts(), **self.deadlines_s)
+
+    def describe(self) -> str:
+        """Each value with its reason."""
+        found = [f"{phase} {self.deadlines_s[phase]:g} s ({self.reasons[phase]})" for phase in sorted(self.deadlines_s)]
+        return f"timeout='auto': {', '.join(found)}"
+
+    def to_event(self) -> dict[str, Any]:
+        """The fields of the event ``calibrated``: the deadline of each phase, and why."""
+        deadlines = self.timeouts()
+        return {
+            "deadlines_s": {name: deadlines.deadline(Phase(name)).total_seconds() for name in self.reasons},
+            "reasons": self.reasons,
+        }

@@ -37,7 +37,7 @@ from lightning_distplus.checkpoint.files import (
 )
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
 from lightning_distplus.errors import ExitCode, SaveFailed
-from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
+from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
 __all__ = [
     "Count",

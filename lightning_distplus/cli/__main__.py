@@ -20,10 +20,11 @@ PROGRAM = "distplus"
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: the module whose ``main(argv)`` runs it, and its line in ``--help``."""
+    """One subcommand: the module and its function that runs it, and its line in ``--help``."""
 
     module: str
     summary: str
+    function: str = "main"
     keeps_name: bool = False
     """Whether the module reads the command's name itself, as LightningCLI does."""
 
@@ -35,14 +36,14 @@ COMMANDS = {
     "test": Command("training", "run the test loop", keeps_name=True),
     "predict": Command("training", "run the prediction loop", keeps_name=True),
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
-    "prepare": Command("prepare", "turn text or JSONL into token files"),
-    "audit": Command("audit", "check that every sample was trained on once"),
-    "preflight": Command("preflight", "meet all ranks, and check every host"),
+    "prepare": Command("data", "turn text or JSONL into token files", "run_prepare"),
+    "audit": Command("data", "check that every sample was trained on once", "run_audit"),
+    "preflight": Command("preflight", "meet all ranks, and check every host", "run_preflight"),
     "rehearse": Command("rehearse", "what a configuration would do on many ranks"),
-    "doctor": Command("doctor", "what would go wrong on this host"),
+    "doctor": Command("preflight", "what would go wrong on this host", "run_doctor"),
     "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
-    "verify": Command("verify", "check every checkpoint in a folder"),
-    "export": Command("export", "write a sharded checkpoint as one file"),
+    "verify": Command("checkpoints", "check every checkpoint in a folder", "run_verify"),
+    "export": Command("checkpoints", "write a sharded checkpoint as one file", "run_export"),
 }
 
 
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = _parse_name(arguments[:1])
     command = COMMANDS[name]
-    module = _import(f"lightning_distplus.cli.{command.module}")
+    run = getattr(_import(f"lightning_distplus.cli.{command.module}"), command.function)
     try:
-        return int(module.main(arguments if command.keeps_name else arguments[1:]))
+        return int(run(arguments if command.keeps_name else arguments[1:]))
     except (DistplusError, OSError) as error:
         if command.keeps_name:
             raise  # the strategy's excepthook tells the peers and ends the process with the error's code

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat, env
-from lightning_distplus.cli.doctor import print_findings
+from lightning_distplus.cli.preflight import print_findings
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.trainer_view import data_parallel
+from lightning_distplus.data.progress import data_parallel
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import write_speed

@@ -1,17 +1,15 @@
 """The control plane: messages between ranks without a collective, which would hang exactly when it is needed.
 
-Read in this order: ``rendezvous`` (how the ranks find one store), ``line`` (keys, and waits that name who is missing),
-``plane`` (the calls of all ranks), ``record`` and ``gate`` (the one check of each step), ``points`` with ``tally`` and
-``shared_tally`` (the calls of Lightning in which all ranks take part), ``parting`` (the end of a run).
+Read in this order: ``rendezvous`` (how the ranks find one store), ``plane`` (keys, waits that name who is missing, the
+calls of all ranks), ``exchange`` (small records of all ranks), ``step_gate`` (the one check of each step),
+``collective_check`` (the calls of Lightning in which all ranks take part), ``first_error``, and ``secret`` (who may say
+what ends a job).
 """
 
-from lightning_distplus.control.gate import StepGate
-from lightning_distplus.control.parting import end_together, part
-from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.control.points import Points, WatchedGate, active_points, beat_key
-from lightning_distplus.control.record import GateRecord, Wish
+from lightning_distplus.control.collective_check import Point, Points, WatchedGate, active_points, beat_key
+from lightning_distplus.control.plane import ControlPlane, end_together, part
 from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect, has_own_store
-from lightning_distplus.control.whereabouts import Point
+from lightning_distplus.control.step_gate import GateRecord, StepGate, Wish
 
 __all__ = [
     "Address",

@@ -29,7 +29,7 @@ from lightning_distplus.errors import (
     SaveFailed,
     message_of,
 )
-from lightning_distplus.liveness import running_time
+from lightning_distplus.process import running_time
 from lightning_distplus.world import World
 
 __all__ = ["FirstError", "Listener"]

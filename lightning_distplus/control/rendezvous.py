@@ -1,15 +1,19 @@
-"""How the ranks of one job find one store: one port, a deadline of its own, and the names of those who never came."""
+"""Rendezvous: how the ranks of one job find one store, with a deadline, and why a process is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import ipaddress
 import json
 import logging
+import queue
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,18 +23,32 @@ import torch.distributed as dist
 
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
-from lightning_distplus.attended import is_attended
-from lightning_distplus.control.joining import CONNECT_EVERY_S, await_port, came_apart, join, listen_on, port_remedy
-from lightning_distplus.control.peers import Peer
-from lightning_distplus.control.plane import ControlPlane
-from lightning_distplus.control.post import Post
-from lightning_distplus.control.reach import SILENCE_S, is_local
-from lightning_distplus.control.refusals import Refusals
-from lightning_distplus.control.unheard import Unheard
+from lightning_distplus.control.plane import ControlPlane, Peer
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
+from lightning_distplus.launcher_link import launcher_has_ended
+from lightning_distplus.process import is_attended
 from lightning_distplus.world import LAUNCHER, World
 
-__all__ = ["Address", "connect", "connect_over", "connected", "disconnect", "has_own_store"]
+__all__ = [
+    "CONNECT_EVERY_S",
+    "SILENCE_S",
+    "Address",
+    "Refusals",
+    "Unheard",
+    "await_port",
+    "came_apart",
+    "connect",
+    "connect_over",
+    "connected",
+    "disconnect",
+    "explain_silence",
+    "has_own_store",
+    "is_local",
+    "join",
+    "listen_on",
+    "port_remedy",
+]
 
 log = logging.getLogger(__name__)
 
@@ -99,17 +117,16 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             _plane.stop_listening()
             _plane = _met_over = None  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
-        post = Post(address.host, address.port, address.prefix, world.rank) if world.num_nodes > 1 else None
         meeting = f"{address.prefix} {address.host}:{address.port}"
-        with contextlib.closing(Unheard(folder, meeting, world.rank, post)) as unheard:
-            try:
-                store = _open_store(world, address, deadline, unheard)
-            except RendezvousError as error:
-                unheard.leave(str(error), knows_address=not isinstance(error.__cause__, socket.gaierror))
-                raise
-            plane = _introduce(store, world, address)
-            left = timedelta(seconds=max(0.0, end - time.monotonic()))
-            _meet(plane, left, _refusals(store, world, address), unheard)
+        unheard = Unheard(folder, meeting, world.rank)
+        try:
+            store = _open_store(world, address, deadline, unheard)
+        except RendezvousError as error:
+            unheard.leave(str(error))
+            raise
+        plane = _introduce(store, world, address)
+        left = timedelta(seconds=max(0.0, end - time.monotonic()))
+        _meet(plane, left, _refusals(store, world, address), unheard)
         _plane, _met_over = plane, None
         return plane
 
@@ -338,3 +355,330 @@ def _claim_rank(store: Store, world: World, store_host: str = "") -> None:
 def _claim(store: Store, key: str, value: dict[str, Any]) -> dict[str, Any]:
     """Sets a key where nobody has set it, and returns what is there now."""
     return dict(json.loads(store.compare_set(key, "", json.dumps(value))))
+
+
+# -- the port of the store ---------------------------------------------------------------------------------------------
+
+
+CONNECT_EVERY_S = 0.05
+_ANSWER_S = 3.0  # a store answers in milliseconds, also while a thousand ranks come at once
+_ANSWERS_PER_S = 200  # all ranks come at once, and one thread answers them
+_ANSWER_MARGIN_S = 0.5
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket that listens on the interface of ``host``; on all where that leads other hosts nowhere.
+
+    So it is where no interface of this host has that address, where its name is not known yet (in Kubernetes), and
+    where it is a loopback address here (Debian gives a host 127.0.1.1 by its own name) and a name to the others.
+
+    Raises:
+        OSError: The port is taken, the name does not resolve, or this user may not listen there.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_own_name = ipaddress.ip_address(place[0]).is_loopback and host not in (place[0], "localhost")
+        if not is_own_name:
+            return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        is_early = isinstance(error, socket.gaierror) and env.KUBERNETES_SERVICE_HOST.get() is not None
+        if error.errno != errno.EADDRNOTAVAIL and not is_early:
+            raise
+    # Behind a service address (Kubernetes) the main address is not an interface of rank 0's host.
+    log.info("rank 0: %s is no interface of this host that others reach; listening on all of them", host)
+    return socket.create_server(("", port), backlog=4096)
+
+
+def port_remedy(error: OSError) -> str:
+    """What to do where ``listen_on`` has failed."""
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "Another process holds the port (an earlier run that did not end?): end it, or set MASTER_PORT to a free "
+            "one on every node."
+        )
+    return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
+
+
+def await_port(world: World, host: str, port: int, deadline: timedelta, unheard: Unheard) -> timedelta:
+    """Tries until somebody listens; torch's own client overruns its time-out by seconds.
+
+    Args:
+        world: This process.
+        host: Where the store is.
+        port: Its port there.
+        deadline: How long to try.
+        unheard: Where rank 0 says that it cannot serve.
+
+    Returns:
+        The time left of the deadline, at least a second.
+
+    Raises:
+        PeerMissing: Nobody listens there.
+        RendezvousError: Something other than an absent rank 0 explains the silence.
+    """
+    begin = time.monotonic()
+    end = begin + deadline.total_seconds()
+    while True:
+        try:
+            left_s = end - time.monotonic()
+            socket.create_connection((host, port), timeout=min(max(left_s, 0.05), 1.0)).close()
+            return timedelta(seconds=max(1.0, end - time.monotonic()))
+        except OSError as error:
+            reason = explain_silence(world, host, port, error) if _is_silent(begin) else None
+            if reason is not None:
+                raise RendezvousError(reason) from error
+            if launcher_has_ended():
+                raise RendezvousError(
+                    f"Rank {world.rank} on {world.host}: 'distplus launch', which has started this rank and served the "
+                    f"store at {host}:{port}, has ended. Start it again."
+                ) from error
+            if told := unheard.look(time.monotonic() - begin):
+                raise RendezvousError(explain_silence(world, host, port, error) or came_apart(told)) from error
+            if time.monotonic() >= end:
+                raise PeerMissing(
+                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0 at "
+                    f"{host}:{port}: {error}. Rank 0 did not start, or MASTER_ADDR / MASTER_PORT differ "
+                    "between the ranks, or a firewall closes the port.",
+                    [0],
+                ) from error
+            time.sleep(CONNECT_EVERY_S)
+
+
+def came_apart(text: str) -> str:
+    """What this rank says where another one cannot come, and has said why beside the store."""
+    return f"The ranks cannot meet, because one process cannot reach the store. {text}"
+
+
+def _is_silent(since: float) -> bool:
+    return time.monotonic() - since >= SILENCE_S
+
+
+def join(world: World, host: str, port: int, deadline: timedelta) -> TCPStore:
+    """Becomes a client of the store. On a thread, because torch's client waits for ever for a server that is silent.
+
+    Raises:
+        RendezvousError: What listens there is no store.
+    """
+    seconds = min(deadline.total_seconds(), _ANSWER_S + world.size / _ANSWERS_PER_S)
+    found: queue.SimpleQueue[TCPStore | dist.DistError] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            timeout = timedelta(seconds=seconds)
+            found.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except dist.DistError as error:
+            found.put(error)
+
+    threading.Thread(target=make, name="distplus-join", daemon=True).start()
+    try:
+        store = found.get(timeout=seconds + _ANSWER_MARGIN_S)
+    except queue.Empty:
+        store = None
+    if isinstance(store, TCPStore):
+        return store
+    raise RendezvousError(
+        f"Rank {world.rank} on {world.host} reached {host}:{port}, but what listens there does not answer as "
+        f"the store of a job within {seconds:g} s. Another service holds the port: end it, or set MASTER_PORT to a "
+        "free one on every node."
+    ) from store
+
+
+# -- where the main address leads --------------------------------------------------------------------------------------
+
+
+SILENCE_S = 3.0
+"""How long an address may lead nowhere before that is an error; rank 0 itself may come much later than the others."""
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is one of this host's; a name that does not resolve is not."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def explain_silence(world: World, host: str, port: int, error: OSError) -> str | None:
+    """Why nobody will answer at the main address, however long this rank waits; None where waiting may help.
+
+    A refusal comes from a host that is up: rank 0 is only late, unless this is that host. In Kubernetes names and
+    addresses appear when the pod of rank 0 does, so that nothing is certain there.
+
+    Args:
+        world: This process, not rank 0.
+        host: Where rank 0 should be.
+        port: Its port there.
+        error: How the last attempt to connect ended, after ``SILENCE_S`` of attempts.
+    """
+    if world.num_nodes == 1 or env.KUBERNETES_SERVICE_HOST.get() is not None:
+        return None
+    here = f"Rank {world.rank} on {world.host} (node rank {world.node_rank})"
+    if isinstance(error, socket.gaierror):
+        return (
+            f"{here} cannot resolve MASTER_ADDR={host}: {error.strerror}. Set it, on every node, to a name or an IP "
+            f"address of node 0 that all nodes know; 'getent hosts {host}' shows what this one knows."
+        )
+    if isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
+        return (
+            f"{here} gets no answer from {host}:{port}, not even a refusal: a firewall drops what goes from "
+            f"{world.host} to {host}:{port}, or that host is down, or MASTER_ADDR is wrong ({error}). Open TCP between "
+            f"the nodes, or set MASTER_PORT to an open one; 'nc -vz {host} {port}' on {world.host} tries it."
+        )
+    if error.errno == errno.ECONNREFUSED and not _is_loopback(host) and is_local(host):
+        return (
+            f"{here} waits for rank 0 at MASTER_ADDR={host}:{port}, and that is this very host, on which rank 0 does "
+            f"not run: NODE_RANK is {world.node_rank} here. Set NODE_RANK=0 on {world.host}, or MASTER_ADDR to the "
+            "host whose NODE_RANK is 0, the same on every node."
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        return False
+
+
+# -- notes of processes that cannot reach the store, beside it ---------------------------------------------------------
+
+# Who cannot reach the store cannot say so in it. Most clusters share the folder of the run between hosts, so that the
+# reason is heard there. Where none is shared, the deadline of the rendezvous ends the wait and names the rank.
+
+
+_EVERY_S = 0.25
+_EVERY_S_OF_MANY = 1.0  # every rank but 0 asks the file system while rank 0 is late
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Note:
+    text: str
+    id: str
+
+
+class Unheard:
+    """The notes of one meeting, one file a rank.
+
+    A note that was there before this rank began may be that of an earlier start: it counts at the deadline only. The
+    rank that has left it takes it away when it starts again.
+
+    Args:
+        folder: Where the run writes; None: nowhere.
+        meeting: Job, attempt and address, so that no other run's note is read.
+        rank: Rank of this process. Rank 0 looks for the notes of all others, and each of them for that of rank 0.
+    """
+
+    def __init__(self, folder: Path | None, meeting: str, rank: int) -> None:
+        self._folder = folder
+        self._stem = f"unmet-{hashlib.sha256(meeting.encode()).hexdigest()[:12]}-rank"
+        self._mine = f"{self._stem}{rank:05d}.json"
+        self._awaited = f"{self._stem}*.json" if rank == 0 else f"{self._stem}00000.json"
+        self._every_s = _EVERY_S if rank == 0 else _EVERY_S_OF_MANY
+        self._look_at_s = 0.0
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                (folder / self._mine).unlink(missing_ok=True)
+        self._old = {note.id for note in self._read(self._awaited).values()}
+
+    def leave(self, text: str) -> None:
+        """Leaves why this rank does not come; a folder that takes no file is no further trouble."""
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            aside = self._folder / f".{self._mine}"
+            aside.write_text(json.dumps({"version": _VERSION, "text": text, "id": uuid.uuid4().hex}))
+            aside.rename(self._folder / self._mine)
+        except OSError as error:
+            log.info("no note could be left in %s: %s", self._folder, error)
+
+    def look(self, elapsed_s: float, has_come: Callable[[int], bool] = lambda rank: False) -> str | None:
+        """Called while this rank waits: what a rank that has not come says since this one began."""
+        if elapsed_s < self._look_at_s:
+            return None
+        self._look_at_s = elapsed_s + self._every_s
+        notes = self._read(self._awaited)
+        texts = {rank: note.text for rank, note in notes.items() if note.id not in self._old}
+        return _first(texts, has_come)
+
+    def last_word(self, has_come: Callable[[int], bool]) -> str | None:
+        """Called at the deadline: what a rank that has not come has said at any time."""
+        texts = {rank: note.text for rank, note in self._read(f"{self._stem}*.json").items()}
+        return _first(texts, has_come)
+
+    def _read(self, pattern: str) -> dict[int, _Note]:
+        """By rank; what cannot be read is no note."""
+        found: dict[int, _Note] = {}
+        for path in [] if self._folder is None else sorted(self._folder.glob(pattern)):
+            try:
+                note = words_of(path.read_text())
+                if note["version"] == _VERSION:
+                    found[int(path.stem.removeprefix(self._stem))] = _Note(str(note["text"]), str(note["id"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.debug("%s is no note: %s", path, error)
+        return found
+
+
+def _first(texts: dict[int, str], has_come: Callable[[int], bool]) -> str | None:
+    return next((texts[rank] for rank in sorted(texts) if not has_come(rank)), None)
+
+
+# -- notes of processes that are refused, in the store -----------------------------------------------------------------
+
+
+_LOOK_EVERY_S = 0.25
+# Whoever still waits for others this long after a refusal has met the reason. One that disturbs nobody is not seen: a
+# job whose ranks have all come does not look.
+_GRACE_S = 1.5
+_READING_S = 4 * _LOOK_EVERY_S
+
+
+class Refusals:
+    """The note of the first process that was refused.
+
+    Args:
+        store: The store in which the ranks meet, with the keys of all jobs and attempts.
+        key: Where the note is, for this job and attempt.
+        serves_store: Whether this process may serve the store; it leaves after those who read in it.
+    """
+
+    def __init__(self, store: Store, key: str, *, serves_store: bool) -> None:
+        self._store = store
+        self._key = key
+        self._serves_store = serves_store
+        self._grace_s = _GRACE_S + (_READING_S if serves_store else 0.0)
+        self._look_at_s = 0.0
+        self._seen_at_s: float | None = None
+        self._note: dict[str, Any] = {}
+
+    def leave(self, text: str, *, is_certain: bool = False) -> None:
+        """Leaves a note; the first one stays. Who serves the store stays too, until those who wait have read it.
+
+        Args:
+            text: Why the process was refused.
+            is_certain: Whether those who wait need not see first whether the ranks come all the same.
+        """
+        self._store.compare_set(self._key, "", json.dumps({"text": text, "is_certain": is_certain}))
+        if self._serves_store:
+            time.sleep(_READING_S if is_certain else self._grace_s)
+
+    def raise_if_any(self, elapsed_s: float) -> None:
+        """Called while this rank waits: raises the text of the note, once it has been there for a while.
+
+        Raises:
+            RendezvousError: With the text.
+        """
+        if elapsed_s < self._look_at_s:
+            return
+        self._look_at_s = elapsed_s + _LOOK_EVERY_S
+        if self._seen_at_s is None:
+            if not self._store.check([self._key]):
+                return
+            self._note = words_of(self._store.get(self._key))
+            self._seen_at_s = elapsed_s
+        if self._note["is_certain"] or elapsed_s - self._seen_at_s >= self._grace_s:
+            raise RendezvousError(f"The ranks cannot meet, because one process was refused. {self._note['text']}")

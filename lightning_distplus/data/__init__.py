@@ -9,12 +9,9 @@ if TYPE_CHECKING:
     from lightning_distplus.data import samplers
     from lightning_distplus.data.audit import SampleAudit
     from lightning_distplus.data.map_datamodule import ResumableDataModule
-    from lightning_distplus.data.masks import document_mask
-    from lightning_distplus.data.mixture import Mixture
-    from lightning_distplus.data.order import ORDER_VERSION, permute
-    from lightning_distplus.data.sources import Source
-    from lightning_distplus.data.token_datamodule import TokenDataModule
-    from lightning_distplus.data.tokens import MegatronTokens, MegatronWriter, TokenSource, dtype_for
+    from lightning_distplus.data.order import ORDER_VERSION, Mixture, permute
+    from lightning_distplus.data.token_datamodule import TokenDataModule, document_mask
+    from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, TokenSource, dtype_for
 
 __all__ = [
     "ORDER_VERSION",
@@ -34,16 +31,16 @@ __all__ = [
 
 _HOMES = {
     "ORDER_VERSION": "order",
-    "MegatronTokens": "tokens",
-    "MegatronWriter": "tokens",
-    "Mixture": "mixture",
+    "MegatronTokens": "token_files",
+    "MegatronWriter": "token_files",
+    "Mixture": "order",
     "ResumableDataModule": "map_datamodule",
     "SampleAudit": "audit",
-    "Source": "sources",
+    "Source": "token_files",
     "TokenDataModule": "token_datamodule",
-    "TokenSource": "tokens",
-    "document_mask": "masks",
-    "dtype_for": "tokens",
+    "TokenSource": "token_files",
+    "document_mask": "token_datamodule",
+    "dtype_for": "token_files",
     "permute": "order",
 }
 

@@ -1,7 +1,8 @@
-"""What the resumable data modules share: hooks, state, and the callback that keeps the Trainer in step."""
+"""Base of the resumable data modules: hooks, state, samples handed out, and what a kind of data defines."""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MethodType
@@ -9,12 +10,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_distplus.data.handing_out import HandsOut
-from lightning_distplus.data.in_step import InStep, Timer, is_fitting
+from lightning_distplus.data.batches import EpochPlan, Geometry, Order, Quarantine, Request, SequentialPlan
 from lightning_distplus.data.loader import SampleLoader, WorkerOptions
 from lightning_distplus.data.order import ORDER_VERSION
-from lightning_distplus.data.plan import Geometry
-from lightning_distplus.data.position import (
+from lightning_distplus.data.progress import (
+    Cursor,
+    InStep,
+    Timer,
+    data_parallel,
+    epoch_length,
+    is_fitting,
+    is_overfitting,
+    of_first_epoch,
+    refuse_changing_windows,
+    refuse_past_end,
+)
+from lightning_distplus.data.state import (
     Position,
     change_of_cut,
     position_at,
@@ -23,24 +34,15 @@ from lightning_distplus.data.position import (
     require_same_data,
     state_of,
 )
-from lightning_distplus.data.progress import Cursor
-from lightning_distplus.data.quarantine import Quarantine
-from lightning_distplus.data.request import Request
-from lightning_distplus.data.trainer_view import (
-    data_parallel,
-    epoch_length,
-    is_overfitting,
-    of_first_epoch,
-    refuse_changing_windows,
-    refuse_past_end,
-)
+from lightning_distplus.launcher_link import SampleNote
+from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]
 
 _MAX_CHANGES = 8  # recorded changes of the global batch; the state stays below 1 KB
 
 
-class ExactDataModule(HandsOut, pl.LightningDataModule):
+class ExactDataModule(pl.LightningDataModule):
     """The position in the data, its state, and its place in the Trainer's loops.
 
     The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
@@ -76,6 +78,10 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         self._ignored: list[list[Any]] = []
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
+        self.quarantine = Quarantine()
+        self._plan: EpochPlan | None = None
+        self._in_hand: Request | None = None
+        self._note: SampleNote | None = None
         self.timer: Timer | None = None
 
     @property
@@ -109,7 +115,7 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         """The batch sizes of this fit."""
         return self._joined().geometry
 
-    # Lightning's hooks.
+    # -- hooks of Lightning --------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
         """Checks the data against the batch sizes; sets the Trainer's accumulation where a global batch is given."""
@@ -211,7 +217,7 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
         self.load_state_dict(state_of(position, geometry, self._known_identity, {}))
         return True
 
-    # Inside.
+    # -- how Trainer and data fit each other ---------------------------------------------------------------------------
 
     def _hide_validation(self) -> None:
         """Tells Lightning that there is no validation data: it only asks whether the hook is overridden."""
@@ -328,3 +334,134 @@ class ExactDataModule(HandsOut, pl.LightningDataModule):
             loader.close()
         self._loaders = {}
         self._forget_note()
+
+    # -- the samples that are handed out -------------------------------------------------------------------------------
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the training data can only be read from front to back."""
+        return False
+
+    def sample_ids(self, batch_idx: int) -> list[Any]:
+        """Ids of this rank's samples in a micro-batch of the present epoch: dataset indices, or (source, index).
+
+        Raises:
+            RuntimeError: No epoch has begun, or the data is iterable and its samples have no ids.
+        """
+        if self.is_iterable:
+            raise RuntimeError("The training data is iterable: its samples have no ids that this package knows.")
+        if self._plan is None:
+            raise RuntimeError("No epoch has begun, so that no samples are assigned yet.")
+        ids: list[Any] = self._plan.ids(batch_idx).tolist()
+        return [tuple(one) if isinstance(one, list) else one for one in ids]
+
+    def samples_in_hand(self) -> list[Any]:
+        """Ids of the samples that this rank fetches, or trains on; none where it does neither, or they have none."""
+        return [] if self._in_hand is None else list(self._in_hand.ids.tolist())
+
+    @property
+    def delivered(self) -> Request | None:
+        """What the training batch that was delivered last was asked for as."""
+        loader = self._loaders.get("train")
+        return getattr(loader, "delivered", None)
+
+    def _note_samples(self, request: Request) -> None:
+        """Tells the launcher what this rank has in hand from now on."""
+        self._in_hand = request
+        if self._note is None:
+            self._note = SampleNote()
+        self._note.write(request.ids.tobytes(), request.ids.shape[1] if request.ids.ndim > 1 else 0)
+
+    def _forget_note(self) -> None:
+        if self._note is not None:
+            self._note.close()
+            self._note = None
+
+    def _hand_out(self, position: Position, geometry: Geometry, order: tuple[Order, int], num_batches: int) -> Any:
+        """The requests from a position to the end of its epoch, with stand-ins for what is in quarantine."""
+        whole, first_position = order
+        first, rest = self._known_identity.get("phase", [0])[0], num_batches - position.batches
+        end = first_position + rest * geometry.micro_step
+        self._plan = EpochPlan(
+            order=self.quarantine.around(whole, step=geometry.micro_step, first=first, end=end),
+            geometry=geometry,
+            first_batch=position.batches,
+            first_position=first_position,
+            num_batches=num_batches,
+        )
+        requests = self._requests(self._plan, position.epoch)
+        return self.quarantine.weighted(requests, whole) if self.quarantine else requests
+
+    def _set_apart(self, state: Mapping[str, Any]) -> None:
+        """Takes over what a checkpoint has in quarantine."""
+        self.quarantine.add(state.get("quarantine", []))
+
+    # -- for a kind of data to define ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for the same order; compared when a state is loaded."""
+
+    @abstractmethod
+    def _num_global_batches(self, geometry: Geometry) -> int:
+        """Optimizer steps of an epoch."""
+
+    @abstractmethod
+    def _order(self, position: Position) -> tuple[Order, int]:
+        """The order of the epoch at ``position``, and the place of the next sample in that order."""
+
+    @abstractmethod
+    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
+        """The requests of a plan."""
+
+    @abstractmethod
+    def _fetcher(self, stage: str) -> Any:
+        """Fetches a request of the stage, "train", "val", or "val/..." where there are several."""
+
+    @abstractmethod
+    def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
+        """The validation batches, or None where there is no validation data."""
+
+    @abstractmethod
+    def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
+        """One validation request."""
+
+    def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
+        """Micro-batches of an optimizer step.
+
+        Raises:
+            ValueError: The batch sizes that were asked for contradict each other, or do not fit the number of ranks.
+        """
+        return int(trainer.accumulate_grad_batches)
+
+    def _end_of_data(self) -> Callable[[int], bool] | None:
+        """For ``Cursor``: whether iterable data ended before a micro-batch."""
+        return None
+
+    def uneven_end(self) -> str:
+        """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
+        return ""
+
+    def _begin_anew(self) -> None:
+        """Forgets what an earlier Trainer's position depended on."""
+
+    def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes over what in a saved state the identity depends on; returns the state as it is compared."""
+        return state
+
+    def _require_reachable(self, position: Position, global_batch: int) -> None:
+        """Raises when the position lies past the data; data without an end need not override this."""
+
+    def source_names(self) -> list[str]:
+        """What messages call the sources, where there are some."""
+        return []
+
+    def _explain(self, place: int) -> str:
+        """What differs first between source ``place`` and that of the checkpoint; empty where that is not known."""
+        return ""
+
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what is saved beside the state; called on all ranks of a save."""
+
+    def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes what ``extend_checkpoint`` has added."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from lightning_distplus.data.batches import Request
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.request import Request
 
 __all__ = ["AUGMENT", "SampleFetcher", "SampleLoader", "WorkerOptions", "generators_kept", "seed_generators"]
 

@@ -5,30 +5,125 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.utilities import CombinedLoader
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_choice
+from lightning_distplus.data.batches import (
+    EpochPlan,
+    Geometry,
+    Order,
+    Request,
+    SequentialPlan,
+    Uneven,
+    num_global_batches,
+)
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.epochs import Epochs, weights_of
-from lightning_distplus.data.iterable_training import IterableOptions, IterableTraining
+from lightning_distplus.data.iterable import (
+    IterableOptions,
+    IterableTraining,
+    Stateful,
+    StreamPasses,
+    StreamReader,
+    is_iterable,
+    require_data,
+)
 from lightning_distplus.data.loader import SampleFetcher, WorkerOptions
-from lightning_distplus.data.order import ORDER_VERSION
-from lightning_distplus.data.plan import EpochPlan, Geometry, Order, SequentialPlan, Uneven
-from lightning_distplus.data.position import Position
-from lightning_distplus.data.rank_states import gather_bytes
-from lightning_distplus.data.request import Request
+from lightning_distplus.data.order import ORDER_VERSION, EpochOrder
+from lightning_distplus.data.progress import data_parallel, is_overfitting
 from lightning_distplus.data.samplers import OwnSampler
-from lightning_distplus.data.stateful import Stateful, is_iterable, require_data
-from lightning_distplus.data.stream_loader import StreamPasses
-from lightning_distplus.data.stream_worker import StreamReader
-from lightning_distplus.data.trainer_view import data_parallel, is_overfitting
+from lightning_distplus.data.state import Position
+from lightning_distplus.errors import DatasetMismatch, refuse_unknown_arguments, require_choice
+from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.world import DataParallel
 
-__all__ = ["ResumableDataModule"]
+__all__ = ["Epochs", "ResumableDataModule", "weights_of"]
+
+# -- epochs of map-style data ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """The epochs of one data set.
+
+    Attributes:
+        dataset: Anything with ``__len__`` and ``__getitem__``.
+        sampling: How an epoch draws from it; None: every sample once.
+        seed: Of the order.
+        shuffle: False keeps the data's own order.
+        uneven: What happens to the last global batch when it is not full.
+        order_version: Of the order.
+    """
+
+    dataset: Any
+    sampling: OwnSampler | None
+    seed: int
+    shuffle: bool
+    uneven: Uneven
+    order_version: int = ORDER_VERSION
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch before it is cut into global batches."""
+        return len(self.dataset) if self.sampling is None else self.sampling.num_samples
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for the same order, beside the data's fingerprint and the seed."""
+        return {
+            "num_samples": len(self.dataset),
+            "shuffle": self.shuffle,
+            "sampling": None if self.sampling is None else self.sampling.fingerprint(),
+        }
+
+    def order(self, epoch: int) -> Order:
+        """Positions of an epoch to dataset indices."""
+        if self.sampling is not None:
+            return self.sampling.order(seed=self.seed, epoch=epoch)
+        return EpochOrder(
+            num_samples=len(self.dataset),
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            version=self.order_version,
+        )
+
+    def num_global_batches(self, geometry: Geometry) -> int:
+        """Optimizer steps of an epoch."""
+        return num_global_batches(self.num_samples, geometry, self.uneven)
+
+    def uneven_end(self, global_batch: int) -> str:
+        """How many samples of each epoch are left out, or how many repeats fill its last global batch."""
+        size = self.num_samples
+        rest = size % global_batch
+        if not rest:
+            return ""
+        if self.uneven == "pad":
+            return f"; {global_batch - rest} repeats of weight 0 fill each epoch of {size} samples"
+        return f"; {rest} of {size} samples are left out of each epoch"
+
+    def require_reachable(self, position: Position, before: int) -> None:
+        """Checks a position that was saved with global batches of ``before`` samples.
+
+        Raises:
+            DatasetMismatch: It lies past the end of an epoch.
+        """
+        if position.offset >= self.num_samples + before:
+            raise DatasetMismatch(
+                f"The checkpoint stands at sample {position.offset} of epoch {position.epoch}, and an epoch of this "
+                f"run has {self.num_samples} samples. Resume with the data of the checkpoint, or start a new run from "
+                "its weights."
+            )
+
+
+def weights_of(positions: NDArray[np.int64], num_samples: int, uneven: Uneven) -> NDArray[np.float32] | None:
+    """With "pad": 0 for a repeat, which lies past the end of the epoch, and else 1."""
+    return (positions < num_samples).astype(np.float32) if uneven == "pad" else None
+
 
 _log = logging.getLogger(__name__)
 

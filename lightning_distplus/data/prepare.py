@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_distplus.choices import refuse_unknown_arguments
-from lightning_distplus.data.tokens import MegatronWriter, dtype_for
+from lightning_distplus.data.token_files import MegatronWriter, dtype_for
+from lightning_distplus.errors import refuse_unknown_arguments
 
 __all__ = ["END_OF_DOCUMENT", "Format", "PreparedTokens", "Progress", "prepare"]
 

@@ -9,17 +9,47 @@ their public attributes, as 2.6 defines them.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from lightning_distplus.data.plan import Geometry
-from lightning_distplus.data.position import Position
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, RichProgressBar, TQDMProgressBar
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Cursor", "reopen_epoch"]
+from lightning_distplus.data.batches import Geometry
+from lightning_distplus.data.state import Position
+from lightning_distplus.errors import DatasetMismatch, PeerError
+from lightning_distplus.run_access import gather_bytes
+from lightning_distplus.timeouts import Phase
+from lightning_distplus.world import DataParallel, name_ranks
+
+if TYPE_CHECKING:
+    from lightning_distplus.data.datamodule import ExactDataModule
+
+__all__ = [
+    "Cursor",
+    "InStep",
+    "Timer",
+    "data_parallel",
+    "epoch_length",
+    "is_fitting",
+    "is_overfitting",
+    "of_first_epoch",
+    "refuse_changing_windows",
+    "refuse_past_end",
+    "reopen_epoch",
+    "require_agreement",
+]
 
 _log = logging.getLogger(__name__)
+_MAX_FIELDS = 5  # of a message about ranks that differ
+_MAX_WIDTH = 200
 
 
 @dataclass
@@ -279,3 +309,282 @@ def _drop_unfinished_window(optimizer: Any) -> None:
 def _set(tracker: Any, *, done: int, begun: int | None = None) -> None:
     tracker.ready = tracker.started = done if begun is None else begun
     tracker.processed = tracker.completed = done
+
+
+# -- what a data module asks of a Trainer ------------------------------------------------------------------------------
+
+
+def is_overfitting(trainer: Any) -> bool:
+    """Whether every epoch has the batches of the first one."""
+    return bool(trainer.overfit_batches > 0)
+
+
+def of_first_epoch(position: Position) -> Position:
+    """The same place in the first epoch: its batches are those of every epoch."""
+    return replace(position, epoch=0, consumed_samples=position.offset)
+
+
+def data_parallel(trainer: Any) -> DataParallel:
+    """The data-parallel place of this process; tensor-parallel peers have the same."""
+    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return DataParallel(rank=kwargs["rank"], size=kwargs["num_replicas"]) if kwargs else DataParallel()
+
+
+def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | float) -> None:
+    """Refuses what would change the number of micro-batches in an optimizer step during the run.
+
+    Raises:
+        ValueError: A callback does so, or the strategy carries the rest of an epoch into the next one.
+    """
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise ValueError(
+            "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
+            "Use Trainer(accumulate_grad_batches=...)."
+        )
+    length, limit = epoch_length(trainer, num_batches), trainer.limit_train_batches
+    if trainer.strategy.handles_gradient_accumulation and accumulation > 1 and length % accumulation:
+        raise ValueError(
+            f"An epoch of {length} micro-batches (limit_train_batches={limit}) does not divide by the accumulation of "
+            f"{accumulation}, and {type(trainer.strategy).__name__} would carry the rest into the next epoch. "
+            "Choose a multiple."
+        )
+
+
+def epoch_length(trainer: Any, num_batches: int | float) -> int | float:
+    """Micro-batches of an epoch under ``limit_train_batches``; infinite where only the data knows."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return num_batches if isinstance(num_batches, float) else int(num_batches * limit)
+
+
+def refuse_past_end(trainer: Any, position: Position) -> None:
+    """Refuses a loaded position past the end of the run; warns where it is the end, and nothing is left to do.
+
+    Lightning returns at once in both cases, without a word. A job that is started again when it is done ends well.
+
+    Raises:
+        DatasetMismatch: The run is shorter than what the checkpoint has done.
+    """
+    limits = {"max_steps": (trainer.max_steps, position.steps), "max_epochs": (trainer.max_epochs, position.epoch)}
+    where = f"step {position.steps}, epoch {position.epoch}, sample {position.consumed_samples}"
+    for name, (limit, done) in limits.items():
+        if limit is None or limit < 0 or limit > done:
+            continue
+        if limit < done:
+            raise DatasetMismatch(
+                f"training already finished: the checkpoint stands after {where}, and this run ends before, with "
+                f"{name}={limit}. Raise {name} above {done} to go on, or load the weights into a new run."
+            )
+        if trainer.is_global_zero:
+            text = "training is already finished: the checkpoint stands after %s, and %s is %d; raise it to go on"
+            _log.warning(text, where, name, limit)
+
+
+# -- agreement of the ranks --------------------------------------------------------------------------------------------
+
+
+def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
+    """Compares what defines data and position over all ranks; no collective is issued.
+
+    Args:
+        strategy: The Trainer's.
+        place: Plain values; the same on all ranks, or training would go wrong in silence.
+
+    Raises:
+        DatasetMismatch: On all ranks, if it is not; the message has each value with its ranks.
+        PeerMissing, PeerFailed, PeerLost: A peer did not come.
+    """
+    mine = json.dumps(place, sort_keys=True, default=repr).encode()
+    everyone = gather_bytes(strategy, "place in the data", mine, phase=Phase.SETUP)
+    if len(set(everyone)) > 1:
+        with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
+            gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
+        lines = _differences([json.loads(one) for one in everyone])
+        text = "\n".join(f"  {line}" for line in lines)
+        raise DatasetMismatch(
+            f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
+            "Give all ranks the same files, settings and checkpoint: a folder that is not shared, or one that is still "
+            "being written, is the usual cause."
+        )
+
+
+def _differences(states: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for name in sorted(set().union(*states)):
+        ranks: dict[str, list[int]] = {}
+        for rank, state in enumerate(states):
+            ranks.setdefault(repr(state.get(name))[:_MAX_WIDTH], []).append(rank)
+        if len(ranks) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items()))
+    return lines[:_MAX_FIELDS]
+
+
+# -- the callback that keeps loops and data in step --------------------------------------------------------------------
+
+
+class InStep(Callback):
+    """Keeps the Trainer's loops and the data in step. The data module adds it to the Trainer by itself."""
+
+    def __init__(self, data: ExactDataModule) -> None:
+        self.data = data
+        self._handles: list[RemovableHandle] = []
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuses a checkpoint without a position, or with one that does not fit; reopens the epoch of the position.
+
+        Raises:
+            DatasetMismatch: It holds none of this data module; or it is of other data, or past the end of the run.
+        """
+        if not self._is_fitted_by(trainer):
+            return
+        name = type(self.data).__qualname__
+        if name in checkpoint:
+            self.data.read_checkpoint(checkpoint)
+        elif self.data.begin_without_state(checkpoint["global_step"]):
+            if trainer.is_global_zero:
+                _log.warning("the checkpoint holds no position in the data; going on where start_sample says")
+        else:
+            raise DatasetMismatch(
+                f"The checkpoint holds no position of a data module {name}, so that training would silently begin its "
+                "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
+                "order of this one (0: at its beginning); or load the weights into a new run."
+            )
+        if not pl_module.automatic_optimization:
+            self.data.count_steps(checkpoint["global_step"])
+        self.data.require_fit()
+        if not self.data.is_past_end:
+            reopen_epoch(checkpoint, self.data.position())
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds what the data saves beside its state.
+
+        Raises:
+            RuntimeError: The weights and the counters of this moment do not fit together.
+        """
+        if not self._is_fitted_by(trainer):
+            return
+        if self.data.cursor.is_behind_step:
+            raise RuntimeError(
+                f"A checkpoint cannot be saved in the middle of batch {trainer.fit_loop.total_batch_idx}, after its "
+                "optimizer step: the weights would hold that step and the counters would not, so that a resumed run "
+                "would train on the batch twice. Save in on_train_batch_end."
+            )
+        self.data.extend_checkpoint(checkpoint)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the loops at a loaded position, and says how large the batches are.
+
+        Raises:
+            DatasetMismatch: The ranks do not have the same data, or do not stand at the same place in it.
+        """
+        if self._is_fitted_by(trainer):
+            self.data.place()
+            self._watch_steps(trainer)
+            here = self.data.position()
+            cut = str(self.data.geometry)
+            place = {**self.data.identity, "global_batch": cut, **asdict(here), "quarantine": self.data.quarantine.ids}
+            require_agreement(trainer.strategy, place)
+            if trainer.is_global_zero:
+                _log.info("global batch %s%s", cut, self.data.uneven_end())
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Says once, on rank 0, where the run has resumed."""
+        timer = self.data.timer
+        if timer is None or not self._is_fitted_by(trainer):
+            return
+        timer.pause()
+        self.data.timer = None
+        if trainer.is_global_zero:
+            position, elapsed_ms = self.data.position(), timer.elapsed_s * 1000
+            where = (position.consumed_samples, trainer.global_step, position.epoch)
+            text = "resumed at sample %d, step %d, epoch %d, in %.1f ms%s"
+            _log.info(text, *where, elapsed_ms, self.data.receipt)
+        if batch_idx > 0:
+            _show_epoch(trainer, pl_module, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, where the module decides when its optimizers step."""
+        if not pl_module.automatic_optimization and self._is_fitted_by(trainer):
+            self.data.cursor.end_batch()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Has schedulers that wait for a plateau step at the end of a resumed epoch too, where they have their metric.
+
+        Lightning leaves them out there, because a checkpoint holds no metrics (lightning 2.6.6, ``fit_loop.py`` 483).
+        """
+        plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
+        if self._is_fitted_by(trainer) and all(one.monitor in trainer.callback_metrics for one in plateaus):
+            trainer.fit_loop.on_iteration_done()  # it follows anyway, behind the schedulers
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that a validation begins."""
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data.cursor.begin_validation()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that it has run."""
+        if self._is_fitted_by(trainer) and not trainer.sanity_checking:
+            self.data.cursor.end_validation()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Takes its hooks from the optimizers."""
+        self._release_optimizers()
+
+    def _release_optimizers(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _watch_steps(self, trainer: pl.Trainer) -> None:
+        self._release_optimizers()
+        for optimizer in trainer.optimizers:
+            while not hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer  # DeepSpeed's own are none of torch, and hold one
+            if isinstance(optimizer, Optimizer):
+                self._handles.append(optimizer.register_step_post_hook(self._note_step))
+
+    def _note_step(self, *_: Any) -> None:
+        self.data.cursor.note_step()
+
+    def _is_fitted_by(self, trainer: Any) -> bool:
+        return is_fitting(trainer) and trainer.datamodule is self.data
+
+
+def _show_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
+    """Gives the progress bar of an epoch that is resumed inside the length that it gets where an epoch starts."""
+    bar = trainer.progress_bar_callback
+    if not isinstance(bar, TQDMProgressBar | RichProgressBar) or bar.is_disabled:
+        return
+    bar.on_train_epoch_start(trainer, pl_module)
+    if isinstance(bar, TQDMProgressBar):
+        bar.train_progress_bar.initial = bar.train_progress_bar.n = batch_idx
+
+
+class Timer:
+    """Adds up the time between ``go_on`` and ``pause``."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begins a stretch that counts."""
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Ends it."""
+        self.elapsed_s += time.perf_counter() - self._since
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Whether the Trainer fits, and does not only validate, test or predict."""
+    return bool(trainer.state.fn == "fit")

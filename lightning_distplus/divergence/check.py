@@ -15,8 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import ControlPlane, GateRecord
-from lightning_distplus.ending import install_exit_codes
-from lightning_distplus.errors import DivergenceError
+from lightning_distplus.errors import DivergenceError, install_exit_codes
 from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.run_access import Host, host_of
 from lightning_distplus.trainer_gate import BatchGate

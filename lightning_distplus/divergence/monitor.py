@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from lightning_distplus.choices import refuse_unknown_arguments, require_choice
 from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
 from lightning_distplus.divergence.gradients import LocalFailureCheck, NonFiniteCheck, PairingCheck
@@ -23,7 +22,7 @@ from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, Sett
 from lightning_distplus.divergence.signature import first_odd_entry, signature, weights
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
 from lightning_distplus.divergence.tracing import CollectiveTrace
-from lightning_distplus.errors import CheckpointMismatch, DivergenceError
+from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
 from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.rng import rng_state
 from lightning_distplus.watchdog.stacks import stack_of, user_location

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, GateMonitor, MonitoredRun
-from lightning_distplus.host_load import HostLoad
+from lightning_distplus.process import HostLoad
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.launch.meeting import HostsApart
-from lightning_distplus.launch.rendezvous import BETWEEN_HOSTS, ON_ONE_HOST
+from lightning_distplus.launch.rendezvous import BETWEEN_HOSTS, ON_ONE_HOST, HostsApart
 from lightning_distplus.launch.signals import Signals
 
 __all__ = ["Hosts", "RankOutput", "run_attempt"]

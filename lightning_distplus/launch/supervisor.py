@@ -1,34 +1,290 @@
-"""The attempts of a job, one after the other: what was started, what ended it, and why it goes on or stops."""
+"""Runs the attempts of a job one after the other, and decides from what each has left behind whether it goes on."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.events import EventLog
+from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.agent import Hosts, run_attempt
-from lightning_distplus.launch.history import History, read_history
-from lightning_distplus.launch.meeting import HostsApart, Meeting
-from lightning_distplus.launch.poison import Poison, shown
-from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit, is_innocent
+from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
-from lightning_distplus.launch.told import told_home
-from lightning_distplus.watchdog import Verdict, name_incident
+from lightning_distplus.launcher_link import InHand, told_home
+from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
+from lightning_distplus.watchdog.ending import print_block
 from lightning_distplus.world import LAUNCHER
 
-__all__ = ["Job", "supervise"]
+__all__ = [
+    "Attempt",
+    "Culprit",
+    "History",
+    "Job",
+    "Poison",
+    "RestartPolicy",
+    "find_culprit",
+    "is_innocent",
+    "read_history",
+    "shown",
+    "supervise",
+]
 
-log = logging.getLogger(__name__)
+# -- policy ------------------------------------------------------------------------------------------------------------
+
+_NEEDS_A_PERSON = (ExitCode.DIVERGENCE, ExitCode.PREFLIGHT, ExitCode.NO_PROGRESS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """The rank that ended an attempt."""
+
+    rank: int
+    code: int
+    """Its exit code; a signal is a negative number."""
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell shows it: 128 and the number of the signal."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank}, killed by {signal.Signals(-self.code).name}"
+        try:
+            return f"rank {self.rank}, exit code {self.code} ({ExitCode(self.code).name.lower()})"
+        except ValueError:
+            return f"rank {self.rank}, exit code {self.code}"
+
+
+def find_culprit(
+    failures: Mapping[int, int], named: Iterable[int] = (), codes: Mapping[int, int] | None = None
+) -> Culprit:
+    """Whose exit code is that of the attempt.
+
+    A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is.
+
+    Args:
+        failures: Exit code per global rank, for the ranks that failed; at least one.
+        named: The culprits of the watchdog's verdict, which come before everything else.
+        codes: The exit code that goes with the error of a rank, by the ledger; it counts where a rank that is named
+            ended by the agent's SIGTERM, because its peers were quicker to end.
+    """
+    suspects = [rank for rank in sorted(named) if rank in failures]
+    rank = min(suspects or sorted(failures), key=lambda one: (is_innocent(failures[one]), one))
+    told = (codes or {}).get(rank) if suspects and is_innocent(failures[rank]) else None
+    return Culprit(rank=rank, code=failures[rank] if told is None else told)
+
+
+def is_innocent(code: int) -> bool:
+    """Whether a rank that ends with this code was ended by another: it lost a peer, or its agent terminated it."""
+    return code in (ExitCode.PEER_LOST, -signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What is known of an attempt that has ended."""
+
+    number: int
+    culprit: Culprit
+    ended_at: float
+    """``time.monotonic()``"""
+    has_started: bool
+    """Whether the ranks have met and set up: without that, the command itself is wrong."""
+    step: int | None
+    """Completed optimizer steps when it ended; None where no rank could tell."""
+
+
+@dataclass
+class RestartPolicy:
+    """Decides after each failed attempt.
+
+    Args:
+        max_restarts: So many restarts are made within ``window``.
+        window: The time in which they count; None: the whole job.
+        same_step: So many attempts in a row may end without the step having moved; then a person has to look.
+    """
+
+    max_restarts: int
+    window: timedelta | None = None
+    same_step: int = 3
+    _restarts: list[float] = field(default_factory=list, init=False)
+    _best_step: int = field(default=-1, init=False)
+    _in_vain: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0 or self.same_step < 1:
+            raise ValueError(
+                f"max_restarts is {self.max_restarts} and same_step is {self.same_step}; at least 0 and 1 are needed."
+            )
+
+    def refusal(self, attempt: Attempt) -> tuple[int, str] | None:
+        """Why there is no further attempt, with the exit code of the job; None: there is one."""
+        code = attempt.culprit.exit_code
+        if code == ExitCode.PREEMPTED:
+            return code, "the ranks stopped when asked to; the same command continues"
+        if code in _NEEDS_A_PERSON:
+            return code, "another attempt would end the same way; read the error above"
+        if not attempt.has_started and attempt.culprit.code > 0:
+            return code, "the ranks ended before they had met; read the error above"
+        if self._is_stuck(attempt):
+            where = "before the first step" if attempt.step is None else f"at step {attempt.step}"
+            return int(ExitCode.NO_PROGRESS), f"{self._in_vain} attempts in a row ended {where}"
+        if not self._has_budget(attempt.ended_at):
+            within = "" if self.window is None else f" within {self.window}"
+            return code, f"all {self.max_restarts} restarts{within} are spent"
+        self._restarts.append(attempt.ended_at)
+        return None
+
+    def begin_anew(self) -> None:
+        """Counts the attempts at one step from the beginning: what has ended them is out of the way."""
+        self._in_vain = 0
+
+    def _is_stuck(self, attempt: Attempt) -> bool:
+        step = -1 if attempt.step is None else attempt.step
+        self._in_vain = 1 if step > self._best_step else self._in_vain + 1
+        self._best_step = max(step, self._best_step)
+        return self._in_vain >= self.same_step
+
+    def _has_budget(self, now: float) -> bool:
+        if self.window is not None:
+            self._restarts = [at for at in self._restarts if now - at <= self.window.total_seconds()]
+        return len(self._restarts) < self.max_restarts
+
+
+# -- what an attempt has left behind -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """One attempt, as the ledger and the verdict tell it."""
+
+    has_started: bool = False
+    has_saved: bool = False
+    is_preempted: bool = False
+    step: int | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    """The error of each rank, in one line."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """The exit code that goes with each error."""
+    samples: dict[int, Sequence[Any]] = field(default_factory=dict)
+    """The samples that a failing rank had in hand."""
+    culprits: list[int] = field(default_factory=list)
+    """The ranks that the verdict names."""
+    is_hang: bool = False
+
+
+def read_history(home: Path | None, attempt: int, since: float, run_id: str | None) -> History:
+    """Reads what an attempt has written.
+
+    Args:
+        home: The folder of the run's artefacts; None where no rank came so far as to name it.
+        attempt: Its number.
+        since: Unix time at which it began; older verdicts and events are those of earlier attempts.
+        run_id: The run; what other runs have left in the same folder concerns it as little. None: it is not known.
+    """
+    if home is None:
+        return History()
+    of_run = read_events(home, run_id=run_id)
+    events = [event for event in of_run if event["attempt"] == attempt and event["time"] >= since]
+    failed = [event for event in events if event["kind"] == "failed"]
+    steps = [event["global_step"] for event in events if event.get("global_step") is not None]
+    # The first verdict since then: what came after it is its consequence.
+    verdict: dict[str, Any] = next(iter(find_verdicts(home, run_id=run_id, since=since)), {})
+    if verdict:
+        steps.append(verdict["global_step"])
+    return History(
+        has_started=any(event["kind"] == "start" for event in events),
+        has_saved=any(event["kind"] in ("saved", "preempted") for event in events),
+        is_preempted=any(event["kind"] == "preempted" for event in events),
+        step=max(steps, default=None),
+        errors={event["rank"]: event["error"].partition("\n")[0] for event in failed},
+        codes={event["rank"]: event.get("exit_code", 1) for event in failed},
+        samples={event["rank"]: event["samples"] for event in failed if event.get("samples")},
+        culprits=verdict.get("culprits", []),
+        is_hang=verdict.get("kind") == "hang",
+    )
+
+
+# -- samples that end attempts -----------------------------------------------------------------------------------------
+
+_SHOWN_SAMPLES = 16
+
+
+class Poison:
+    """The samples in hand at the end of each attempt.
+
+    A rank that raised has named its samples in the ledger. What a killed one had in hand stands in the launcher's
+    memory, where its peers, which ended because of it, have theirs: so of these only the culprit's count.
+
+    Args:
+        num_ranks: Of this host.
+        same_step: So many attempts in a row that ended at one step, with the same samples in the same culprit's hands,
+            are evidence enough.
+        sets_apart: Whether the samples are then set apart.
+    """
+
+    def __init__(self, num_ranks: int, *, same_step: int, sets_apart: bool) -> None:
+        self._in_hand = InHand(num_ranks)
+        self._same_step = same_step
+        self._sets_apart = sets_apart
+        self._ends: list[tuple[int | None, int, list[Any]]] = []
+        self._tried: set[int | None] = set()
+        self.apart: list[Any] = []
+        """The ids that are set apart."""
+
+    def begin_attempt(self) -> None:
+        """Forgets what the ranks of the last attempt had in hand."""
+        self._in_hand.forget()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._in_hand.close()
+
+    def samples(self, attempt: Attempt, history: History) -> Mapping[int, Sequence[Any]]:
+        """By rank: of those that raised, and of the culprit."""
+        culprit = attempt.culprit.rank
+        killed = {rank: ids for rank, ids in self._in_hand.read().items() if rank == culprit}
+        return {**killed, **history.samples}
+
+    def note(self, attempt: Attempt, history: History) -> None:
+        """Keeps the end of an attempt."""
+        culprit = attempt.culprit.rank
+        self._ends.append((attempt.step, culprit, list(self.samples(attempt, history).get(culprit, []))))
+
+    def set_apart(self) -> list[Any]:
+        """Sets samples apart for the attempts that follow; called where the step has not moved.
+
+        Returns:
+            The samples; empty where that is not asked for, or would not help: the attempts ended with different
+            samples in hand, or this step did not move after its samples had been set apart.
+        """
+        ends = self._ends[-self._same_step :]
+        step, _, samples = ends[-1]
+        if not self._sets_apart or not samples or any(one != ends[-1] for one in ends) or step in self._tried:
+            return []
+        self._tried.add(step)
+        self.apart += samples
+        env.DISTPLUS_QUARANTINE.set(json.dumps(self.apart))
+        return samples
+
+
+def shown(samples: Sequence[Any]) -> str:
+    """The ids in one line."""
+    return ", ".join(map(str, samples[:_SHOWN_SAMPLES])) + (", ..." if len(samples) > _SHOWN_SAMPLES else "")
+
+
+# -- attempts ----------------------------------------------------------------------------------------------------------
 
 _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in HANDLED)}
 
@@ -71,6 +327,7 @@ class _Supervisor:
         self._home_file = job.log_dir / f"home-{self._run_id}"
         self._meeting: Meeting | None = None
         self._has_saved = False
+        self._attempt_began_at = 0.0
         self._poison = Poison(job.hosts.nproc, same_step=job.policy.same_step, sets_apart=job.quarantine)
 
     def run(self) -> int:
@@ -112,6 +369,7 @@ class _Supervisor:
 
     def _end_after(self, number: int, failures: dict[int, int], began_at: float) -> int | None:
         """The exit code of the job where an attempt was its last; None: another one follows."""
+        self._attempt_began_at = began_at
         history = read_history(self._home, number, began_at, self._run_id)
         self._has_saved = self._has_saved or history.has_saved
         asked = self._signals.asked if self._signals.has_reached_ranks else None
@@ -146,6 +404,7 @@ class _Supervisor:
             return self._end(number, code, f"{culprit}; {why}")
         if self._signals.asked is not None:  # by the next attempt at the latest
             raise Stop
+        self._show_verdict()
         self._say(f"attempt {number} ended at step {attempt.step} ({culprit}); attempt {number + 1} begins")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
         return None
@@ -216,6 +475,7 @@ class _Supervisor:
     def _end(self, number: int, code: int, why: str) -> int:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
+        self._show_verdict()
         self._note("launch_end", number, exit_code=int(code), reason=why)
         self._leave(number)
         return int(code)
@@ -256,6 +516,15 @@ class _Supervisor:
     def _home(self) -> Path | None:
         """Where the ranks write their artefacts; a rank tells it when it sets up."""
         return told_home(self._home_file)
+
+    def _show_verdict(self) -> None:
+        """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
+        if self._home is None:
+            return
+        told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at)
+        path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
+        if path is not None:
+            print_block(Verdict.from_json(path.read_bytes()), path)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone

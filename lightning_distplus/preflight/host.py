@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
-from lightning_distplus.liveness import address_towards
 from lightning_distplus.preflight.check import Check, Facts, Finding, Status
+from lightning_distplus.process import address_towards
 
 __all__ = [
     "DEFECTS",

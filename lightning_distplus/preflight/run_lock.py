@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lightning_distplus.liveness import ProcessState, boot_id, process_state, start_time
 from lightning_distplus.preflight.check import Finding, Status
+from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
 __all__ = ["Holder", "RunLock"]
 

@@ -14,8 +14,16 @@ if TYPE_CHECKING:
     from lightning_distplus.strategies.fsdp import ResilientFSDP
     from lightning_distplus.strategies.model_parallel import ResilientModelParallel
     from lightning_distplus.strategies.registry import register_strategies
+    from lightning_distplus.strategies.start import report_progress
 
-__all__ = ["ResilientDDP", "ResilientDeepSpeed", "ResilientFSDP", "ResilientModelParallel", "register_strategies"]
+__all__ = [
+    "ResilientDDP",
+    "ResilientDeepSpeed",
+    "ResilientFSDP",
+    "ResilientModelParallel",
+    "register_strategies",
+    "report_progress",
+]
 
 _HOMES = {
     "ResilientDDP": "ddp",
@@ -23,6 +31,7 @@ _HOMES = {
     "ResilientFSDP": "fsdp",
     "ResilientModelParallel": "model_parallel",
     "register_strategies": "registry",
+    "report_progress": "start",
 }
 
 

@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
-from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.base import ResilientStrategy
 
 __all__ = ["ResilientDDP"]
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.utils.cpp_extension import get_default_build_root
 
 from lightning_distplus import _compat, env
 from lightning_distplus.checkpoint.export import converted_beside, is_universal, num_shards
 from lightning_distplus.checkpoint.tensors import pieces_of_live
-from lightning_distplus.errors import CheckpointMismatch
-from lightning_distplus.strategies.background import Writes
-from lightning_distplus.strategies.deepspeed_saving import raising_after_the_barriers
-from lightning_distplus.strategies.extension_locks import remove_abandoned_locks
-from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.errors import CheckpointMismatch, DistplusError
+from lightning_distplus.strategies.base import ResilientStrategy
+from lightning_distplus.strategies.saving import Writes
 
-__all__ = ["ResilientDeepSpeed"]
+__all__ = ["ResilientDeepSpeed", "remove_abandoned_locks"]
 
 log = logging.getLogger(__name__)
+
+# -- the strategy ------------------------------------------------------------------------------------------------------
 
 
 class _DeepSpeedOnAnyDevice(DeepSpeedStrategy):
@@ -75,15 +78,21 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         super().__init__(**kwargs)
         self.convert_checkpoint = convert_checkpoint
 
-    def _write(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+        """The parent's save, which passes all of DeepSpeed's barriers on every rank."""
         # DeepSpeed hands flat buffers to its writers: the tensors are counted by the names that they have here.
         with (
             writes.counting_instead(lambda: pieces_of_live(self, is_first=self.is_global_zero)),
             raising_after_the_barriers(self.deepspeed_engine, writes),
         ):
-            super()._write(checkpoint, stage, storage_options, writes)
+            super().write_checkpoint(checkpoint, stage, storage_options, writes)
 
-    def _fitting_checkpoint(self, path: Path) -> Path:
+    def fitting_checkpoint(self, path: Path) -> Path:
+        """The checkpoint, or what ``convert_checkpoint`` makes of one of another number of ranks.
+
+        Raises:
+            CheckpointMismatch: It is of another number of ranks, and nothing was asked to convert it.
+        """
         num_ranks = num_shards(path)
         is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
         if num_ranks in (0, self.world_size) or not (is_fitting or self.zero_stage_3):
@@ -103,3 +112,158 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         if self.local_rank == 0:
             remove_abandoned_locks()
         super().setup_environment()
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def raising_after_the_barriers(engine: Any, writes: Writes) -> Iterator[None]:
+    """Lets a save of ``engine`` in this block pass all of its barriers on every rank, and raises its error after them.
+
+    ``DeepSpeedEngine.save_checkpoint`` (deepspeed 0.19.8, ``engine.py`` 4869-4966) begins and ends with barriers on the
+    default group, where a rank whose write fails never arrives. The errors of its checkpoint engine are kept until
+    then, and ``latest`` is written here instead. Another error between the barriers (a copy of the recovery scripts or
+    of NVMe's files, a state dict) ends the save on this rank, which then meets the others at the last barrier.
+
+    Args:
+        engine: DeepSpeed's.
+        writes: Where the writes go; those that are kept are raised by whoever does them.
+
+    Raises:
+        Exception: The first error on this rank.
+    """
+    writer = _NotingWriter(engine.checkpoint_engine, writes)
+    engine.checkpoint_engine = writer
+    try:
+        yield
+    except DistplusError:
+        raise  # another rank has failed: nobody is there to be met
+    except Exception as error:
+        if not writer.has_begun:
+            raise
+        writer.keep(error)
+        _compat.end_deepspeed_save(engine)
+    finally:
+        engine.checkpoint_engine = writer.inner
+    writer.finish(engine.global_rank)
+
+
+class _NotingWriter:
+    """A checkpoint engine that keeps the first error of another one instead of raising it."""
+
+    def __init__(self, inner: Any, writes: Writes) -> None:
+        self.inner = inner
+        self._writes = writes
+        self._info: Any = None
+        self._error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first barrier is passed, and the last one is not."""
+        return self._info is not None
+
+    def keep(self, error: Exception) -> None:
+        """Keeps an error for `finish`, if it is the first one."""
+        self._error = self._error or error
+
+    def create(self, info: Any) -> None:
+        """Notes what is saved; a decoupled engine commits by itself, later."""
+        self._info = info
+        self._note(self.inner.create, info)
+
+    def makedirs(self, *arguments: Any, **named: Any) -> None:
+        self._note(self.inner.makedirs, *arguments, **named)
+
+    def save(self, state_dict: Any, path: Any, **named: Any) -> None:
+        self._note(self._writes.do, lambda state: self._save(state, path, named), state_dict)
+
+    def _save(self, state: Any, path: Any, named: dict[str, Any]) -> None:
+        if not _compat.calls_torch_save(self.inner):
+            self.inner.save(state, path, **named)
+            return
+        with self._writes.open(Path(path)) as file, _compat.without_crc():
+            self.inner.save(state, file, **named)
+
+    def is_decoupled(self) -> bool:
+        """Yes: so that the engine leaves the commit and the file ``latest`` to `finish`."""
+        return True
+
+    def finish(self, rank: int) -> None:
+        """Does what the engine has left, and raises what went wrong.
+
+        Raises:
+            Exception: The first error of a write on this rank.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._info is not None and not self.inner.is_decoupled():
+            self.inner.commit(self._info)
+            if self._info.save_latest and rank == 0:
+                (Path(self._info.save_dir) / "latest").write_text(self._info.tag)
+
+    def _note(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        # After the first error nothing more is written: the stage is given up, and a full disk stays as it is.
+        if self._error is None:
+            try:
+                method(*arguments, **named)
+            except Exception as error:
+                self.keep(error)
+
+
+# -- locks of extension builds -----------------------------------------------------------------------------------------
+
+# On these no other host can hold a file.
+_LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
+
+
+def remove_abandoned_locks() -> list[Path]:
+    """Removes the locks that no process holds.
+
+    torch guards a build by a file ``lock``, which the builder keeps open and removes at the end (torch 2.13,
+    ``file_baton.py``). A builder that is killed removes nothing, and everybody after it waits without end. DeepSpeed
+    takes such a lock at each start. A lock on a file system that other hosts may share is only reported.
+
+    Returns:
+        What was removed.
+    """
+    locks = [path.resolve() for path in _build_root().glob("**/lock")]
+    if not locks:
+        return []
+    held = set(_open_files())
+    removed = []
+    for lock in locks:
+        if lock in held:
+            continue
+        if _file_system_of(lock) not in _LOCAL_FILE_SYSTEMS:
+            log.warning("%s may be left of a killed process; if no host builds extensions now, remove it", lock)
+            continue
+        lock.unlink(missing_ok=True)
+        removed.append(lock)
+        log.warning("removed %s: the process that held it is gone, and everybody would have waited for it", lock)
+    return removed
+
+
+def _build_root() -> Path:
+    return Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
+
+
+def _open_files() -> Iterator[Path]:
+    """The files that processes of this user have open on this host."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            yield link.readlink()
+
+
+def _file_system_of(path: Path) -> str:
+    """The type of the file system on which a file lies; empty where this host does not tell."""
+    longest, kind = "", ""
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mount_point, found, *_ = line.split(" ")
+            if path.is_relative_to(mount_point) and len(mount_point) >= len(longest):
+                longest, kind = mount_point, found
+    return kind

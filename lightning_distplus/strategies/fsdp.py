@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.export import is_sharded
-from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.base import ResilientStrategy
 
 __all__ = ["ResilientFSDP"]
 

@@ -1,17 +1,19 @@
-"""Progress marks from inside Lightning: every hook, step and fetch runs through the Trainer's profiler."""
+"""Progress marks and counts from inside Lightning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_distplus.watchdog import Marks
+from lightning_distplus.watchdog import Marks, Progress
 
-__all__ = ["MarkingProfiler"]
+__all__ = ["MarkingProfiler", "last_batch", "progress_of"]
+
+# -- marks -------------------------------------------------------------------------------------------------------------
 
 _ON_EXCEPTION = ".on_exception"
 _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
@@ -114,3 +116,49 @@ class _Profiled(_Marked):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._inner.stop(self._action)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def progress_of(trainer: Any) -> Progress | None:
+    """The batches of the present epoch, validation, test or prediction, or the steps of a run that ends sooner.
+
+    Returns:
+        None where the Trainer does nothing that is counted; it may be between two stages at any moment.
+    """
+    with suppress(AttributeError, TypeError, RuntimeError):
+        if trainer.training:
+            return _training(trainer)
+        if trainer.sanity_checking or trainer.validating:
+            is_within_fit = trainer.state.fn == "fit"
+            loop = trainer.fit_loop.epoch_loop.val_loop if is_within_fit else trainer.validate_loop
+            return _batches("the validation", loop.batch_progress, loop.max_batches)
+        if trainer.testing:
+            return _batches("the test", trainer.test_loop.batch_progress, trainer.test_loop.max_batches)
+        if trainer.predicting:
+            return _batches("the prediction", trainer.predict_loop.batch_progress, trainer.predict_loop.max_batches)
+    return None
+
+
+def last_batch(trainer: Any) -> int | None:
+    """The index of the last batch of the epoch that this rank has begun; None outside of a fit."""
+    if trainer is None or trainer.state.fn != "fit":
+        return None
+    return max(0, int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1)
+
+
+def _training(trainer: Any) -> Progress:
+    batches = _batches("the epoch", trainer.fit_loop.epoch_loop.batch_progress, [trainer.num_training_batches])
+    steps_left = trainer.max_steps - trainer.global_step
+    if trainer.max_steps < 0 or (
+        batches.total is not None and batches.total - batches.done <= steps_left * trainer.accumulate_grad_batches
+    ):
+        return batches
+    return Progress(unit="steps", whole="the run", done=trainer.global_step, total=trainer.max_steps)
+
+
+def _batches(whole: str, progress: Any, of_loaders: Sequence[float]) -> Progress:
+    total, done = sum(of_loaders), progress.current.completed
+    is_known = done <= total < float("inf")
+    return Progress(unit="batches", whole=whole, done=done, total=int(total) if is_known else None)

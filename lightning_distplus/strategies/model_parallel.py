@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_distplus import _compat
-from lightning_distplus.strategies.mixin import ResilientStrategy
+from lightning_distplus.strategies.base import ResilientStrategy
 
 __all__ = ["ResilientModelParallel"]
 

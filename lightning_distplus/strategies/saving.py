@@ -1,54 +1,561 @@
-"""Committed saves of a strategy: what goes into a checkpoint beside the parent's state."""
+"""Committed saves: at once or behind the training, and what happens when one fails."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lightning_distplus.checkpoint.catalog import is_last_valid, remove
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_distplus import _compat
+from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
 from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave, stage
-from lightning_distplus.checkpoint.copies import Copier
+from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.digests import DigestedWrites
 from lightning_distplus.checkpoint.files import Sync
+from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
+from lightning_distplus.checkpoint.tensors import parameters_of_optimizers, pieces_of_saved
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
 from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
-from lightning_distplus.strategies.background import BackgroundSave, Writes
-from lightning_distplus.strategies.restoring import KEY, VERSION, VerifiedLoads, local_path
+from lightning_distplus.strategies.loading import KEY, VERSION, VerifiedLoads, local_path
+from lightning_distplus.strategies.start import engine_of, layout_of
 from lightning_distplus.timeouts import Phase
 
-__all__ = ["CommittedSaves"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_distplus.strategies.base import ResilientStrategy
+
+__all__ = ["OnSaveFailure", "SaveHooks", "Staging", "Writes"]
 
 log = logging.getLogger(__name__)
 
+# -- saves that fail while a fit runs ----------------------------------------------------------------------------------
 
-class CommittedSaves(VerifiedLoads):
-    """Saves and loads the checkpoints of one strategy.
+OnSaveFailure = Literal["continue", "raise"]
+
+
+class FailingSaves:
+    """Follows the saves of one fit. All ranks call it alike: whether a save has failed is agreed before.
 
     Args:
+        policy: ``"continue"``: a failed save is logged and the next one is the retry; what still is not saved when
+            training ends is an error. ``"raise"``: the first failure ends the run.
+    """
+
+    def __init__(self, policy: OnSaveFailure) -> None:
+        require_choice("on_save_failure", policy, OnSaveFailure)
+        self.policy: OnSaveFailure = policy
+        self.num_failed = 0
+        """Saves that have failed in this fit."""
+        self._unsaved: SaveFailed | None = None
+        self._trainer: Trainer | None = None
+        self._known: dict[int, _Books] = {}
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last save has failed."""
+        return self._unsaved is not None
+
+    @property
+    def follows_a_fit(self) -> bool:
+        """Whether a fit runs, in which a failed save can be tried again."""
+        return self._trainer is not None
+
+    def begin(self, trainer: Trainer) -> None:
+        """A fit begins."""
+        self._trainer, self._unsaved, self.num_failed = trainer, None, 0
+        self._read_books()
+
+    def succeeded(self) -> None:
+        """A save is committed."""
+        self._unsaved = None
+        self._read_books()
+
+    def failed(self, path: str, error: SaveFailed) -> None:
+        """A save has failed on all ranks' word.
+
+        Raises:
+            SaveFailed: By policy, or because no fit runs that could try again.
+        """
+        if self._trainer is None or self.policy == "raise":
+            raise error
+        self.num_failed += 1
+        self._unsaved = error
+        for saver in _savers(self._trainer):
+            self._known[id(saver)].forget(saver, path)
+        log.error(
+            "training goes on without the checkpoint %s, and the next save is the retry (failed in this run: %d): %s",
+            path,
+            self.num_failed,
+            error,
+        )
+
+    def keep(self, path: str) -> bool:
+        """Puts a checkpoint that ModelCheckpoint rotates out back into its books; False where it is in none."""
+        if self._trainer is None:
+            return False
+        kept = [self._known[id(saver)].reinstate(saver, path) for saver in _savers(self._trainer)]
+        return any(kept)
+
+    def end(self) -> None:
+        """The training is complete: there is no further interval that could retry.
+
+        Raises:
+            SaveFailed: The last save failed, and none has succeeded since.
+        """
+        self._trainer = None
+        self.require_saved()
+
+    def require_saved(self) -> None:
+        """Raises where the last save has failed.
+
+        Raises:
+            SaveFailed: None has succeeded since.
+        """
+        if self._unsaved is not None:
+            raise SaveFailed(
+                f"The training ends, but its last checkpoint is not saved ({self.num_failed} saves failed in this "
+                f"run). The last failure: {self._unsaved}",
+                self._unsaved.ranks,
+            ) from self._unsaved
+
+    def abandon(self) -> None:
+        """The fit ends in an error of its own."""
+        self._trainer = None
+
+    def _read_books(self) -> None:
+        if self._trainer is not None:
+            self._known = {id(saver): _Books(saver) for saver in _savers(self._trainer)}
+
+
+class _Books:
+    """What one ModelCheckpoint knew when the last save was committed."""
+
+    def __init__(self, saver: ModelCheckpoint) -> None:
+        self._scores: dict[str, Any] = dict(saver.best_k_models)
+        self._best, self._last = saver.best_model_path, saver.last_model_path
+
+    def forget(self, saver: ModelCheckpoint, path: str) -> None:
+        """Takes a path out that was entered before its save failed."""
+        if path not in self._scores and saver.best_k_models.pop(path, None) is not None:
+            _rank(saver)
+        if saver.best_model_path == path:
+            saver.best_model_path = self._best
+        if saver.last_model_path == path:
+            saver.last_model_path = self._last
+
+    def reinstate(self, saver: ModelCheckpoint, path: str) -> bool:
+        """Enters a path again that is still there; whether this saver answers for it."""
+        if path in self._scores and path not in saver.best_k_models:
+            saver.best_k_models[path] = self._scores[path]
+            _rank(saver)
+        return path in saver.best_k_models or path in (saver.best_model_path, saver.last_model_path)
+
+
+def _rank(saver: ModelCheckpoint) -> None:
+    """Finds best and worst again, as ModelCheckpoint does after each save."""
+    scores = saver.best_k_models
+    by_score = sorted(scores, key=lambda path: float(scores[path]), reverse=saver.mode == "max")
+    saver.best_model_path = by_score[0] if by_score else ""
+    saver.best_model_score = scores[by_score[0]] if by_score else None
+    saver.kth_best_model_path = by_score[-1] if by_score else ""
+    if by_score:
+        saver.kth_value = scores[by_score[-1]]
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+
+
+# -- one staged copy ---------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Staging:
+    """Copies states, each tensor into the memory of the copy that lay at the same place before.
+
+    The first touch of new memory costs more than a copy into memory that is there. torch's own stager keeps the memory
+    of a storage as long as the storage lives, which is no longer than the save where a strategy gathers its state, and
+    copies whole storages for small parts of them (torch 2.13, ``_state_dict_stager.py`` 128).
+
+    Args:
+        group: A process group for the saves alone, whose collectives come from another thread; None for one process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._kept: dict[Any, tuple[Any, Tensor]] = {}  # by their place, with the form of what they are copies of
+        self._touched: set[Any] = set()
+        # Of this save, by what they are copies of. Memory that was freed since may have been given to another tensor.
+        self._copies: dict[Any, tuple[StorageWeakRef, Tensor]] = {}
+        self._waits_for_cuda = False
+
+    def begin(self) -> None:
+        """A save begins: the copies of the one before have been written."""
+        self._touched, self._copies = set(), {}
+
+    def copy(self, state: Any, place: Any) -> Any:
+        """The state as it is now, in memory of its own.
+
+        Args:
+            state: Containers, tensors and other values.
+            place: Which one it is of those of a save; the same in the next save.
+        """
+        staged = self._copied(state, (place,), {})
+        if self._waits_for_cuda:
+            torch.cuda.synchronize()
+            self._waits_for_cuda = False
+        return staged
+
+    def end(self) -> None:
+        """All states of a save are copied: memory of what is not saved any more goes."""
+        self._kept = {place: tensor for place, tensor in self._kept.items() if place in self._touched}
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """What was copied from this tensor in this save; None: nothing was."""
+        known = self._copies.get(_identity(tensor))
+        return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Frees the copies."""
+        self._kept, self._copies = {}, {}
+
+    def _copied(self, value: Any, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
+        if isinstance(value, dict):
+            copied = copy(value)  # with its type and its attributes, such as those of a module's state
+            for key, inner in value.items():
+                copied[key] = self._copied(inner, (*place, key), memo)
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(inner, (*place, number), memo) for number, inner in enumerate(value))
+        if isinstance(value, DTensor):
+            return self._copied_dtensor(value, place, memo)
+        if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:
+            return self._copied_tensor(value, place, memo)
+        if hasattr(value, "local_shards"):
+            return value  # FSDP1 has gathered it for this save, and nobody else has it
+        return deepcopy(value, memo)
+
+    def _copied_tensor(self, tensor: Tensor, place: tuple[Any, ...], memo: dict[Any, Any]) -> Tensor:
+        identity = _identity(tensor)
+        if identity in memo:  # tied weights stay tied
+            return cast(Tensor, memo[identity])
+        form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+        before, kept = self._kept.get(place, (None, None))
+        if kept is None or before != form:
+            self._kept.pop(place, None)
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            self._kept[place] = form, kept
+        kept.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        self._waits_for_cuda |= tensor.is_cuda
+        self._touched.add(place)
+        if tensor.numel():
+            memo[identity] = kept
+            self._copies[identity] = StorageWeakRef(tensor.untyped_storage()), kept  # type: ignore[no-untyped-call]
+        return kept
+
+    def _copied_dtensor(self, tensor: DTensor, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
+        # By the protocol of tensor subclasses: ``DTensor.from_local`` moves what is not on the device of the mesh.
+        names, how = tensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
+        parts = {name: getattr(tensor, name) for name in names}
+        copied = self._copied_tensor(tensor.to_local().detach(), place, memo)
+        parts = {name: copied if isinstance(part, Tensor) else part for name, part in parts.items()}
+        return DTensor.__tensor_unflatten__(parts, how, tensor.size(), tensor.stride())  # type: ignore[no-untyped-call]
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+
+
+# -- shards of FSDP and FSDP2 ------------------------------------------------------------------------------------------
+
+
+def save_shards(
+    state: dict[str, Any], path: Path, digested: DigestedWrites | None, group: dist.ProcessGroup | None
+) -> None:
+    """Writes this rank's part of a state into a folder. All ranks call it together.
+
+    Args:
+        state: DTensors, ShardedTensors and other values.
+        path: The folder.
+        digested: Takes the digests, and forces the files to the disk; None: torch does the latter.
+        group: The ranks; None for all of them.
+    """
+    writer = None
+    if digested is not None:
+        writer = FileSystemWriter(path, sync_files=False)
+        writer.fs = _DigestedFileSystem(digested)
+    with _compat.without_crc():  # which takes torch longer than the writing, and which nobody compares
+        save(state, checkpoint_id=path, storage_writer=writer, planner=_FirstCopies(), process_group=group)
+
+
+class _FirstCopies(DefaultSavePlanner):
+    """Has the lowest rank write what is not sharded: its copy is that of the fingerprints.
+
+    Buffers may differ between the ranks of FSDP, as BatchNorm's do, and torch takes the copy of the rank that has least
+    to write (torch 2.13, ``_dedup_save_plans.py`` 45).
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, written = [], set()
+        for plan in all_plans:
+            items = [one for one in plan.items if one.type is WriteItemType.SHARD or one.index not in written]
+            written |= {one.index for one in items if one.type is not WriteItemType.SHARD}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
+
+
+class _DigestedFileSystem(FileSystem):
+    def __init__(self, digested: DigestedWrites) -> None:
+        self._digested = digested
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        if mode == "wb":
+            with self._digested.open(Path(path)) as stream:
+                yield stream
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+
+# -- the writes of one save --------------------------------------------------------------------------------------------
+
+
+class Writes:
+    """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
+
+    What is written at once is counted by another thread meanwhile.
+
+    Args:
+        staging: Makes the copies; None: the writes are done at once.
+        is_first: Whether this rank answers for what all ranks hold alike.
+    """
+
+    def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
+        self.digested: DigestedWrites | None = None
+        """Takes digests of the files while they are written; None where nothing is committed."""
+        self._staging = staging
+        self._is_first = is_first
+        self._kept: list[Callable[[], object]] = []
+        self._states: list[dict[str, Any]] = []
+        self._counts_others = False
+        self._pieces: list[Piece] = []
+        self._counts: list[Callable[[], Sums]] = []
+        if staging is not None:
+            staging.begin()
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether they are left for `finish`."""
+        return self._staging is not None
+
+    def do(self, write: Callable[[Any], object], state: dict[str, Any]) -> None:
+        """``write(state)``, now or, with the state as it is now, later."""
+        if self._staging is not None:
+            state = self._staging.copy(state, len(self._states))
+            self._kept.append(partial(write, state))
+            self._states.append(state)
+            return
+        if not self._counts_others:
+            self._count_meanwhile(lambda: pieces_of_saved(state, is_first=self._is_first))
+        write(state)
+
+    def save_file(self, state: dict[str, Any], path: Path) -> None:
+        """``torch.save(state, path)``, now or later."""
+
+        def save(kept: dict[str, Any]) -> None:
+            with self.open(path) as file:
+                torch.save(kept, file)
+
+        self.do(save, state)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Any]:
+        """What ``torch.save`` takes for a new file in this block; its digest is taken while it is written."""
+        if self.digested is None:
+            yield path
+        else:
+            with self.digested.open(path) as stream:
+                yield stream
+
+    @contextmanager
+    def of_shards(self) -> Iterator[None]:
+        """Here FSDP and FSDP2 write in this block."""
+        group = None if self._staging is None else self._staging.group
+
+        def do(state: dict[str, Any], path: Path) -> None:
+            self.do(lambda kept: save_shards(kept, path, self.digested, group), state)
+
+        with _compat.replacing_sharded_saves(do):
+            yield
+
+    @contextmanager
+    def counting_instead(self, pieces: Callable[[], Iterable[Piece]]) -> Iterator[None]:
+        """Has these counted in the place of what is written in this block, of which they are a part, by other names.
+
+        Those that are copied are counted in their copies, and later; the others now.
+        """
+        self._counts_others = True
+        if self._staging is None:
+            self._count_meanwhile(pieces)
+            yield
+            return
+        yield
+        others = []
+        for piece in pieces():
+            copied = self._staging.copy_of(piece.tensor)
+            if copied is None:
+                others.append(piece)
+            else:
+                self._pieces.append(replace(piece, tensor=copied))
+        counted = sums_of_pieces(others)  # before training changes them
+        self._counts.append(lambda: counted)
+
+    def finish(self) -> None:
+        """Does the writes that were kept."""
+        for write in self._kept:
+            write()
+
+    def count(self) -> Sums:
+        """What this rank has saved of each tensor; the copies are given up."""
+        pieces: Iterable[Piece] = self._pieces
+        if not self._counts_others:
+            pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
+        counted = add_up([*(count() for count in self._counts), sums_of_pieces(pieces)])
+        self._states, self._kept, self._pieces, self._counts = [], [], [], []
+        return counted
+
+    def _count_meanwhile(self, pieces: Callable[[], Iterable[Piece]]) -> None:
+        thread = ThreadPoolExecutor(1, "distplus-counter")
+        self._counts.append(thread.submit(lambda: sums_of_pieces(pieces())).result)
+        thread.shutdown(wait=False)
+
+
+class BackgroundSave:
+    """One save that a thread finishes.
+
+    Args:
+        path: The checkpoint.
+        global_step: Completed optimizer steps in it.
+        work: Writes and commits it.
+    """
+
+    def __init__(self, path: str, global_step: int | None, work: Callable[[], object]) -> None:
+        self.path = path
+        self.global_step = global_step
+        self.links: list[tuple[str, str]] = []
+        """Links to be made when it is committed: checkpoint and name."""
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="distplus-saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is written any more; never waits."""
+        return not self._thread.is_alive()
+
+    def wait(self, deadline: timedelta) -> None:
+        """Waits for its end.
+
+        Raises:
+            SaveFailed: It failed on some rank; raised on all of them.
+            PeerMissing: It has not ended after the deadline.
+        """
+        self._thread.join(deadline.total_seconds())
+        if not self.has_ended:
+            raise PeerMissing(
+                f"The checkpoint {self.path} is still being written after {deadline.total_seconds():g} s, the deadline "
+                "of a checkpoint. Raise it (Timeouts(checkpoint=...)), or look for what slows the disk down."
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the training thread raises it
+            self._error = error
+
+
+# -- single files ------------------------------------------------------------------------------------------------------
+
+
+class StreamingCheckpointIO(TorchCheckpointIO):
+    """``TorchCheckpointIO`` for a place where nobody looks yet, so that the file need not appear at once.
+
+    The parent pickles into memory, writes that to ``$TMPDIR`` and moves the file, a copy wherever that is another file
+    system, which may be full while the target is not (lightning 2.6.6, ``cloud_io.py`` 85-122).
+    """
+
+    writes: Writes | None = None
+    """Where the writes of a save that is committed go."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Writes the file; a remote one, or one with options, is the parent's."""
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if self.writes is None:
+            torch.save(checkpoint, path)
+        else:
+            self.writes.save_file(checkpoint, Path(path))
+
+
+# -- what goes into a checkpoint ---------------------------------------------------------------------------------------
+
+
+class CommittedSaves:
+    """Saves the checkpoints of one run.
+
+    Args:
+        plane: The control plane over which the ranks agree.
+        phases: The deadlines.
+        loads: Knows the checkpoint that comes before the next one.
+        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
         copier: Copies on rank 0 what is committed to another place; None: nobody does.
-        moves: Held while a save or a removal moves something.
-        **named: What `VerifiedLoads` takes.
     """
 
     def __init__(
-        self,
-        plane: ControlPlane,
-        phases: Phases,
-        *,
-        copier: Copier | None = None,
-        moves: Lock | None = None,
-        **named: Any,
+        self, plane: ControlPlane, phases: Phases, loads: VerifiedLoads, *, strategy: str, copier: Copier | None = None
     ) -> None:
-        super().__init__(plane, phases, **named)
+        self._plane = plane
+        self._phases = phases
+        self._loads = loads
+        self._rank = plane.world.rank
+        self._strategy = strategy
         self._copier = copier
-        self._moves = moves or Lock()
+        self._moves = Lock()  # held while a save or a removal moves something
         self._postponed: list[Path] = []
         self._second_line: ControlPlane | None = None
         self.sync: Sync = os.fsync
@@ -88,7 +595,11 @@ class CommittedSaves(VerifiedLoads):
         """
         path = local_path(target)
         if path is None:
-            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", self._rank, target)
+            log.warning(
+                "rank %d: %s is not on a local file system; it is saved without a commit",
+                self._rank,
+                target,
+            )
             write(target)  # type: ignore[arg-type]
             return None
         before = self._phases.current
@@ -107,8 +618,8 @@ class CommittedSaves(VerifiedLoads):
             layout=dict(layout or {}),
             configuration=configuration,
             deadlines_s=dict(deadlines_s or {}),
-            parent=self._parent,
-            not_before=self._parent_committed_at,
+            parent=self._loads.parent,
+            not_before=self._loads.parent_committed_at,
         )
         writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=self._rank, gather=self._gather, digested=writes.digested)
@@ -130,7 +641,7 @@ class CommittedSaves(VerifiedLoads):
 
     def committed(self, path: str | Path) -> None:
         """A save is on the disk: what it stands in for can go."""
-        self.follow(Path(path))
+        self._loads.follow(Path(path))
         if self._copier is not None and self._rank == 0:
             self._copier.submit(Path(path).absolute())
         self.remove_postponed(Path(path))
@@ -202,3 +713,181 @@ def _read_frames(data: bytes) -> dict[str, bytes]:
         parts.append(data[start + 4 : start + 4 + size])
         start += 4 + size
     return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class SaveHooks:
+    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks.
+
+    Args:
+        strategy: One of ours.
+        policy: What a save that fails does to the fit.
+    """
+
+    def __init__(self, strategy: ResilientStrategy, policy: OnSaveFailure) -> None:
+        self._strategy = strategy
+        self.failing = FailingSaves(policy)
+        self.in_flight: BackgroundSave | None = None
+        """The save that a thread finishes; one at most."""
+        self._committed: CommittedSaves | None = None
+        self._staging: Staging | None = None
+
+    @property
+    def committed(self) -> CommittedSaves:
+        """What all ranks commit; it is there from ``begin`` on."""
+        assert self._committed is not None, "begin comes first"
+        return self._committed
+
+    @property
+    def has_ended_behind(self) -> bool:
+        """Asked at each gate: whether a save in the background has ended on this rank."""
+        return self.in_flight is not None and self.in_flight.has_ended
+
+    def begin(self, plane: ControlPlane) -> None:
+        """A run begins, whose ranks have met."""
+        strategy = self._strategy
+        copies = None if strategy.copy_to is None else Copies(strategy.copy_to)
+        self._committed = CommittedSaves(
+            plane,
+            strategy.phases,
+            strategy.loads.begin(plane, copies),
+            strategy=engine_of(type(strategy)),
+            copier=None if copies is None else Copier(copies, self._note_copy),
+        )
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin of the user's stays
+            strategy.checkpoint_io = StreamingCheckpointIO()
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
+        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
+
+        Raises:
+            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
+                is untouched.
+        """
+        self.settle()  # at most one is in flight
+        strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
+        strategy.marks.set(f"save {filepath}")
+        try:
+            with strategy.transfer.of("save"), self._writing() as writes:
+                begun = self.committed.save(
+                    checkpoint,
+                    filepath,
+                    lambda stage: strategy.write_checkpoint(checkpoint, stage, storage_options, writes),
+                    writes,
+                    data=self._place_in_data(checkpoint),
+                    layout=layout_of(strategy),
+                    configuration=strategy.configuration,
+                    deadlines_s=strategy.measured.deadlines_s,
+                    parameters=parameters_of_optimizers(strategy),
+                )
+        except SaveFailed as error:
+            self._failed(str(filepath), step, error)
+            return
+        strategy.measured.note(Phase.CHECKPOINT, began_at)
+        self.in_flight = begun
+        if begun is None:
+            self._succeeded(str(filepath), step)
+
+    def settle(self) -> None:
+        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
+
+        Raises:
+            SaveFailed: It failed, and ``on_save_failure`` is "raise".
+        """
+        strategy, begun, self.in_flight = self._strategy, self.in_flight, None
+        if begun is None:
+            return
+        strategy.marks.set(f"wait until {begun.path} is saved")
+        before = strategy.phases.current
+        strategy.phases.enter(Phase.CHECKPOINT)
+        try:
+            begun.wait(strategy.phases.patience)
+        except SaveFailed as error:
+            self._failed(begun.path, begun.global_step, error)
+            return
+        finally:
+            strategy.phases.current = max(before, Phase.CHECKPOINT, key=strategy.phases.patience_in)
+        if strategy.is_global_zero:
+            for checkpoint, name in begun.links:
+                link(Path(checkpoint), Path(name))
+        self.committed.committed(begun.path)  # what it stands in for goes when no link leads there any more
+        self._succeeded(begun.path, begun.global_step)
+
+    def _failed(self, path: str, step: int | None, error: SaveFailed) -> None:
+        self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
+        self.failing.failed(path, error)
+
+    def _succeeded(self, path: str, step: int | None) -> None:
+        self.failing.succeeded()
+        self._strategy.note("saved", path=path, global_step=step)
+
+    def _note_copy(self, path: Path, error: str | None) -> None:
+        kind = "checkpoint_copied" if error is None else "copy_failed"
+        self._strategy.note(kind, path=str(path), to=self._strategy.copy_to, error=error)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Writes]:
+        """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
+        strategy = self._strategy
+        if strategy.async_save and self.failing.follows_a_fit:
+            self._staging = self._staging or Staging(strategy.loads.group())
+            writes = Writes(self._staging, is_first=strategy.is_global_zero)
+        else:
+            writes = Writes(None, is_first=strategy.is_global_zero)
+        plugin = strategy.checkpoint_io
+        try:
+            if isinstance(plugin, StreamingCheckpointIO):
+                plugin.writes = writes
+            with writes.of_shards():
+                yield writes
+            if writes.are_kept and self._staging is not None:
+                self._staging.end()
+        finally:
+            if isinstance(plugin, StreamingCheckpointIO):
+                plugin.writes = None
+
+    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        module = self._strategy.lightning_module
+        datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
+        return checkpoint.get(type(datamodule).__qualname__)
+
+    def remove(self, filepath: str | Path) -> None:
+        """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
+        if self.failing.is_failing and self.failing.keep(str(filepath)):
+            return
+        if self._strategy.is_global_zero:
+            postpone = self.failing.is_failing or self.in_flight is not None
+            self.committed.remove(filepath, postpone=postpone or self._is_linked(Path(filepath)))
+
+    def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
+        if self.in_flight is not None and Path(self.in_flight.path) == Path(filepath).absolute():
+            self.in_flight.links.append((filepath, linkpath))
+        elif self._strategy.is_global_zero:
+            link(Path(filepath), Path(linkpath))
+            if not self.failing.is_failing:
+                self.committed.remove_postponed(Path(filepath))
+        self._strategy.barrier("ModelCheckpoint.link")
+
+    def _is_linked(self, path: Path) -> bool:
+        """Whether a ModelCheckpoint's last.ckpt leads to a checkpoint: it is linked to the next one in a moment."""
+        module = self._strategy.lightning_module
+        savers = [] if module is None else module.trainer.checkpoint_callbacks
+        names = [getattr(saver, "last_model_path", "") for saver in savers]
+        return any(name and Path(name).is_symlink() and Path(name).resolve() == path.resolve() for name in names)
+
+    def end(self, *, has_failed: bool) -> None:
+        """A run that ends in order waits for its save in the background; one that has failed does not. Never raises."""
+        try:
+            if not has_failed:
+                self.settle()
+        except DistplusError as error:
+            log.error("rank %d ends without the checkpoint in the background: %s", self._strategy.global_rank, error)
+        self.failing.abandon()
+        if self._staging is not None and self.in_flight is None:
+            self._staging.close()
+        self._staging = None
+        if self._committed is not None:
+            self._committed.close(has_failed=has_failed)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightning_distplus import env
-from lightning_distplus.choices import require_choice
+from lightning_distplus.errors import require_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

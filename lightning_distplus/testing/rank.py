@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env as environment
-from lightning_distplus.liveness import end_with_parent
+from lightning_distplus.process import end_with_parent
 
 __all__ = ["DUMP_SIGNAL", "Job", "run_rank"]
 

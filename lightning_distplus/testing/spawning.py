@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 import lightning_distplus
 from lightning_distplus import env as environment
-from lightning_distplus.choices import require_choice
+from lightning_distplus.errors import require_choice
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.testing.rank import DUMP_SIGNAL, Job, run_rank
 from lightning_distplus.timeouts import Duration, parse_duration
@@ -127,6 +127,7 @@ def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int 
         if not name.startswith(_OTHER_LAUNCHERS) and name not in _OF_A_RANK
     }
     variables["OMP_NUM_THREADS"] = "1"
+    variables.setdefault(environment.DISTPLUS_TRACEBACK.name, "full")  # a log is of one rank, and tells all it can
     if mode in ("forkserver", "fresh"):
         variables.update(
             WORLD_SIZE=str(world_size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())

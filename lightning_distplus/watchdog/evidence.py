@@ -1,14 +1,25 @@
-"""What is known of one rank when nobody has moved for too long."""
+"""Evidence: what is known of each rank when nobody has moved for too long."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any
 
-from lightning_distplus.liveness import ProcessState
-from lightning_distplus.watchdog.flight_recorder import Collective, Recording
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
+from lightning_distplus.watchdog import flight_recorder, stacks
+from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p2p_call, waits_for_work
+from lightning_distplus.watchdog.heartbeat import Board, Sighting
+from lightning_distplus.watchdog.progress import Marks
+from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
+from lightning_distplus.world import name_ranks
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "Witness"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +125,226 @@ class Evidence:
             at = f" at {self.location}" if self.location else ""
             return f"{call}, last seen in {self.operation!r}{at}, {self.beat_s:.1f} s before"
         return call + (f", at {self.location}" if self.location else "")
+
+
+# -- what this process can say of itself and of its peers --------------------------------------------------------------
+
+
+_KEPT_CALLS = 256  # of each rank, for the comparison: some steps of a large model
+_KEPT_CALLS_OF_MANY = 32
+_BRIEF_LINES = 8
+_PROBE_S = 0.5
+_WAIT = ".wait("
+_CONTROL_PLANE = "lightning_distplus/control/plane.py"
+
+
+class Witness:
+    """Knows this process at first hand, and its peers by their messages, their host's system and their network.
+
+    Args:
+        plane: The control plane; only its world is used.
+        marks: This rank's marks.
+        board: What the peers have said.
+        thread: The thread that trains.
+        printer: How data workers of this process print their stacks.
+    """
+
+    def __init__(
+        self, plane: ControlPlane, marks: Marks, board: Board, *, thread: int, printer: StackPrinter | None
+    ) -> None:
+        self._world = plane.world
+        self._host_rank = plane.host_rank
+        self.ended_by = ""
+        """The C++ exception that ends this process; empty as long as it lives."""
+        self.timed_out_at: list[traceback.FrameSummary] = []
+        """Where a collective has timed out, innermost frame last; empty where none has."""
+        self.is_after_failure = False
+        """Whether a collective has failed somewhere: who handles the error of one has waited in it until then."""
+        self._marks = marks
+        self._board = board
+        self._thread = thread
+        self._printer = printer
+        self._answering_hosts: dict[str, bool] = {}
+        self._error_around = stacks.error_in(thread)  # a run may begin in an ``except`` of the user's
+
+    def own(self) -> Evidence:
+        """This rank, at this moment."""
+        mark = self._marks.read()
+        frame = stacks.frame_of(self._thread)
+        failed_at = self.timed_out_at or self._failed_at()
+        stack = [*stacks.stack_of(self._thread), *failed_at]
+        recording = flight_recorder.dump().last(_KEPT_CALLS if self._board.is_few else _KEPT_CALLS_OF_MANY)
+        # In `.item()` or a kernel of the optimizer, Python shows no wait: what it waits for is in flight all the same.
+        waits = (
+            bool(failed_at)
+            or stacks.is_waiting_for_peers(stack)
+            or bool(recording.unfinished)
+            or _waits_on_a_handle(stack, frame)
+        )
+        standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
+        text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
+        if not waits and stacks.is_fetching_data(stack) and (worker := self._hanging_worker()):
+            pid, of_worker = worker
+            text += f"the data worker, pid {pid}:\n{''.join(stacks.format_stack(of_worker))}"
+            location = stacks.user_location(of_worker) or location
+        return Evidence(
+            rank=self._world.rank,
+            host=self._world.host,
+            pid=self._world.pid,
+            state=ProcessState.RUNNING.value,
+            answers=True,
+            phase=mark.phase,
+            operation=mark.operation,
+            call=mark.call,
+            global_step=mark.global_step,
+            silence_s=mark.silence_s,
+            waits=waits,
+            location=location,
+            stack=text,
+            stands_in=None if standing is None else asdict(standing),
+            recording=recording.to_plain(with_members=self._board.is_few),
+            load=HostLoad.now().to_plain(),
+            was_ended_by=self.ended_by,
+            ended=mark.ended,
+        )
+
+    def is_on_its_way_out(self) -> bool:
+        """Whether the training thread handles an error of this run and stands in no wait for peers."""
+        return self._new_error() is not None and not stacks.is_waiting_for_peers(stacks.stack_of(self._thread))
+
+    def _new_error(self) -> BaseException | None:
+        error = stacks.error_in(self._thread)
+        return None if error is self._error_around else error
+
+    def _failed_at(self) -> list[traceback.FrameSummary]:
+        """Where the collective was called whose error the training thread handles after a failure; else empty."""
+        error = self._new_error() if self.is_after_failure else None
+        stack = [] if error is None else list(traceback.extract_tb(error.__traceback__))
+        return stack if stacks.is_waiting_for_peers(stack) else []
+
+    def collective_with(self, ranks: Collection[int]) -> str | None:
+        """Where this rank stands in a collective of a group to which one of these ranks belongs; None: in none."""
+        own = self.own()
+        call = own.collective
+        if call is None or _CONTROL_PLANE in own.stack:  # that looks for itself who does not come
+            return None
+        members = own.calls.groups.get(call.group)
+        if members and not set(members) & set(ranks):
+            return None
+        return f"in {own.operation}" + (f" at {own.location}" if own.location else "")
+
+    def of_peers(self) -> dict[int, Evidence]:
+        """Every other rank: what it has said itself, else what can be seen of it from here."""
+        return {
+            rank: Evidence(**self._board.evidence[rank]) if rank in self._board.evidence else self._seen_from_here(rank)
+            for rank in self._world.ranks
+            if rank != self._world.rank
+        }
+
+    def brief(self) -> list[str]:
+        """Where the ranks are, those in the same place in one line, the smallest groups first; asks nobody."""
+        groups: dict[str, list[int]] = {}
+        for rank in self._world.ranks:
+            groups.setdefault(self._place_of(rank), []).append(rank)
+        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: len(one[1]))]
+        more = [f"and {len(lines) - _BRIEF_LINES} more places"] if len(lines) > _BRIEF_LINES else []
+        return [*lines[:_BRIEF_LINES], *more]
+
+    def _place_of(self, rank: int) -> str:
+        seen, pace = self._board.sightings.get(rank), ""
+        if rank == self._world.rank:
+            mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
+            pace = f", and moves ({self._board.own_pace})" if self._board.own_pace else ""
+        elif seen is not None and self._board.beats(rank):
+            mark, place = seen.mark, seen.place
+            pace = _pace_of(seen)
+        else:
+            return self._seen_from_here(rank, asks=False).describe().partition(": ")[2]
+        call = f", call {mark.call} of the run" if mark.call else ""
+        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + pace
+
+    def probe_hosts(self) -> None:
+        """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
+        quiet = {
+            peer.address
+            for rank, peer in self._board.peers.items()
+            if not peer.is_here and peer.address and not self._is_heard(rank)
+        }
+        threads = [threading.Thread(target=self._probe, args=(address,), daemon=True) for address in quiet]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=2 * _PROBE_S)
+
+    def _probe(self, address: str) -> None:
+        self._answering_hosts[address] = host_answers(address, _PROBE_S)
+
+    def _is_heard(self, rank: int) -> bool:
+        return rank in self._board.evidence or self._board.beats(rank)
+
+    def _seen_from_here(self, rank: int, *, asks: bool = True) -> Evidence:
+        """A rank that has sent nothing: what its last beat, this host's system and the network say.
+
+        Args:
+            rank: The rank.
+            asks: Whether its stack is asked for; a mere report leaves a rank alone.
+        """
+        peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
+        mark = None if seen is None else seen.mark
+        state = peer.state() if peer else ProcessState.UNKNOWN
+        ended = mark.ended if mark else ""
+        stack: Sequence[traceback.FrameSummary] = []
+        if asks and not ended and peer and seen and seen.printer and state is ProcessState.RUNNING:
+            stack = ask_for_stack(peer.pid, seen.printer)
+        is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
+        return Evidence(
+            rank=rank,
+            host=peer.host if peer else "unknown",
+            pid=peer.pid if peer else 0,
+            state=self._state_without_word(rank, peer, state, is_unreachable),
+            answers=False,
+            is_unheard=self._board.is_silent,
+            is_unreachable=is_unreachable,
+            phase=mark.phase if mark else "",
+            operation=mark.operation if mark else "",
+            call=mark.call if mark else 0,
+            global_step=mark.global_step if mark else 0,
+            silence_s=seen.silence_s if seen else 0.0,
+            waits=stacks.is_waiting_for_peers(stack),
+            location=stacks.user_location(stack) if stack else seen.place if seen else None,
+            stack="".join(stacks.format_stack(stack)),
+            is_last_seen=not stack,
+            ended=ended,
+            beat_s=running_time() - seen.changed_at if seen else 0.0,
+        )
+
+    def _state_without_word(self, rank: int, peer: Peer | None, state: ProcessState, is_unreachable: bool) -> str:
+        """Its state; where the store is silent and its host is there, the process that serves it is stopped."""
+        serves = rank == self._host_rank and self._board.is_silent
+        is_far = peer is not None and not peer.is_here
+        return (ProcessState.STOPPED if serves and is_far and not is_unreachable else state).value
+
+    def _hanging_worker(self) -> tuple[int, list[traceback.FrameSummary]] | None:
+        """The first data worker of this process that reads a sample, and its stack."""
+        if self._printer is None:
+            return None
+        for child in children(self._world.pid):
+            for pid in (child, *children(child)):  # those of a forkserver are its children
+                stack = ask_for_stack(pid, self._printer)
+                if stacks.is_fetching_data(stack):
+                    return pid, stack
+        return None
+
+
+def _pace_of(seen: Sighting) -> str:
+    if seen.moves:
+        return f", and moves ({seen.pace})"
+    if seen.marks_per_s <= 0:
+        return ""
+    return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"
+
+
+def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None) -> bool:
+    """Whether the thread stands in ``work.wait()``, which has no frame of its own, for a call that is not complete."""
+    line: Any = stack[-1].line if stack else None
+    return bool(line) and _WAIT in line and waits_for_work(frame)

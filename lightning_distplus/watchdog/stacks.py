@@ -1,20 +1,38 @@
-"""Python stacks of this process: where in the user's code a thread stands, and whether it waits for other ranks."""
+"""Python stacks: of threads of this process, and of processes whose Python cannot be asked."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
 import sys
 import sysconfig
+import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
+
+from lightning_distplus.process import catches_signal
 
 __all__ = [
+    "PrintsStacks",
+    "StackPrinter",
+    "ask_for_stack",
     "error_in",
+    "fold_traceback",
     "format_stack",
     "frame_of",
+    "ignore_signal",
     "is_debugged",
     "is_fetching_data",
     "is_library",
@@ -43,6 +61,7 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch/distributed/utils.py", ()),
 )
 
+_ANY_FRAME = re.compile(r'\s*File "(.+)", line \d+')
 _DATA = ("torch/utils/data/dataloader.py", "torch/utils/data/_utils/fetch.py")
 
 
@@ -66,7 +85,10 @@ def place_of(frame: FrameType | None) -> str | None:
 
 
 # Wherever they stand: what they call belongs to the wait.
-_OWN_WAITS = (("lightning_distplus/control/line.py", "poll"), ("lightning_distplus/strategies/naming.py", "_cause"))
+_OWN_WAITS = (
+    ("lightning_distplus/control/plane.py", "poll"),
+    ("lightning_distplus/strategies/collectives.py", "cause_of"),
+)
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
@@ -123,3 +145,204 @@ def is_fetching_data(stack: Sequence[traceback.FrameSummary]) -> bool:
 def is_debugged(stack: str) -> bool:
     """Whether a stack, as text, stands in Python's debugger."""
     return any(name in stack for name in ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/"))
+
+
+def fold_traceback(text: str) -> str:
+    """Leaves out the frames of libraries, save the innermost, and says how many there were; all else stays as it is.
+
+    Args:
+        text: A traceback as the interpreter prints it, chained errors included; or a stack.
+    """
+    shown: list[str] = []
+    frames: list[tuple[str, list[str]]] = []
+    for line in text.rstrip("\n").splitlines():
+        frame = _ANY_FRAME.match(line)
+        if frame is not None:
+            frames.append((frame[1], [line]))
+        elif frames and line.startswith("    "):  # its source, or a marker below it
+            frames[-1][1].append(line)
+        else:
+            shown += [*_fold(frames), line]
+            frames = []
+    return "\n".join([*shown, *_fold(frames)])
+
+
+def _fold(frames: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The frames of one error, outermost first: each its file and its lines."""
+    shown: list[str] = []
+    hidden: list[str] = []
+    for number, (file, lines) in enumerate(frames, 1):
+        if is_own(file) or (is_library(file) and number < len(frames)):
+            hidden.append(_library_of(file))
+            continue
+        shown += [*_tell_hidden(hidden), *lines]
+        hidden = []
+    return [*shown, *_tell_hidden(hidden)]
+
+
+def _library_of(file: str) -> str:
+    if is_own(file):
+        return "lightning_distplus"
+    for part in ("site-packages/", "dist-packages/"):
+        if part in file:
+            return file.rpartition(part)[2].partition("/")[0].removesuffix(".py")
+    return "Python"
+
+
+def _tell_hidden(libraries: Sequence[str]) -> list[str]:
+    if not libraries:
+        return []
+    names = list(dict.fromkeys(libraries))
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"]
+
+
+# -- stacks of other processes -----------------------------------------------------------------------------------------
+
+# One that holds the global lock cannot be asked, nor can a data worker. ``faulthandler`` prints the stack of a thread
+# from a C signal handler, without the lock. It is registered on a real-time signal that nobody uses, and prints into an
+# unnamed file, which the peers of this host read through /proc. A data worker that is forked from this process inherits
+# both; one that is started anew gets its own, ``PrintsStacks``.
+#
+# Each thread prints its own stack only, so the signal goes to the thread that is asked for. Printing those of all
+# threads ends a process that runs: a handler that walks the frames of another thread, while that thread calls and
+# returns, reads memory that is gone (Python 3.11: 20 questions to a process with three busy threads sufficed; with its
+# own stack only, 30,119 did no harm).
+
+
+_ANSWER_S = 0.3
+_POLL_S = 0.01
+_FIRST_SIGNAL = 10  # above SIGRTMIN, below which threading libraries and schedulers take theirs
+_BEGIN = "Stack (most recent call first):"
+_MEMORY = "distplus-stacks"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackPrinter:
+    """Where and how one process prints its stacks when a peer asks."""
+
+    number: int
+    """The signal."""
+    descriptor: int
+    """The file, by its number in that process."""
+    thread: int
+    """The thread that trains, as ``threading.get_native_id`` names it."""
+
+    @classmethod
+    def arm(cls) -> tuple[StackPrinter, IO[bytes]] | None:
+        """Makes this process answer, and the calling thread the one that is asked for.
+
+        Returns:
+            How to ask, and the file to close after ``disarm``; None where no signal is free.
+        """
+        for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX):
+            if not catches_signal(os.getpid(), number):
+                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open as long as it is armed
+                ignore_signal(number)  # what `disarm` goes back to
+                faulthandler.register(number, file=file, all_threads=False, chain=False)
+                return cls(number=number, descriptor=file.fileno(), thread=threading.get_native_id()), file
+        return None
+
+    def rearm(self, file: IO[bytes]) -> None:
+        """Puts the handler back in, which Lightning takes out at the end of a run with those of all signals."""
+        faulthandler.unregister(self.number)
+        faulthandler.register(self.number, file=file, all_threads=False, chain=False)
+
+    def disarm(self, file: IO[bytes]) -> None:
+        """Takes the handler out again. A peer looks before it asks; who asks too late even so is ignored."""
+        faulthandler.unregister(self.number)
+        file.close()
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintsStacks:
+    """The ``worker_init_fn`` of data workers that inherit nothing: spawned ones, and those of a forkserver.
+
+    Each prints into memory of its own, which goes with it, and is known by its name among the worker's open files.
+    """
+
+    number: int
+    """The signal of its rank."""
+    inner: Callable[[int], None] | None
+    """The user's."""
+
+    @classmethod
+    def where_needed(cls, loader: Any, printer: StackPrinter) -> Callable[[int], None] | None:
+        """What the workers of a ``DataLoader`` call when they start; the user's own where they are forked."""
+        context = loader.multiprocessing_context or multiprocessing.get_context()
+        own: Callable[[int], None] | None = loader.worker_init_fn
+        return own if context.get_start_method() == "fork" else cls(number=printer.number, inner=own)
+
+    def __call__(self, worker: int) -> None:
+        """Arms the worker, then does what the user wants."""
+        file = os.memfd_create(_MEMORY)  # open as long as the worker lives
+        faulthandler.register(self.number, file=file, all_threads=False, chain=False)
+        if self.inner is not None:
+            self.inner(worker)
+
+
+def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummary]:
+    """The stack of the training thread of another process of this host, outermost frame first; empty: no answer.
+
+    Args:
+        pid: The process: a rank, or one of its data workers.
+        printer: How that rank prints.
+    """
+    if not catches_signal(pid, printer.number):  # the signal would end it
+        return []
+    with suppress(OSError):
+        path = _file_of(pid, printer)
+        begin = path.stat().st_size
+        is_rank = Path(f"/proc/{pid}/task/{printer.thread}").exists()  # a data worker trains in no thread
+        _signal_thread(pid, printer.thread if is_rank else pid, printer.number)
+        return _parse(_read_new(path, begin))
+    return []
+
+
+def ignore_signal(number: int) -> None:
+    """``signal.signal(number, SIG_IGN)`` from any thread."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(number, int(signal.SIG_IGN))
+
+
+def _signal_thread(pid: int, thread: int, number: int) -> None:
+    """``signal.pthread_kill`` for a thread of another process.
+
+    Raises:
+        OSError: There is no such thread, or it is another user's.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.tgkill(pid, thread, number) != 0:
+        raise OSError(ctypes.get_errno(), f"Thread {thread} of process {pid} cannot be signalled")
+
+
+def _file_of(pid: int, printer: StackPrinter) -> Path:
+    folder = Path(f"/proc/{pid}/fd")
+    own = (path for path in folder.iterdir() if str(path.readlink()).startswith(f"/memfd:{_MEMORY}"))
+    return next(own, folder / str(printer.descriptor))
+
+
+def _read_new(path: Path, begin: int) -> str:
+    """What is written from ``begin`` on, once it stops growing."""
+    end, size = time.monotonic() + _ANSWER_S, begin
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        now = path.stat().st_size
+        if now == size > begin:
+            break
+        size = now
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+
+
+def _parse(text: str) -> list[traceback.FrameSummary]:
+    """The frames of the last stack that was printed; somebody else may have asked at the same time."""
+    found = [one for line in text.rpartition(_BEGIN)[2].splitlines() if (one := _FRAME.match(line))]
+    return [traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3]) for one in reversed(found)]

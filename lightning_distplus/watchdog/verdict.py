@@ -1,30 +1,68 @@
-"""The verdict on an incident, as a file and as text for people."""
+"""The verdict on an incident: who is to blame, by rule, as a file and as text for people."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import threading
 import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_distplus.watchdog.stacks import is_library, is_own
-from lightning_distplus.world import name_ranks
+from lightning_distplus.control.collective_check import sides
+from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.errors import (
+    DivergenceError,
+    PeerLost,
+    PeerMissing,
+    PreflightError,
+    RendezvousError,
+    message_of,
+)
+from lightning_distplus.process import HostLoad, ProcessState, running_time
+from lightning_distplus.watchdog.evidence import Evidence
+from lightning_distplus.watchdog.flight_recorder import Collective, Mismatch, cycles, match
+from lightning_distplus.watchdog.heartbeat import Sighting
+from lightning_distplus.watchdog.progress import Marks
+from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
+from lightning_distplus.watchdog.wait_graph import Ends, follow
+from lightning_distplus.world import World, name_ranks
 
-__all__ = ["Verdict", "find_verdicts", "name_incident"]
+__all__ = [
+    "MOST_LINES",
+    "Verdict",
+    "find_verdicts",
+    "judge",
+    "leave_verdict",
+    "name_incident",
+    "place_of_failure",
+]
 
 T = TypeVar("T")
 
-_PRINTED_LINES = 30
+MOST_LINES = 30
+"""A printed verdict has no more."""
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
 _TOLD_RANKS = 16
 _SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
-_FRAME = re.compile(r'  File "(.+)", line \d+')
+_LONGEST_OPERATION = 60
+_BATCH = re.compile(r" batch \d+$")
+_DEEDS = {
+    "hang": ("HANGS", "HANG"),
+    "peer_lost": ("IS GONE", "ARE GONE"),
+    "exception": ("FAILED", "FAILED"),
+    "divergence": ("DIFFERS", "DIFFER"),
+    "no_progress": ("FAILS IN THE SAME STEP AGAIN", "FAIL IN THE SAME STEP AGAIN"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,27 +143,63 @@ class Verdict:
         )
 
     def render(self) -> str:
-        """The verdict for people: at most 30 lines, the rest is in the file."""
-        doubt = "" if self.is_decided else " (undecided)"
-        moment = f"phase {self.phase!r}, step {self.global_step}, {self.elapsed_s:.0f} s without progress"
-        head = [
-            f"=== {self.kind}: {name_ranks(self.culprits)} to blame{doubt}, {name_ranks(self.waiting)} waiting"
-            + (f"; {moment}" if self.phase else ""),
-            *(f"  {line}" for line in self.lines[:_PRINTED_RANKS]),
-        ]
-        if len(self.lines) > _PRINTED_RANKS:
-            head.append(f"  and {len(self.lines) - _PRINTED_RANKS} more ranks")
+        """The verdict for people: with what its printer adds, at most 30 lines; the rest is in the file."""
+        head = [self._headline(), *self._source_line(), f"  {self._moment()}"]
+        others = [line for line in self.lines if self.is_decided or len(self.culprits) != 1]
+        if self.is_decided and len(self.culprits) == 1:
+            others = [line for line in self.lines if not line.startswith(f"rank {self.culprits[0]} ")]
+        head += [f"  {line}" for line in others[:_PRINTED_RANKS]]
+        if len(others) > _PRINTED_RANKS:
+            head.append(f"  and {len(others) - _PRINTED_RANKS} more ranks")
         tail = [f"  found: {finding}" for finding in self.findings[:_PRINTED_FINDINGS]]
         tail += [f"  load:  {self.load_of_culprit}"] if self.load_of_culprit else []
         tail += [f"  cause: {self.cause}", f"  do:    {self.remedy}"]
-        room = _PRINTED_LINES - len(head) - len(tail) - 2  # a title, and whoever prints it adds the file's name
+        room = MOST_LINES - len(head) - len(tail) - 6  # a title; "next" and "file", and lines that are wrapped
         return "\n".join([*head, *self._stack_of_culprit(min(room, _PRINTED_STACK_LINES)), *tail])
+
+    def _headline(self) -> str:
+        """Who, what, where: ``RANK 1 HANGS (host a, pid 3308) in training_step, train.py:24``."""
+        does, do = _DEEDS.get(self.kind, ("FAILS", "FAIL"))
+        if not self.is_decided:
+            return f"{name_ranks(self.culprits).upper()} {do}: nothing tells which of them is to blame"
+        if len(self.culprits) != 1:
+            return f"{name_ranks(self.culprits).upper()} {do}{self._place()}"
+        rank = str(self.culprits[0])
+        known = [f"host {self.hosts[rank]}"] if self.hosts.get(rank, "unknown") != "unknown" else []
+        known += [f"pid {self.pids[rank]}"] if self.pids.get(rank) else []
+        return f"RANK {rank} {does}" + (f" ({', '.join(known)})" if known else "") + self._place()
+
+    def _place(self) -> str:
+        """Where the first culprit stands; a batch is named by the step below."""
+        operation = _BATCH.sub("", self.operation).rpartition("]")[2] if self.operation else ""
+        where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
+        if self.location is None:
+            return where
+        file, _, line = self.location.rpartition(":")
+        return f"{where}, {Path(file).name}:{line}" if where else f" at {Path(file).name}:{line}"
+
+    def _source_line(self) -> list[str]:
+        """The culprit's line of source, as its stack shows it."""
+        stack = self.stacks.get(str(self.culprits[0]), "") if self.culprits else ""
+        if self.location is None or not stack:
+            return []
+        file, _, number = self.location.rpartition(":")
+        lines = stack.splitlines()
+        at = [i for i, line in enumerate(lines) if f'File "{file}", line {number},' in line]
+        return [f"    {lines[at[-1] + 1].strip()}"] if at and at[-1] + 1 < len(lines) else []
+
+    def _moment(self) -> str:
+        silence = f", {self.elapsed_s:.0f} s without progress" if self.kind in ("hang", "peer_lost") else ""
+        waits = f"; {name_ranks(self.waiting)} waiting" if self.waiting else ""
+        return f"phase {self.phase!r}, step {self.global_step}{silence}{waits}" if self.phase else waits[2:]
 
     def _stack_of_culprit(self, num_lines: int) -> list[str]:
         text = self.stacks.get(str(self.culprits[0])) if self.culprits else None
         if not text:
             return []
-        lines = _shown_frames(text, num_lines)
+        lines = [line for line in fold_traceback(text).splitlines() if not line.startswith("Traceback (")]
+        if len(lines) > num_lines:
+            lines = ["  ...", *lines[1 - num_lines :]]
         return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
 
     def is_written(self, folder: Path, host: str) -> bool:
@@ -165,25 +239,6 @@ class Verdict:
         return stage
 
 
-def _shown_frames(stack: str, num_lines: int) -> list[str]:
-    """The innermost frames that fit, without those of this package, which are many; the user's own one always."""
-    frames: list[list[str]] = []
-    for line in stack.rstrip().splitlines():
-        if _FRAME.match(line) or not frames:
-            frames.append([])
-        frames[-1].append(line)
-    files = [found[1] if (found := _FRAME.match(frame[0])) else "" for frame in frames]
-    shown = [number for number, file in enumerate(files) if not is_own(file)]
-    users = [number for number in shown if files[number] and not is_library(files[number])][-1:]
-    room = num_lines - sum(len(frames[number]) for number in users)
-    for number in reversed(shown):
-        if number not in users and (room := room - len(frames[number])) >= 0:
-            users.append(number)
-        elif room < 0:
-            break
-    return [line for number in sorted(users) for line in frames[number]][-num_lines:]
-
-
 def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
     """Names an incident so that no other run on this host, and no other second, has the same name.
 
@@ -207,3 +262,467 @@ def find_verdicts(folder: Path, *, run_id: str | None = None, since: float = 0.0
     times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
     found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
     return [one for one in found if run_id in (None, one.get("run_id", ""))]
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+# In the stack of a rank that stands in a checked call to which not all have come.
+_CHECKED = ("lightning_distplus/control/collective_check.py", "in meet")
+_LONELY = (
+    "call it on every rank or on none: code under `if rank == 0` must not synchronise, and trainer.save_checkpoint, "
+    "trainer.log_dir, barriers and logging with sync_dist=True do"
+)
+_ALONE = "look at the file and line; if the work is legitimate and only long, raise timeout=Timeouts(teardown=...)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opinion:
+    """What a rule says of an incident."""
+
+    culprits: list[int]
+    cause: str
+    remedy: str
+    kind: str = "hang"
+    is_decided: bool = True
+    findings: list[str] = dataclass_field(default_factory=list)
+    mismatch: Mismatch | None = None
+    cycles: list[list[int]] = dataclass_field(default_factory=list)
+
+
+def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> Verdict:
+    """Finds who is to blame among the ranks that have not ended their run.
+
+    In this order: processes that are gone; hosts that do not answer; stopped processes and those whose Python does not
+    answer; ranks that do not wait for peers while others do. A rank with a call in flight waits, whatever its Python
+    does. Where all of them wait: cycles of sends and receives, a call that only some ranks make, the first collective
+    that differs, the ranks at the ends of all waiting, and at last those that wait elsewhere than most.
+    """
+    everybody = dict(sorted(evidence.items()))
+    evidence = {rank: one for rank, one in everybody.items() if not one.ended}
+    rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_a_lonely_call, _in_another_collective)
+    opinion = next((found for rule in rules if (found := rule(evidence)) is not None), None) or _elsewhere(evidence)
+    if len(evidence) < len(everybody) and not any(one.waits for one in evidence.values()) and opinion.kind == "hang":
+        opinion = replace(opinion, cause=_alone(evidence, opinion.cause), remedy=_ALONE)
+    culprits = sorted(opinion.culprits)
+    first = evidence[culprits[0]]
+    newest = max(evidence.values(), key=lambda one: one.global_step)  # they train in step
+    known = newest if not first.answers and newest.global_step > first.global_step else first
+    order = sorted(everybody, key=lambda rank: (rank not in culprits, rank))
+    load = {one.host: one.load for one in everybody.values() if one.load}
+    return Verdict(
+        incident=incident,
+        kind=opinion.kind,
+        culprits=culprits,
+        waiting=sorted(set(evidence) - set(culprits)),
+        phase=known.phase,
+        operation=first.operation,
+        location=first.location,
+        global_step=known.global_step,
+        elapsed_s=first.silence_s,
+        cause=opinion.cause,
+        remedy=opinion.remedy,
+        hosts={str(rank): one.host for rank, one in everybody.items()},
+        pids={str(rank): one.pid for rank, one in everybody.items()},
+        stacks={str(rank): one.stack for rank, one in everybody.items()},
+        lines=[everybody[rank].describe() for rank in order],
+        is_decided=opinion.is_decided,
+        silent=[rank for rank, one in everybody.items() if not one.answers],
+        findings=opinion.findings,
+        locations={str(rank): one.location for rank, one in everybody.items()},
+        collectives={str(rank): one.stands_in if one.waits else None for rank, one in everybody.items()},
+        mismatch=None if opinion.mismatch is None else asdict(opinion.mismatch),
+        cycles=opinion.cycles,
+        load=load,
+        run_id=run_id,
+        load_of_culprit=HostLoad.from_plain(load[first.host]).describe() if first.host in load else "",
+    )
+
+
+def _ended(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    """C++ ends a process; gloo does so where a peer's message does not fit, which may hit the innocent side."""
+    ended = [rank for rank, one in evidence.items() if one.was_ended_by]
+    if not ended:
+        return None
+    found = _in_another_collective(evidence)
+    what = evidence[ended[0]].was_ended_by
+    if found is None:
+        return _Opinion(
+            kind="exception",
+            culprits=ended,
+            cause=f"an exception in C++ ({what}) that nobody catches ends the process",
+            remedy="look at the last lines of its log",
+        )
+    return replace(found, kind="exception", cause=f"{found.cause}; gloo ends a process for it")
+
+
+def _gone(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    gone = [rank for rank, one in evidence.items() if one.is_gone]
+    if not gone:
+        return None
+    return _Opinion(
+        kind="peer_lost",
+        culprits=gone,
+        cause="the process was killed (out of memory, a signal, the scheduler) and left no error",
+        remedy="look at the last lines of its log and at dmesg on its host",
+    )
+
+
+def _unreachable(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    cut = [rank for rank, one in evidence.items() if one.is_unreachable]
+    if not cut:
+        return None
+    hosts = sorted({evidence[rank].host for rank in cut})
+    here = sorted({one.host for one in evidence.values() if one.answers})
+    return _Opinion(
+        kind="peer_lost",
+        culprits=cut,
+        cause=f"no packet comes back from host {', '.join(hosts)} to {', '.join(here)}: the link is cut, or it is down",
+        remedy=f"look at the link and at the power of {', '.join(hosts)}, and at the switch between them",
+    )
+
+
+def _stuck(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    stuck = [rank for rank, one in evidence.items() if one.is_stopped or one.holds_lock]
+    if not stuck:
+        return None
+    first = evidence[min(stuck)]
+    if first.is_stopped:
+        cause = "the process is stopped by a signal"
+        remedy = f"find out who sent SIGSTOP; `kill -CONT {first.pid}` would wake it"
+    else:
+        cause = "a C call holds Python's global lock, so that no Python of this process runs"
+        remedy = "look at the file and line; release the lock in the extension, or bound the call"
+    return _Opinion(culprits=stuck, cause=cause, remedy=remedy)
+
+
+def _busy(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    busy = [rank for rank, one in evidence.items() if one.answers and not one.waits and not one.is_recorded_only]
+    if not busy:
+        return None
+    ends = _ends(evidence)
+    others = set(ends.culprits if ends is not None and ends.is_decided else ()) - set(busy)
+    one = evidence[min(busy)]
+    if "dataloader" in one.operation:
+        cause = "the data did not come"
+        remedy = "look at the file and line, at storage, at the data workers; raise timeout=Timeouts(step=...) if slow"
+    elif "file_baton.py" in one.stack:
+        cause = "it waits for the lock of a compilation of torch extensions, which a killed process has left behind"
+        remedy = "remove the file `lock` below $TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions)"
+    else:
+        cause = f"it stands in {one.operation!r} while its peers wait for it"
+        remedy = "look at the file and line; if the work is legitimate and only long, raise this phase's deadline"
+    found = [] if ends is None else [f"rank {rank} {ends.reasons[rank]}" for rank in sorted(others)]
+    return _Opinion(culprits=sorted({*busy, *others}), cause=cause, remedy=remedy, findings=found)
+
+
+def _alone(evidence: Mapping[int, Evidence], cause: str) -> str:
+    """The cause where nobody waits: all others have ended their run, and these have not within their deadline."""
+    one = next(iter(evidence.values()))
+    where = f"stands in {one.operation!r}" if one.answers else cause
+    return f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
+
+
+def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    calls = {rank: one.collective for rank, one in evidence.items()}
+    found = cycles(
+        {
+            rank: call.peer
+            for rank, call in calls.items()
+            if call is not None and call.peer is not None and not _is_answered(evidence, rank, call)
+        }
+    )
+    if not found:
+        return None
+    return _Opinion(
+        culprits=sorted(rank for cycle in found for rank in cycle),
+        cause="ranks wait for each other in a cycle of sends and receives: each one's other half comes only later",
+        remedy="let one rank of each cycle receive before it sends, or use dist.batch_isend_irecv",
+        findings=[_draw(cycle, evidence) for cycle in found],
+        cycles=found,
+    )
+
+
+def _is_answered(evidence: Mapping[int, Evidence], rank: int, call: Collective) -> bool:
+    """Whether the other end of a send or receive is in flight, so that neither waits for the other to come."""
+    peer = evidence.get(-1 if call.peer is None else call.peer)
+    return peer is not None and any(one.peer == rank and one.op != call.op for one in peer.calls.unfinished)
+
+
+def _draw(cycle: list[int], evidence: Mapping[int, Evidence]) -> str:
+    stages = []
+    for rank in cycle:
+        call = evidence[rank].collective
+        assert call is not None
+        stages.append(f"rank {rank} ({call.op} at {evidence[rank].location}) -> ")
+    return f"{''.join(stages)}rank {cycle[0]}"
+
+
+def _in_a_lonely_call(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    """Ranks that wait in a call through Lightning while the others wait elsewhere.
+
+    No rank enters the collective of such a call before all have come to it: the others are not in it. Fewer ranks are
+    to blame than are not; in a tie, those in the call, because the others are where every step comes by.
+    """
+    inside = sorted(rank for rank, one in evidence.items() if one.waits and all(text in one.stack for text in _CHECKED))
+    outside = sorted(set(evidence) - set(inside))
+    if not inside or not outside:
+        return None
+    places = {rank: f"in {one.operation}" for rank, one in evidence.items()}
+    for rank in inside:
+        places[rank] += f" at {evidence[rank].location}" if evidence[rank].location else ""
+    culprits = inside if len(inside) <= len(outside) else outside
+    return _Opinion(culprits=culprits, cause=sides(places), remedy=_LONELY)
+
+
+def _in_another_collective(evidence: Mapping[int, Evidence]) -> _Opinion | None:
+    found = match({rank: one.calls for rank, one in evidence.items() if one.answers})
+    if found is None or found.kind == "count":
+        ends = _ends(evidence)
+        if ends is not None and (ends.is_decided or all(one.is_recorded_only for one in evidence.values())):
+            return _at_the_ends(ends)
+    if found is None:
+        return None
+    doubt = "" if found.is_decided else "; nothing tells which side is right"
+    if found.kind == "count":
+        cause = f"a collective was called on some ranks only{doubt}"
+        remedy = "look at the file and line of each rank; code under `if rank == 0` must not synchronise"
+    elif found.kind == "order":
+        cause = f"the ranks call different collectives in the same place{doubt}"
+        remedy = "look at the file and line of each rank: a branch, or a loop, goes another way on the ranks to blame"
+    else:
+        cause = f"the ranks call the same collective with another {found.kind}{doubt}"
+        remedy = f"make the {found.kind} the same on all ranks (pad, cast, or gather the sizes first)"
+    return _Opinion(
+        culprits=found.culprits,
+        cause=cause,
+        remedy=remedy,
+        is_decided=found.is_decided,
+        findings=[found.describe()],
+        mismatch=found,
+    )
+
+
+def _ends(evidence: Mapping[int, Evidence]) -> Ends | None:
+    """Follows the calls in flight; a rank whose wait no recorder shows may wait for anybody."""
+    records = {rank: one.calls for rank, one in evidence.items() if one.answers}
+    unseen = {rank for rank, one in evidence.items() if one.answers and one.waits and not records[rank].unfinished}
+    unseen |= {rank for rank, one in evidence.items() if not one.answers and not one.is_recorded_only}
+    return follow(records, elsewhere=unseen)
+
+
+def _at_the_ends(ends: Ends) -> _Opinion:
+    told = [f"rank {rank} {ends.reasons[rank]}" for rank in ends.culprits]
+    if not ends.is_decided:
+        cause = "the ranks wait for each other, and nothing tells which of these is to blame"
+    else:
+        cause = told[0] if len(told) == 1 else "these ranks hold up all others, who wait for them or behind each other"
+    return _Opinion(
+        culprits=ends.culprits,
+        is_decided=ends.is_decided,
+        cause=cause,
+        remedy="look at the last lines of their logs, at their stacks (py-spy dump --pid PID) and at dmesg there",
+        findings=told if len(told) > 1 else [],
+    )
+
+
+def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
+    """The ranks that wait elsewhere than most; all of them where there is no majority."""
+    places = {rank: (one.operation, one.location) for rank, one in evidence.items()}
+    (common, count), *others = Counter(places.values()).most_common()
+    is_decided = bool(others) and others[0][1] < count
+    odd = [rank for rank, place in places.items() if place != common] if is_decided else sorted(places)
+    return _Opinion(
+        culprits=odd,
+        is_decided=is_decided,
+        cause="the ranks wait in different places: something was called on some ranks only, or in another order",
+        remedy="compare the stacks in the file; code under `if rank == 0` must not synchronise",
+    )
+
+
+# -- the verdict on a rank that has raised, or whose process is gone ---------------------------------------------------
+
+
+_KINDS = {
+    DivergenceError.__name__: "divergence",
+    PeerLost.__name__: "peer_lost",
+    PeerMissing.__name__: "peer_lost",
+}
+# The user or the scheduler has asked for the end; or the run has not begun, and all ranks show the same.
+_NO_INCIDENT = {"KeyboardInterrupt", "SIGTERMException", "Preempted", PreflightError.__name__, RendezvousError.__name__}
+_CAUSE_CHARACTERS = 1000
+_REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
+_TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_WHEREABOUTS = re.compile(r"in (.+?)(?: at (\S+:\d+))?$", re.DOTALL)
+_OF_WORKER = "in DataLoader worker process"
+_SPOKEN_S = 1.0  # how long the lowest rank of this host may take
+
+
+def place_of_failure(marks: Marks, error: BaseException) -> dict[str, Any]:
+    """Where this rank has failed, as ``FirstError.place``; called on the thread that has raised, or is about to."""
+    mark = marks.at_failure
+    return {
+        "phase": mark.phase,
+        "operation": mark.operation,
+        "global_step": mark.global_step,
+        "location": _in_worker(message_of(error)) or _in_user_code(error),
+    }
+
+
+def _in_user_code(error: BaseException) -> str | None:
+    return user_location([*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)])
+
+
+def _in_worker(message: str) -> str | None:
+    """The line of a data set at which a data worker has raised; its traceback comes as text."""
+    if _OF_WORKER not in message:
+        return None
+    return user_location([traceback.FrameSummary(file, int(line), "") for file, line in _TEXT_FRAME.findall(message)])
+
+
+def leave_verdict(
+    first: FirstError,
+    *,
+    is_told: bool,
+    world: World,
+    run_id: str,
+    peers: Mapping[int, Peer],
+    last_seen: Callable[[int], Sighting | None],
+    folder: Path,
+) -> tuple[Verdict, Path] | None:
+    """Writes the verdict on an error, once on each host.
+
+    Args:
+        first: The first error of the job.
+        is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its own.
+        world: This process.
+        run_id: ``ControlPlane.run_id``.
+        peers: How the others have introduced themselves.
+        last_seen: Their last beats.
+        folder: Where verdicts go.
+
+    Returns:
+        The verdict and its file; None where there is nothing to write, or another rank of this host has written it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
+        return None
+    verdict = _verdict(first, world, run_id, peers, last_seen)
+    if not is_told and _is_written_by_another(verdict, world, peers, folder):
+        return None
+    path = verdict.write_first(folder, world.host)
+    return None if path is None else (verdict, path)
+
+
+def _is_written_by_another(verdict: Verdict, world: World, peers: Mapping[int, Peer], folder: Path) -> bool:
+    """Leaves it to the lowest rank of this host that lives; where that does not come to it, this rank writes."""
+    lower = [peers[rank] for rank in peers if rank < world.rank and rank not in verdict.culprits]
+    is_lowest = not any(one.is_here and one.state() is not ProcessState.GONE for one in lower)
+    end = running_time() + (0.0 if is_lowest else _SPOKEN_S)
+    while not (is_written := _has_recent(folder, world.host, verdict.run_id)) and running_time() < end:
+        time.sleep(0.05)
+    return is_written
+
+
+def _has_recent(folder: Path, host: str, run_id: str) -> bool:
+    recent = find_verdicts(folder, run_id=run_id, since=time.time() - _SAME_INCIDENT_S)
+    return any(one["path"].name.endswith(f"-{host}.json") for one in recent)
+
+
+def _verdict(
+    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
+) -> Verdict:
+    culprits = sorted(first.ranks) or [first.rank]
+    values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
+    places = {rank: first.place if rank == first.rank else _place_of(last_seen(rank)) for rank in culprits}
+    places.setdefault(first.rank, first.place)
+    places |= {rank: _newer(one, first.place) for rank, one in places.items() if rank != first.rank}
+    places |= {int(rank): {**places.get(int(rank), {}), **_place_in(str(value))} for rank, value in values.items()}
+    place = places[culprits[0]]
+    kind = _KINDS.get(first.type, "exception")
+    cause, remedy = _explain(first, place.get("location"))
+    known = {str(rank): (peer.host, peer.pid) for rank, peer in peers.items()}
+    known |= {str(first.rank): (first.host, first.pid)}
+    load = HostLoad.now()
+    is_here = known.get(str(culprits[0]), ("", 0))[0] == world.host
+    return Verdict(
+        incident=name_incident(kind.replace("_", "-"), run_id, first.at),
+        run_id=run_id,
+        kind=kind,
+        culprits=culprits,
+        waiting=sorted(set(world.ranks) - set(culprits)),
+        phase=place.get("phase", ""),
+        operation=place.get("operation", ""),
+        location=place.get("location"),
+        global_step=place.get("global_step", 0),
+        elapsed_s=place.get("elapsed_s", 0.0),
+        cause=cause,
+        remedy=remedy,
+        hosts={rank: host for rank, (host, _) in known.items()},
+        pids={rank: pid for rank, (_, pid) in known.items()},
+        stacks={str(first.rank): first.traceback},
+        lines=[
+            f"{name_ranks([rank])} (host {host}, pid {pid}): {told}"
+            for rank in dict.fromkeys((*culprits, first.rank, *sorted(places)))
+            for host, pid in [known.get(str(rank), ("unknown", 0))]
+            for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
+        ],
+        locations={str(rank): one.get("location") for rank, one in places.items()},
+        load={world.host: load.to_plain()},
+        load_of_culprit=load.describe() if is_here else "",
+        field=first.differs.get("field"),
+        values=values,
+    )
+
+
+def _place_of(seen: Sighting | None) -> dict[str, Any]:
+    """Of a rank that cannot say it any more: its last beat."""
+    if seen is None:
+        return {}
+    return {
+        "phase": seen.mark.phase,
+        "operation": seen.mark.operation,
+        "global_step": seen.mark.global_step,
+        "location": seen.place,
+        "elapsed_s": seen.silence_s,
+        "beat_s": running_time() - seen.changed_at,
+    }
+
+
+def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with step and phase of the rank that has told of it, where that is further: they train in step."""
+    if told.get("global_step", 0) <= place.get("global_step", -1):
+        return place
+    return {**place, "phase": told.get("phase", ""), "global_step": told["global_step"]}
+
+
+def _place_in(value: str) -> dict[str, Any]:
+    """Of a rank in another call: what stands in ``Whereabouts.describe``."""
+    found = _WHEREABOUTS.match(value)
+    return {"operation": found[1], "location": found[2]} if found else {}
+
+
+def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
+    is_own = rank == first.rank
+    is_gone = first.type == PeerLost.__name__
+    what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
+    where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
+    age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""
+    return what + where + (f" at {place['location']}" if place.get("location") else "") + age
+
+
+def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
+    """Cause and remedy, in words; our own messages end with what to do."""
+    message = first.message.strip()
+    if first.type in _KINDS:
+        cause, _, remedy = _REMEDY.sub("\0", message, count=1).partition("\0")
+        return cause[:_CAUSE_CHARACTERS], remedy or "see the cause"
+    told = message.partition("\n")[0]
+    if _OF_WORKER in message:
+        told = f"{told} {message.splitlines()[-1]}"
+    cause = f"{first.type}: {told}" if told else first.type
+    if "OutOfMemory" in first.type:
+        return cause[:_CAUSE_CHARACTERS], "take a smaller batch, or find out what made this one larger on this rank"
+    return cause[:_CAUSE_CHARACTERS], f"look at {location or 'the stack'}; the whole traceback is in the file"

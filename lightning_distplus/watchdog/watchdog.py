@@ -1,12 +1,19 @@
-"""The thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the process."""
+"""The watchdog: a thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the run."""
 
 from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -14,26 +21,27 @@ from typing import IO
 
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, Points
+from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.control.whereabouts import ended_early
-from lightning_distplus.errors import ExitCode
-from lightning_distplus.host_load import HostLoad
-from lightning_distplus.liveness import ProcessState, catches_signal, is_traced, running_time
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost, message_of
+from lightning_distplus.process import (
+    HostLoad,
+    ProcessState,
+    catches_signal,
+    end_with_parent,
+    forks,
+    is_traced,
+    running_time,
+)
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
-from lightning_distplus.watchdog.aborting import ABORTED, Abort
-from lightning_distplus.watchdog.board import BEAT_S, NUM_READERS, Board, Sighting
-from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.far_stacks import PrintsStacks, StackPrinter, ask_for_stack
-from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.leaving import end_peer, end_process, say, tie_workers
-from lightning_distplus.watchdog.marks import Marks
-from lightning_distplus.watchdog.pace import Progress
-from lightning_distplus.watchdog.stacks import is_debugged
-from lightning_distplus.watchdog.telling import JUDGED, Telling
-from lightning_distplus.watchdog.timing_out import TIMED_OUT, judge_time_out
-from lightning_distplus.watchdog.verdict import Verdict, name_incident
-from lightning_distplus.watchdog.witness import Witness
+from lightning_distplus.watchdog.ending import Ending, print_block
+from lightning_distplus.watchdog.evidence import Evidence, Witness
+from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting
+from lightning_distplus.watchdog.progress import Marks, Progress
+from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_debugged
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
 
 __all__ = ["Watchdog"]
 
@@ -60,6 +68,24 @@ _SETTLED_TURNS = 7
 _ASKS = 5  # for the stack of a process that would be killed: a busy host answers late
 
 _INCIDENT = "hang"
+_SIGNS_OF_TIME_OUT = ("timed out", "timeout", "time-out")
+
+
+class _JudgedTogether(RuntimeError):
+    """What the peers are told where they, who know more, judge together with this rank."""
+
+    has_verdict = True
+
+
+class _Aborted(_JudgedTogether):
+    """C++ ends this process now."""
+
+
+class _TimedOut(_JudgedTogether):
+    """A collective has timed out here."""
+
+
+_JUDGED_TOGETHER = (_Aborted.__name__, _TimedOut.__name__)
 
 
 class Watchdog:
@@ -107,7 +133,8 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._abort = Abort(plane, self._witness, on_told=self._judge_together)
+        self._ending = Ending(plane, self._telling)
+        self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()
         self._have_judged_together = threading.Event()
@@ -126,6 +153,7 @@ class Watchdog:
     def start(self) -> None:
         """Starts to watch the thread that made this object; call it before the first collective."""
         if self._has_process:
+            self._ending.arm()
             flight_recorder.arm()
             self._abort.arm()
             tie_workers(self)
@@ -183,8 +211,26 @@ class Watchdog:
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
-        """Called by the training thread where a collective has raised; see ``timing_out``."""
-        return judge_time_out(error, self._plane, self._witness, self._judge_together)
+        """Called by the training thread where a collective has raised, for which no peer is known to be the cause.
+
+        The groups that Lightning and the engines make wait longer than the watchdog; one that the user makes may have
+        a shorter time-out of its own. The rank on which it passes is the one that waited: all ranks judge before it is
+        blamed.
+
+        Returns:
+            Whether it is a time-out.
+        """
+        if not any(sign in message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
+            return False
+        self._witness.timed_out_at = traceback.extract_tb(error.__traceback__)
+        self._plane.report_failure(
+            _TimedOut(
+                f"a collective has timed out at {self._witness.own().location}: {str(error).splitlines()[0]}. This "
+                "rank is the one that waited. The verdict names the ranks that did not come."
+            )
+        )
+        self._judge_together()
+        return True
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -216,7 +262,7 @@ class Watchdog:
 
     def _join(self, error: FirstError) -> None:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
-        if error.type in (ABORTED, TIMED_OUT):
+        if error.type in _JUDGED_TOGETHER:
             self._judge_together()
         elif error.message.startswith(JUDGED) and (self._board.is_few or self._telling.speaks_for_host(error.ranks)):
             verdict = self._telling.told_by(error.rank)
@@ -236,8 +282,9 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
-            say(f"{error.describe()}\n{error.traceback}")
-            end_process(error.as_heard().exit_code)
+            if self._ending.is_full:
+                say(f"{error.describe()}\n{error.traceback}")
+            self._leave(error.as_heard().exit_code)
 
     def _look_at_silence(self) -> None:
         mark = self._marks.read()
@@ -284,7 +331,11 @@ class Watchdog:
             self.tell_failure(first)
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-                end_process(ExitCode.DIVERGENCE)
+                self._leave(ExitCode.DIVERGENCE)
+
+    def _leave(self, code: ExitCode) -> None:
+        self._ending.leave(code)
+        end_process(code)
 
     def _post(self, number: int) -> None:
         if self._posted_at != number:
@@ -377,6 +428,10 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
+    def _judge_before_abort(self) -> None:
+        self._judge_together()
+        self._ending.leave(ExitCode.PEER_LOST)
+
     def _judge_together(self) -> None:
         """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone.
 
@@ -412,7 +467,9 @@ class Watchdog:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-            end_process(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+            self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
+        elif self._telling.speaks_for_host(verdict.silent) and (found := self._telling.find_verdict()):
+            print_block(*found)
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""
@@ -429,3 +486,257 @@ class Watchdog:
         if printer is None or not catches_signal(pid, printer.number):
             return False
         return bool(verdict.stacks.get(str(rank))) or any(ask_for_stack(pid, printer) for _ in range(_ASKS))
+
+
+# -- how a verdict gets out --------------------------------------------------------------------------------------------
+
+
+JUDGED = "the watchdogs have judged:\n"
+_LOOK_S = 0.025
+_TOLD_S = 1.0
+_SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
+_STORE_S = 0.3
+_SETTLED = "watchdog/together/settled"
+
+
+class Telling:
+    """Tells verdicts for one rank: one rank of each host writes and prints.
+
+    Args:
+        plane: The control plane.
+        board: Who is there.
+        folder: Where verdicts are written.
+    """
+
+    def __init__(self, plane: ControlPlane, board: Board, folder: Path) -> None:
+        self._plane = plane
+        self._line = plane.second_line()
+        self._world = plane.world
+        self._board = board
+        self._folder = folder
+        self._began_at = time.time()
+        self._found: tuple[Verdict, Path] | None = None
+        self.has_judged = False
+        """Whether this rank gives a verdict of the watchdogs: what it raises from then on follows from that."""
+
+    def speaks_for_host(self, silent: Iterable[int] = ()) -> bool:
+        """Whether this is the lowest rank of its host whose process is there and whose Python runs."""
+        here = {rank for rank, peer in self._peers_here() if peer.state() is not ProcessState.GONE}
+        return self._world.rank == min(here - set(silent) | {self._world.rank})
+
+    def _peers_here(self) -> list[tuple[int, Peer]]:
+        return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
+
+    def await_others(self, silent: Iterable[int] = ()) -> None:
+        """Waits until the other ranks of this host have ended, and so said what they have to say; a few seconds."""
+        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
+        end = running_time() + _SPOKEN_S
+        while any(peer.state() is not ProcessState.GONE for peer in others) and running_time() < end:
+            time.sleep(_LOOK_S)
+
+    def find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
+        if self._found is None:
+            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
+            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
+        return self._found
+
+    def leave_traceback(self, text: str) -> Path | None:
+        """Writes the whole traceback of this rank; None where that fails."""
+        path = self._folder / f"rank{self._world.rank:05d}.traceback"
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return path
+        return None
+
+    def tell(self, verdict: Verdict) -> None:
+        """Writes it; it is printed when this process ends."""
+        with suppress(OSError):
+            self._found = (verdict, verdict.write(self._folder, self._world.host))
+
+    def is_done(self, verdict: Verdict) -> bool:
+        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
+        end = running_time() + _SPOKEN_S
+        while not (is_written := verdict.is_written(self._folder, self._world.host)) and running_time() < end:
+            time.sleep(_LOOK_S)
+        return is_written
+
+    def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
+        """``leave_verdict``; it is printed when this process ends. Never raises."""
+        if self.has_judged:
+            return
+        try:
+            left = leave_verdict(
+                error,
+                is_told=is_told,
+                world=self._world,
+                run_id=self._plane.run_id,
+                peers=self._board.peers,
+                last_seen=self._board.last_seen,
+                folder=self._folder,
+            )
+        except Exception:  # on the way out: the error itself must be seen
+            log.exception("rank %d: the verdict cannot be written", self._world.rank)
+            return
+        self._found = left or self._found
+
+    def tell_peers(self, verdict: Verdict) -> None:
+        """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
+        kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
+        error = kind(f"{JUDGED}{verdict.render()}", verdict.culprits)
+        error.has_verdict = True
+        told = verdict if self._board.is_few else verdict.shortened()
+
+        def tell() -> None:
+            with suppress(PeerError):
+                self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
+                self._plane.report_failure(error)
+
+        _within(_STORE_S, tell)
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        """Makes all ranks that judge together give one verdict, the first: whoever has judged may end at once."""
+        told: list[bytes] = []
+
+        def claim() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
+                self._line.append(_SETTLED, f"{self._world.rank},".encode())
+
+        _within(_TOLD_S, claim)
+        return Verdict.from_json(told[0]) if told else verdict
+
+    def await_settled(self, ranks: set[int]) -> None:
+        """Keeps the process that serves the store until these ranks have the verdict that all give."""
+        if self._world.rank != self._plane.host_rank:
+            return
+        others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
+        end = running_time() + _SPOKEN_S
+        with suppress(PeerError, RuntimeError):
+            while running_time() < end:
+                told = (self._line.read(_SETTLED) or b"").split(b",")
+                if others <= {int(rank) for rank in told if rank}:
+                    return
+                time.sleep(_LOOK_S)
+
+    def told_by(self, rank: int) -> Verdict | None:
+        """The verdict that a rank has told; None where it cannot be had in time."""
+        told: list[bytes | None] = []
+
+        def read() -> None:
+            with suppress(PeerError, RuntimeError):
+                told.append(self._line.read(f"watchdog/verdict/{rank}"))
+
+        _within(_TOLD_S, read)
+        return Verdict.from_json(told[0]) if told and told[0] is not None else None
+
+
+def _within(seconds: float, asks: Callable[[], None]) -> None:
+    """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+    asker = threading.Thread(target=asks, daemon=True)
+    asker.start()
+    asker.join(timeout=seconds)
+
+
+# -- the end that C++ decides ------------------------------------------------------------------------------------------
+
+
+_PEERS_S = 0.3  # how long the peers get to write their verdict, after all evidence is there
+
+
+class Abort:
+    """Tells the peers, from the thread on which C++ gives up, what this rank was doing; then the process ends.
+
+    The training thread stands in the collective and cannot say anything; after this nobody can.
+
+    Args:
+        plane: The control plane; the training thread, which else reports errors over it, is stuck.
+        witness: Knows this process.
+        on_told: Called once the peers know, to judge and to write the verdict.
+    """
+
+    def __init__(self, plane: ControlPlane, witness: Witness, on_told: Callable[[], None]) -> None:
+        self._plane = plane
+        self._witness = witness
+        self._on_told = on_told
+        self._restore: Callable[[], None] | None = None
+        self._once = threading.Lock()
+
+    def arm(self) -> None:
+        """Stands before what C++ does at the end of a process."""
+        self._restore = _compat.on_terminate(self._speak)
+
+    def disarm(self) -> None:
+        """Takes it out again."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _speak(self, exception: str) -> None:
+        if not self._once.acquire(blocking=False):  # two threads may end the process at once
+            time.sleep(2.0)
+            return
+        with suppress(Exception):  # whatever happens here, the process ends as it would have ended
+            self._witness.ended_by = exception or "of an unknown type"
+            self._plane.report_failure(_Aborted(_last_words(self._witness.own())))
+            self._on_told()
+            time.sleep(_PEERS_S)
+
+
+def _last_words(own: Evidence) -> str:
+    call = own.collective.describe() if own.collective else "no collective that is known"
+    return (
+        f"an exception in C++ ({own.was_ended_by}) ends this process, which stands in {call}, at {own.location}. In "
+        "gloo it means that a peer's message does not fit: another shape, dtype or order of collectives. The verdict "
+        "names the rank that differs."
+    )
+
+
+# -- the end of processes ----------------------------------------------------------------------------------------------
+
+
+def tie_workers(owner: object) -> None:
+    """From now on, data workers that are forked from this process end when it is killed; as long as ``owner`` lives.
+
+    A worker notices the death of its rank between two samples only. Until then its copies of the connections keep all
+    peers waiting, in the collectives and, where this rank serves it, for the store.
+    """
+    multiprocessing.util.register_after_fork(owner, _end_with_parent)
+
+
+def _end_with_parent(_: object) -> None:
+    """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
+    is_of_main_thread = threading.current_thread().name == "MainThread"
+    if multiprocessing.current_process().daemon and is_of_main_thread:
+        end_with_parent()
+
+
+def say(text: str) -> None:
+    """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def end_process(code: ExitCode) -> None:
+    """Ends this process at once: its training thread may stand in a call that nothing interrupts.
+
+    Its data workers end with it, as at an orderly exit. One that hangs in a sample would live on, and with it its
+    copies of all connections: peers would wait for an answer of a store that nobody serves.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+    os._exit(int(code))
+
+
+def end_peer(peer: Peer) -> None:
+    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended."""
+    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
+        for pid in (*forks(peer.pid), peer.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.strategies.starting import facts_of
+from lightning_distplus.strategies.start import facts_of
 from tests.distributed import jobs
 
 

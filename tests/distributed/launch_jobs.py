@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import PreemptionHandler, newest_valid
 from lightning_distplus.data import SampleAudit
-from lightning_distplus.ending import install_exit_codes
+from lightning_distplus.errors import install_exit_codes
 from lightning_distplus.testing import FaultCallback, weights_digest
 from tests.distributed.preemption_jobs import make
 
@@ -50,7 +50,7 @@ def main(folder: str, slow_s: str = "0", poisoned_step: str = "-1", effect: str 
     trainer.checkpoint_callbacks[0]._every_n_train_steps = 1
     model.slow_s = float(slow_s)
     found = newest_valid(Path(folder) / "checkpoints")
-    how = "warm" if b"warm_server" in Path("/proc/self/cmdline").read_bytes() else "cold"
+    how = "warm" if b"launch.warm" in Path("/proc/self/cmdline").read_bytes() else "cold"
     Path(folder, f"began-{trainer.global_rank}-{time.time()}").write_text(how)
     trainer.fit(model, datamodule=data, ckpt_path=str(found) if found else None)
     result = {"weights": weights_digest(model), "step": trainer.global_step}

@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus import ResilientDDP, samplers
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.data import ResumableDataModule, SampleAudit
-from lightning_distplus.data.audit_merge import audit
-from lightning_distplus.data.audit_records import AuditWriter, read_audit, sum_of_samples
+from lightning_distplus.data.audit import AuditWriter, audit_folder, read_audit, sum_of_samples
 from lightning_distplus.testing import spawn
 from tests.distributed.resume_jobs import (
     Augmented,
@@ -85,14 +84,14 @@ def test_resume_from_every_save_audits_clean_and_continues_the_sum(
     arguments = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 3}
     saver = SaveAt("on_train_batch_end", tmp_path)
     fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "first")), saver], **arguments)
-    assert audit(tmp_path / "first").ok
+    assert audit_folder(tmp_path / "first").ok
     (first,) = (tmp_path / "first").glob("*.audit")
     for path, _ in saver.saves[:: 6 if workers else 1]:
         folder = tmp_path / path.stem
         folder.mkdir()
         (folder / first.name).write_bytes(first.read_bytes())
         fit(map_data(26, **workers), callbacks=[SampleAudit(str(folder))], ckpt_path=path, **arguments)
-        report = audit(folder)
+        report = audit_folder(folder)
         assert report.ok, (path, report)
         assert (report.num_samples, report.num_steps, report.num_runs) == (48, 8, 2)
 
@@ -142,7 +141,7 @@ def test_overfitting_and_foreign_data_are_refused(tmp_path: Path) -> None:
 
 def test_another_sample_than_the_order_says_is_named(tmp_path: Path) -> None:
     tampered("swap", tmp_path)
-    report = audit(tmp_path / "distplus" / "audit")
+    report = audit_folder(tmp_path / "distplus" / "audit")
     assert len(report.problems) == 2
     assert report.problems[0].startswith("run 0, rank 0, step 4: position 8 of epoch 0 held sample ")
 
@@ -200,7 +199,7 @@ def test_a_batch_without_the_ids_that_were_named_is_refused(tmp_path: Path) -> N
 def test_manual_optimization_audits_clean_over_resumes(kind: type[Diary], tmp_path: Path) -> None:
     saver = SaveAt("on_train_batch_end", tmp_path)
     quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(tmp_path / "first")), saver]).fit(kind(), map_data(17))
-    assert audit(tmp_path / "first").ok
+    assert audit_folder(tmp_path / "first").ok
     (first,) = (tmp_path / "first").glob("*.audit")
     for path, _ in saver.saves[::3]:
         folder = tmp_path / path.stem
@@ -208,7 +207,7 @@ def test_manual_optimization_audits_clean_over_resumes(kind: type[Diary], tmp_pa
         (folder / first.name).write_bytes(first.read_bytes())
         trainer = quiet_trainer(max_epochs=2, callbacks=[SampleAudit(str(folder))])
         trainer.fit(kind(), map_data(17), ckpt_path=path)
-        report = audit(folder)
+        report = audit_folder(folder)
         assert report.ok, (path, report)
         assert report.num_samples == 32
 
@@ -218,7 +217,7 @@ def test_checkpoint_of_steps_that_are_not_in_the_records_is_named(tmp_path: Path
     fit(map_data(26), callbacks=[SampleAudit(str(tmp_path / "lost")), saver], max_epochs=1)
     folder = tmp_path / "kept"
     fit(map_data(26), callbacks=[SampleAudit(str(folder))], max_epochs=1, ckpt_path=saver.saves[4][0])
-    report = audit(folder)
+    report = audit_folder(folder)
     assert not report.missed, "the records begin where the run resumed"
     assert "from a checkpoint of 10 samples" in report.problems[0]
 
@@ -231,12 +230,12 @@ def test_torn_record_is_an_unfinished_step_and_a_damaged_header_is_refused(tmp_p
     file = read_audit(path)
     assert file.num_torn_bytes > 0
     assert not file.has_ended
-    report = audit(path.parent)
+    report = audit_folder(path.parent)
     assert report.ok, "what a kill cut off is an unfinished step"
     assert report.num_undone > 0
     path.write_bytes(whole.replace(b'"world_size": 1', b'"world_size": 2'))
     with pytest.raises(ValueError, match="does not begin with the header"):
-        audit(path.parent)
+        audit_folder(path.parent)
     assert main(["audit", str(path.parent)]) == 1
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import _compat
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import spawn
-from lightning_distplus.timeouts import Phase
+from lightning_distplus.timeouts import Calibration, Phase
 from tests.distributed import jobs
 
 FACTOR = 200
@@ -61,7 +60,7 @@ class SlowsDown(Callback):
         """Before each step; 0 before the first review."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        calibration = trainer.strategy._calibration
+        calibration = trainer.strategy.measured.calibration
         self.deadlines_s.append(calibration.deadlines_s.get("step", 0.0))
         if batch_idx == STEPS_TO_REVIEW:
             self.pause_s = 3 * self.deadlines_s[-1] / FACTOR
@@ -73,7 +72,7 @@ class SlowsDown(Callback):
 
 def slow_down(folder: str) -> list[float]:
     strategy, slows = jobs.strategy("ResilientDDP", timeout="auto"), SlowsDown()
-    strategy._calibration = Calibration(
+    strategy.measured.calibration = Calibration(
         factor=FACTOR, floors=dict.fromkeys(Phase, timedelta(seconds=1)), gates=STEPS_TO_REVIEW, review_every_s=0
     )
     trainer = jobs.trainer(strategy, 2, folder, max_steps=LATE_STEP + 2, callbacks=[slows])

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from lightning_distplus import newest_valid, verify
-from lightning_distplus.cli.export import main as export
+from lightning_distplus.cli.checkpoints import run_export as export
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs

@@ -13,7 +13,7 @@ import torch
 
 from lightning_distplus import samplers
 from lightning_distplus.data import ResumableDataModule, SampleAudit
-from lightning_distplus.data.audit_merge import audit
+from lightning_distplus.data.audit import audit_folder
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import assert_same_on_all_ranks, spawn
 from tests.distributed import jobs
@@ -88,7 +88,7 @@ def test_weights_lengths_and_samplers_resume_exactly_and_audit_clean(sampler: An
     records = str(tmp_path / "audit")
     fit(make_data(), callbacks=[SampleAudit(records)], max_epochs=2, max_steps=9)
     fit(make_data(), callbacks=[SampleAudit(records)], max_epochs=2, ckpt_path=None)
-    assert audit(records).ok
+    assert audit_folder(records).ok
 
 
 def test_weights_lengths_and_the_global_batch_of_their_groups_are_part_of_the_identity(tmp_path: Path) -> None:

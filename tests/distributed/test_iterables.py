@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distplus import ResilientDDP, ResilientFSDP
 from lightning_distplus.data import ResumableDataModule
-from lightning_distplus.data.stateful import stateful
+from lightning_distplus.data.iterable import stateful
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import FaultPlan, SpawnResult, spawn
 from lightning_distplus.world import DataParallel

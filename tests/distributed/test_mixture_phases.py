@@ -12,7 +12,7 @@ import torch
 
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.data import SampleAudit, Source
-from lightning_distplus.data.mixture import BLOCK, Mixture
+from lightning_distplus.data.order import BLOCK, Mixture
 from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import SampleDiary, SaveAt, quiet_trainer, token_data, write_tokens
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distplus import _compat, env
-from lightning_distplus.control import Address, ControlPlane, connect, disconnect, joining
+from lightning_distplus.control import Address, ControlPlane, connect, disconnect, rendezvous
 from lightning_distplus.errors import PeerLost
 from lightning_distplus.testing import spawn
 from lightning_distplus.world import World
@@ -57,7 +57,7 @@ def enter(rank: int, entrants: dict[int, Entrant]) -> Outcome | None:
     entrant = entrants.get(rank)
     if entrant is None:
         return None
-    joining._ANSWER_S = entrant.answer_s
+    rendezvous._ANSWER_S = entrant.answer_s
     time.sleep(entrant.late_s)
     entered = time.time()
     world = World(rank=entrant.rank, size=entrant.size, num_nodes=entrant.num_nodes)

@@ -126,7 +126,7 @@ def test_validation_on_one_rank_only_is_named_where_the_settings_are_not_compare
 
 
 def preflight(rank: int, odd: bool) -> int:
-    from lightning_distplus.cli.preflight import main
+    from lightning_distplus.cli.preflight import run_preflight as main
 
     with env.changed(NCCL_PROTO="LL" if odd and rank == ODD else "Simple"):
         return main(["--json", "--off", "torch", "--warn", "disk", "--devices", "3", "--deadline", "20s"])

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import newest_valid, verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.strategies.background import Writes
+from lightning_distplus.strategies.saving import Writes
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 
@@ -44,7 +44,7 @@ class HeldDisk(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.rank = trainer.global_rank
-        trainer.strategy._committed_saves.sync = self.sync
+        trainer.strategy.saves.committed.sync = self.sync
         finish = Writes.finish
 
         def held(writes: Writes) -> None:  # nothing is written before the weights have changed
@@ -55,7 +55,7 @@ class HeldDisk(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if trainer.strategy._in_flight is not None:
+        if trainer.strategy.saves.in_flight is not None:
             self.in_flight.append(step)
         if trainer.strategy.num_failed_saves and not self.failed_at:
             self.failed_at.append(step)
@@ -163,7 +163,7 @@ def die_while_saving(name: str, folder: str) -> None:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_start(trainer, module, batch, batch_idx)
             if trainer.global_step == 5:  # the save of step 4 is in flight
-                assert trainer.strategy._in_flight is not None
+                assert trainer.strategy.saves.in_flight is not None
                 os.kill(os.getpid(), signal.SIGKILL)
             if trainer.global_step == 3:
                 trainer.strategy.settle_save()

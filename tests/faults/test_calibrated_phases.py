@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.checkpoint.catalog import read_manifest
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
-from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.timeouts import Calibration, Phase, Timeouts
 from tests.distributed import jobs
 from tests.faults.side_by_side import side_by_side
 
@@ -81,7 +80,7 @@ def fit(
 ) -> dict[str, float]:
     """Trains with a validation and a save before each review of the deadlines."""
     strategy = jobs.strategy(name, timeout="auto")
-    strategy._calibration = Calibration(factor=FACTOR, floors=FLOORS, gates=3)
+    strategy.measured.calibration = Calibration(factor=FACTOR, floors=FLOORS, gates=3)
     saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = jobs.trainer(
         strategy,

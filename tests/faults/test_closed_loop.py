@@ -13,7 +13,7 @@ import lightning_distplus
 from lightning_distplus import verify
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.tensors import tensor_findings
-from lightning_distplus.cli.verify import main as distplus_verify
+from lightning_distplus.cli.checkpoints import run_verify as distplus_verify
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs

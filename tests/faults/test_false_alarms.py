@@ -108,7 +108,7 @@ def check_only_reported(folder: Path) -> None:
     assert run.results == {0: 8, 1: 8}
     (path,) = folder.glob("distplus/verdict-*.json")
     assert json.loads(path.read_text())["culprits"] == [1]
-    assert "rank 1 to blame" in run.logs[0]
+    assert "RANK 1 " in run.logs[0]
 
 
 BATCH_S = 0.5

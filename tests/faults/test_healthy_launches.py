@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.liveness import address_towards
 from lightning_distplus.preflight.launch import is_loopback
+from lightning_distplus.process import address_towards
 from lightning_distplus.testing.spawning import free_port, rank_variables
 from tests.distributed.slurm_cluster import Cluster, missing_programs, slurm
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode, PreflightError
-from lightning_distplus.strategies.starting import facts_of
+from lightning_distplus.strategies.start import facts_of
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

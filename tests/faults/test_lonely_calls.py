@@ -122,8 +122,8 @@ def healthy(name: str, folder: str) -> int:
 
     def setup(fitted: Any) -> None:
         begin(fitted)
-        met = strategy._points.meet
-        strategy._points.meet = lambda point: (counted.append(str(point)), met(point))
+        met = strategy.collectives.points.meet
+        strategy.collectives.points.meet = lambda point: (counted.append(str(point)), met(point))
 
     strategy.setup = setup
     trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(16))

@@ -38,6 +38,8 @@ class Fault:
     drops: tuple[str, ...] | None = None
     """What a firewall on node 0 drops, by the words of ``ip rule``; no word: everything."""
     shares_folder: bool = True
+    deadline: str = "60s"
+    """Of the rendezvous."""
     names_interface: bool = True
     """Whether GLOO_SOCKET_IFNAME is set."""
     late: bool = False
@@ -73,11 +75,6 @@ FAULTS = {
     "busy port": Fault(
         busy=True,
         says=(("cannot listen on {2}:29400: Address already in use",), ("reached {2}:29400, but what",)),
-    ),
-    "a filtered port, and no folder is shared": Fault(
-        drops=("ipproto", "tcp", "dport", str(PORT)),
-        shares_folder=False,
-        says=(("gets no answer from {2}:29400, not even a refusal", "from {1} to {2}:29400", "MASTER_PORT"),) * 2,
     ),
     "everything is dropped": Fault(
         drops=(), says=(("gets no answer from {2}:29400, not even a refusal", "from {1} to {2}:29400"),) * 2
@@ -121,7 +118,7 @@ def fit(rank: int, hosts: TwoHosts, fault: Fault, notes: str, folder: str) -> No
         "GLOO_SOCKET_IFNAME": "eth0" if fault.names_interface else None,
     }  # fmt: skip
     with env.changed(**variables):
-        strategy = jobs.strategy("ResilientDDP", timeout={"rendezvous": "60s"})
+        strategy = jobs.strategy("ResilientDDP", timeout={"rendezvous": fault.deadline})
         trainer = jobs.trainer(strategy, 1, folder, num_nodes=fault.num_nodes[rank], max_steps=2)
         Path(notes, f"begun{rank}").write_text(str(time.monotonic()))
         try:
@@ -163,3 +160,16 @@ def test_hosts_that_cannot_meet_say_why_and_name_each_other(name: str, tmp_path:
         assert float(ended) - both_began < BOUND_S
         for words in fault.says[rank]:
             assert words.format(*hosts.names, hosts.addresses[0]) in text, text
+
+
+FILTERED = Fault(drops=("ipproto", "tcp", "dport", str(PORT)), shares_folder=False, deadline="8s")
+
+
+def test_a_filtered_port_without_a_shared_folder_names_the_rank_at_the_deadline(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        hosts.drop(*(FILTERED.drops or ()))
+        run = spawn(start, 2, args=(hosts, FILTERED, str(tmp_path)), deadline="40s")
+
+    assert run.exit_codes == {0: int(ExitCode.PEER_LOST), 1: int(ExitCode.PREFLIGHT)}, run.logs
+    assert "1 of 2 ranks did not come: rank 1 (never seen, node 1)" in (tmp_path / "rank0").read_text()
+    assert f"gets no answer from {hosts.addresses[0]}:{PORT}, not even a refusal" in (tmp_path / "rank1").read_text()

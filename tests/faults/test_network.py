@@ -56,7 +56,7 @@ class IsStopped(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step >= CUT_STEP and trainer.global_rank == 0:
-            self.move(trainer.strategy._marks)
+            self.move(trainer.strategy.marks)
         (self.folder / "begins_to_wait").write_text(str(time.time()))  # rank 1, since this is the only one that goes on
 
     def move(self, marks: Any) -> None:

@@ -25,7 +25,7 @@ def preflight(rank: int, hosts: Hosts, folder: str) -> None:
 
 
 def preflight_of(rank: int, hosts: Hosts, folder: str) -> None:
-    from lightning_distplus.cli.preflight import main
+    from lightning_distplus.cli.preflight import run_preflight as main
 
     variables: dict[str, Any] = {
         "RANK": None, "LOCAL_RANK": 0, "WORLD_SIZE": NODES, "NODE_RANK": rank, "MASTER_ADDR": hosts.addresses[0],

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningDataModule
 
-from lightning_distplus import preparing
 from lightning_distplus.errors import ExitCode, PeerError, PeerFailed
+from lightning_distplus.strategies import start
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -33,7 +33,7 @@ class Prepares(LightningDataModule):
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             if self.progress:
-                preparing.report_progress("tokenized 3 of 40 files")
+                start.report_progress("tokenized 3 of 40 files")
             time.sleep(0.1)
         if self.fails:
             raise OSError("the corpus is not there")
@@ -45,7 +45,7 @@ class Prepares(LightningDataModule):
 def fit(folder: str, timeouts: dict[str, str], data: dict[str, Any]) -> tuple[str, str, list[int], float, float]:
     logging.getLogger("lightning_distplus").setLevel(logging.INFO)
     logging.basicConfig(force=True)
-    preparing._SAY_EVERY_S = 0.5
+    start._SAY_EVERY_S = 0.5
     strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
     trainer = jobs.trainer(strategy, WORLD_SIZE, folder, max_steps=2)
     begin = time.time()
@@ -95,7 +95,7 @@ def test_preparation_past_its_deadline_ends_with_a_verdict_on_the_rank(tmp_path:
 
 
 def test_progress_is_for_nobody_where_no_job_is_connected() -> None:
-    preparing.report_progress("alone")
+    start.report_progress("alone")
 
 
 class PreparesPerNode(Prepares):

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from lightning_distplus import newest_valid
-from lightning_distplus.data.audit_merge import audit
+from lightning_distplus.data.audit import audit_folder
 from lightning_distplus.events import read_events
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
 
@@ -168,7 +168,7 @@ def test_samples_that_fail_every_time_are_set_apart_and_the_order_of_all_others_
     newest = newest_valid(tmp_path / "checkpoints")
     assert newest is not None
     assert torch.load(newest, weights_only=True)["ResumableDataModule"]["quarantine"] == sorted(samples)
-    report = audit(tmp_path / "distplus" / "audit")
+    report = audit_folder(tmp_path / "distplus" / "audit")
     assert report.ok, report  # each other sample once, and where the order has it
     assert report.num_apart >= len(samples)
 
@@ -282,7 +282,7 @@ def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> 
     assert hosts.wait("second") == -signal.SIGKILL
     assert hosts.wait("first") == 0, hosts.logs()
     assert json.loads((tmp_path / "result-0.json").read_text())["step"] == STEPS  # dropout depends on the ranks
-    report = audit(tmp_path / "distplus" / "audit")
+    report = audit_folder(tmp_path / "distplus" / "audit")
     assert (report.ok, report.num_steps, report.num_samples) == (True, STEPS, 4 * STEPS), report
     sizes = [event["world_size"] for event in read_events(tmp_path / "distplus") if event["kind"] == "start"]
     assert sizes == [1, 2, 2, 1]

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import ResilientDDP, newest_valid
 from lightning_distplus.data import SampleAudit, Source
-from lightning_distplus.data.audit_merge import audit
+from lightning_distplus.data.audit import audit_folder
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from lightning_distplus.testing.faults import Where
 from tests.distributed.resume_jobs import SampleDiary, global_batches, quiet_trainer, token_data, write_tokens
@@ -79,7 +79,7 @@ def test_kills_at_random_steps_repeat_and_miss_nothing(seed: int, tmp_path: Path
     whole = spawn(train, 1, args=(prefixes, 1, 2, 0, str(tmp_path / "whole")), deadline="120s").check()
     expected = global_batches(whole.results)
     assert {step: expected[step] for step in global_batches(done.results)} == global_batches(done.results)
-    report = audit(folder / "distplus" / "audit")
+    report = audit_folder(folder / "distplus" / "audit")
     assert report.ok, report
     assert report.num_steps == NUM_STEPS
     assert report.num_samples == whole.results[0][0][1] == done.results[0][0][1]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 from tests.faults.test_restarting import launch, results, undisturbed
 
 NOBODY = 65534

@@ -57,8 +57,8 @@ def test_ranks_that_multiprocessing_starts_train_and_resume(start_method: str, t
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_strategy_of_ours_can_be_pickled_before_its_run(name: str) -> None:
     strategy = pickle.loads(pickle.dumps(jobs.strategy(name, timeout="auto", copy_to="file:///x")))
-    strategy._marks.set("here")
-    assert strategy._marks.read().phase == strategy.phases.current.value
+    strategy.marks.set("here")
+    assert strategy.marks.read().phase == strategy.phases.current.value
 
 
 def fits(names: list[str], folder: str) -> list[list[str]]:

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import env
-from lightning_distplus.launch import stand_in, warm_server
+from lightning_distplus.launch import stand_in
 from lightning_distplus.launch import warm as warm_module
 from lightning_distplus.launch.stand_in import PASSED_ON
 from lightning_distplus.launch.warm import Warm
-from lightning_distplus.liveness import children
+from lightning_distplus.process import children
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "tests" / "distributed" / "warm_rank.py"
@@ -120,7 +120,7 @@ ENDINGS = {
     "at once": "import os; os._exit(5)",
     "an error": "def inner():\n    raise ValueError('of the user')\ninner()",
     "an error within another": "try:\n    1 / 0\nexcept ArithmeticError as error:\n    raise KeyError(1) from error",
-    "an error of ours": "from lightning_distplus.ending import install_exit_codes\ninstall_exit_codes()\n"
+    "an error of ours": "from lightning_distplus.errors import install_exit_codes\ninstall_exit_codes()\n"
     "from lightning_distplus.errors import PeerLost\nraise PeerLost([1], 'gone')",
     "a hook": "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_lineno)\n1/0",
     "a wrong line": "print('a'\n",
@@ -408,7 +408,7 @@ def test_a_module_that_forbids_the_fork_costs_one_warning_and_the_rank_starts_co
     source: str, says: str, is_forked: bool, script: Callable[[str], list[str]], preloading: Callable[[str], Warm],
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    command = script("import os; print('warm_server' in open('/proc/self/cmdline').read())")
+    command = script("import os; print('launch.warm' in open('/proc/self/cmdline').read())")
     with preloading(source) as one:
         answers = [run(one.command(command))[:2] for _ in range(2)]
     assert answers == [(0, f"{is_forked}\n")] * 2
@@ -420,7 +420,7 @@ def test_a_module_that_forbids_the_fork_costs_one_warning_and_the_rank_starts_co
 def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(
     script: Callable[[str], list[str]], preloading: Callable[[str], Warm]
 ) -> None:
-    command = script("print('warm_server' in open('/proc/self/cmdline').read())")
+    command = script("print('launch.warm' in open('/proc/self/cmdline').read())")
     with preloading("") as one:
         for _ in range(2):
             assert run(one.command(command))[:2] == (0, "True\n")
@@ -429,9 +429,9 @@ def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(
 
 
 def test_a_device_that_is_open_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_server, "_DEVICES", ("/dev/full",))
+    monkeypatch.setattr(warm_module, "_DEVICES", ("/dev/full",))
     with Path("/dev/full").open():
-        assert "has opened /dev/full, which a forked rank could not use" in warm_server.why_not()
+        assert "has opened /dev/full, which a forked rank could not use" in warm_module.why_not()
 
 
 LAUNCHER = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_distplus.calibration import MEASURED_GATES, Calibration
-from lightning_distplus.timeouts import Phase, Timeouts
+from lightning_distplus.timeouts import MEASURED_GATES, Calibration, Phase, Timeouts
 
 
 def step_s(calibration: Calibration, *seconds: float) -> float:

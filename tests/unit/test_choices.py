@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import lightning_distplus
-from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, TokenDataModule, choices
+from lightning_distplus import RankDivergenceMonitor, ResumableDataModule, TokenDataModule, errors
 from lightning_distplus.data.prepare import prepare
-from lightning_distplus.strategies import starting
+from lightning_distplus.strategies import start
 
 
 def _source(**arguments: Any) -> Any:
@@ -62,7 +62,7 @@ def test_an_argument_that_was_removed_is_refused_with_what_to_do_instead(owner: 
 
 
 def test_every_sentence_for_a_removed_argument_is_tested() -> None:
-    assert {name for names in REMOVED.values() for name in names} == set(choices._REMOVED)
+    assert {name for names in REMOVED.values() for name in names} == set(errors._REMOVED)
 
 
 def test_a_misspelt_argument_is_answered_with_the_nearest_one() -> None:
@@ -95,7 +95,7 @@ def test_a_wrong_argument_of_a_strategy_is_refused_when_it_is_made(given: dict[s
 
 
 def test_every_check_of_a_job_can_be_switched_off() -> None:
-    wishes = dict.fromkeys(starting.JOB_CHECKS, "off")
+    wishes = dict.fromkeys(start.JOB_CHECKS, "off")
     assert lightning_distplus.ResilientDDP(preflight=wishes).preflight == wishes
     assert lightning_distplus.ResilientDDP(preflight={"slurm": False}).preflight == {"slurm": "off"}, "YAML's off"
     assert {"slurm", "disk", "run_lock", "versions", "data", "devices"} <= set(wishes)

@@ -27,7 +27,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code: int) -> None:
     ended = run(f"""
         import atexit
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import *
         atexit.register(print, "ended in order")
         install_exit_codes()
@@ -42,7 +42,7 @@ def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code
 
 def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
     ended = run(f"""
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost
         class Journal: pass
         journal = Journal()
@@ -59,7 +59,7 @@ def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
 def test_a_sigterm_while_the_interpreter_ends_does_not_take_the_place_of_the_code(error: str, code: int) -> None:
     ended = run(f"""
         import atexit, os, signal
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost
         atexit.register(os.kill, os.getpid(), signal.SIGTERM)
         install_exit_codes()
@@ -70,7 +70,7 @@ def test_a_sigterm_while_the_interpreter_ends_does_not_take_the_place_of_the_cod
 
 def test_another_error_ends_a_process_as_ever() -> None:
     ended = run("""
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         install_exit_codes()
         raise LookupError("lost")
     """)
@@ -81,7 +81,7 @@ def test_another_error_ends_a_process_as_ever() -> None:
 def test_a_hook_that_the_user_has_set_is_still_called() -> None:
     ended = run("""
         import sys
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost
         sys.excepthook = lambda kind, error, trace: print("mine:", kind.__name__, error, trace.tb_lineno)
         install_exit_codes()
@@ -94,7 +94,7 @@ def test_a_hook_that_the_user_has_set_is_still_called() -> None:
 def test_installing_twice_chains_once() -> None:
     ended = run("""
         import sys
-        from lightning_distplus.ending import install_exit_codes
+        from lightning_distplus.errors import install_exit_codes
         install_exit_codes()
         hook = sys.excepthook
         install_exit_codes()

@@ -95,7 +95,7 @@ def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
     living = stage.with_name("x.ckpt.stage-00000000")
     (living / ".distplus").mkdir(parents=True)
     owner = json.loads((stage / ".distplus" / "owner.json").read_bytes())
-    from lightning_distplus.liveness import start_time
+    from lightning_distplus.process import start_time
 
     owner.update(pid=os.getpid(), started=start_time(os.getpid()))
     (living / ".distplus" / "owner.json").write_text(json.dumps(owner))

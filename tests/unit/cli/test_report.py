@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.calibration import Calibration
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.events import EventLog
+from lightning_distplus.timeouts import Calibration
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.judging import judge
+from lightning_distplus.watchdog.verdict import judge
 
 
 def a_run(folder: Path) -> Path:
@@ -40,7 +40,7 @@ def test_a_run_is_shown_with_its_errors_its_deadlines_and_their_reasons_and_its_
     assert "step              80 s   20 times the longest, 4.00 s on rank 1\n" in output
     assert "validation        60 s   20 times the longest, 0.25 s on rank 1; that is the least\n" in output
     assert "checkpoint      3600 s   the default: none in the first 50 steps\n" in output
-    assert "=== hang: rank 1 to blame, rank 0 waiting" in output
+    assert "RANK 1 HANGS" in output
     assert "verdict-hang-1-node0.json" in output
 
 
@@ -52,7 +52,7 @@ def test_a_verdict_of_another_version_is_named_and_the_others_are_shown(
     assert main(["report", str(home)]) == 0
     output = capsys.readouterr().out
     assert "version 2 of a verdict; this program reads version 1." in output
-    assert "=== hang" in output
+    assert "RANK 1 HANGS" in output
 
 
 def test_a_folder_without_a_run_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def dumps_of_a_pair(folder: Path, count: int = 2) -> Path:
 def test_dumps_of_any_job_are_judged_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(dumps_of_a_pair(tmp_path))
     assert main(["report", "--dumps", folder]) == 0
-    assert capsys.readouterr().out.startswith("=== hang: rank 1 to blame, rank 0 waiting\n")
+    assert capsys.readouterr().out.startswith("RANK 1 HANGS\n  rank 0 waiting\n")
     assert main(["report", "--dumps", folder, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["culprits"], told["is_decided"], told["collectives"]["0"]["seq"]) == ([1], True, 3)

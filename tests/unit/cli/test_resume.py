@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus.checkpoint import SaveInfo, gather_alone
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.cli.resume import checkpoint_folder, newest_checkpoint
+from lightning_distplus.cli.training import checkpoint_folder, newest_checkpoint
 from lightning_distplus.errors import CheckpointCorrupt
 
 

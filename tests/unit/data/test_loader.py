@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from lightning_distplus.data.batches import Request
 from lightning_distplus.data.loader import SampleFetcher, SampleLoader, WorkerOptions
-from lightning_distplus.data.request import Request
-from lightning_distplus.data.token_fetcher import TokenFetcher
+from lightning_distplus.data.token_datamodule import TokenFetcher
 
 
 class Augmented:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_distplus.cli.prepare import main
+from lightning_distplus.cli.data import run_prepare as main
 from lightning_distplus.data.prepare import END_OF_DOCUMENT, Progress, prepare
-from lightning_distplus.data.tokens import MegatronTokens
+from lightning_distplus.data.token_files import MegatronTokens
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
 from lightning_distplus import ResumableDataModule, samplers
-from lightning_distplus.data.plan import EpochPlan, Geometry
+from lightning_distplus.data.batches import EpochPlan, Geometry
 from lightning_distplus.data.samplers import OwnSampler
 from lightning_distplus.world import DataParallel
 

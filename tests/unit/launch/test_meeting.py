@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_distplus.launch.meeting import HostsApart, Meeting
+from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.testing.spawning import free_port
 
 FIRST, SECOND = 0, 1

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_distplus.launch.history import History
-from lightning_distplus.launch.poison import Poison
-from lightning_distplus.launch.policy import Attempt, Culprit
+from lightning_distplus.launch.supervisor import Attempt, Culprit, History, Poison
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_distplus.cli.launch import parse, resuming
 from lightning_distplus.launch.agent import RankOutput
-from lightning_distplus.launch.policy import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.launch.supervisor import Attempt, Culprit, RestartPolicy, find_culprit
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.events import EventLog, read_events
-from lightning_distplus.launch.policy import RestartPolicy
-from lightning_distplus.launch.requeue import end_of_start
-from lightning_distplus.launch.slurm import SlurmJob
+from lightning_distplus.launch.slurm import SlurmJob, end_of_start
+from lightning_distplus.launch.supervisor import RestartPolicy
 
 
 def program(folder: Path, name: str, body: str) -> None:

@@ -1,12 +1,69 @@
-"""The marks around Lightning's actions, and the user's profiler within them."""
+"""The marks around Lightning's actions with the user's profiler within them, and the counts of a Trainer's loops."""
 
 from __future__ import annotations
 
-import pytest
-from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from pathlib import Path
+from typing import Any
 
-from lightning_distplus.strategies.marking import MarkingProfiler
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_distplus.strategies.marking import MarkingProfiler, progress_of
 from lightning_distplus.watchdog import Marks
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.ones(32)
+
+
+class Asks(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int | None, str, str]] = []
+
+    def note(self, trainer: Any, *_: Any) -> None:
+        found = progress_of(trainer)
+        assert found is not None
+        self.seen.append((found.done, found.total, found.unit, found.whole))
+        trainer.should_stop = trainer.max_steps < 0 and found.total is None
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = note
+
+
+def run(folder: Path, method: str, loader: Any = None, **arguments: Any) -> list[tuple[int, int | None, str, str]]:
+    asks = Asks()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=folder, enable_model_summary=False, callbacks=[asks], **quiet, **arguments
+    )
+    assert progress_of(trainer) is None
+    loaders = [] if loader is None else [loader]
+    getattr(trainer, method)(BoringModel(), *loaders)
+    return asks.seen
+
+
+def test_every_stage_counts_its_own_batches(tmp_path: Path) -> None:
+    named = {"limit_train_batches": 2, "limit_val_batches": 3, "max_epochs": 1, "num_sanity_val_steps": 1}
+    validation = [(done, 3, "batches", "the validation") for done in range(3)]
+    epoch = [(done, 2, "batches", "the epoch") for done in range(2)]
+    assert run(tmp_path, "fit", **named) == [(0, 1, "batches", "the validation"), *epoch, *validation]
+    assert run(tmp_path, "validate", limit_val_batches=3) == validation
+    assert run(tmp_path, "test", limit_test_batches=2) == [(done, 2, "batches", "the test") for done in range(2)]
+    assert run(tmp_path, "predict", limit_predict_batches=1) == [(0, 1, "batches", "the prediction")]
+
+
+def test_a_run_that_ends_before_its_epoch_counts_steps_and_an_endless_one_knows_no_end(tmp_path: Path) -> None:
+    named = {"limit_val_batches": 0, "accumulate_grad_batches": 2}
+    steps = [(done, 2, "steps", "the run") for done in (0, 0, 1, 1)]
+    assert run(tmp_path, "fit", max_steps=2, **named) == steps
+    endless = run(tmp_path, "fit", DataLoader(Endless()), max_steps=-1, max_epochs=-1, **named)
+    assert endless == [(0, None, "batches", "the epoch")]
 
 
 def test_an_action_is_marked_at_its_begin_and_end_also_within_itself() -> None:

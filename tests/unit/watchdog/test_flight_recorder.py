@@ -1,4 +1,4 @@
-"""Matching of recorded collectives: who left the common sequence, also where no majority decides."""
+"""torch's record of collectives, and the sends and receives that it does not see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from lightning_distplus.testing import spawn
 from lightning_distplus.watchdog import flight_recorder
-from lightning_distplus.watchdog.flight_recorder import Collective, Recording, match
+from lightning_distplus.watchdog.flight_recorder import Collective, Recording, cycles, match, p2p_call, waits_for_work
+
+__all__ = []
 
 STEP = ("all_reduce", "broadcast")
 
@@ -143,3 +145,26 @@ def record_nothing(rank: int) -> tuple[bool, int]:
 def test_a_user_who_has_turned_the_recorder_off_is_left_alone() -> None:
     run = spawn(record_nothing, 2, env={"TORCH_FR_BUFFER_SIZE": 0}).check()
     assert set(run.results.values()) == {(False, 0)}
+
+
+# -- sends and receives ------------------------------------------------------------------------------------------------
+
+
+def test_cycles_are_found_each_once_from_its_lowest_rank_on() -> None:
+    assert cycles({0: 1, 1: 2, 2: 0}) == [[0, 1, 2]]
+    assert cycles({3: 1, 1: 3, 0: 2, 2: 0, 4: 0}) == [[0, 2], [1, 3]]
+    assert cycles({0: 0}) == [[0]]
+
+
+def test_a_chain_that_ends_in_a_rank_which_waits_for_nobody_is_no_cycle() -> None:
+    assert cycles({0: 1, 1: 2, 3: 2}) == []
+    assert cycles({}) == []
+
+
+def test_a_thread_outside_torch_stands_in_no_send() -> None:
+    import sys
+
+    frame = sys._getframe()
+    assert p2p_call(frame) is None
+    assert p2p_call(None) is None
+    assert not waits_for_work(frame)

@@ -12,8 +12,7 @@ import pytest
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.judging import judge
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, name_incident
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:
@@ -121,7 +120,7 @@ def test_the_call_that_differs_is_shown_and_its_rank_blamed() -> None:
     assert (verdict.culprits, verdict.is_decided, verdict.mismatch and verdict.mismatch["kind"]) == ([2], True, "order")
     assert "rank 2: barrier #5 on group 0" in verdict.render()
     assert judged(*(ranks[rank] for rank in (0, 2))).culprits == [0, 2]
-    assert "(undecided)" in judged(*(ranks[rank] for rank in (0, 2))).render()
+    assert "nothing tells which of them is to blame" in judged(*(ranks[rank] for rank in (0, 2))).render()
 
 
 def test_a_process_that_cpp_ends_blames_the_rank_whose_call_differs_and_else_itself() -> None:
@@ -151,7 +150,10 @@ def test_the_load_of_the_culprits_host_is_printed() -> None:
     assert "load:  load 9.0 on 2 cores" in verdict.render()
 
 
-AT_A_CALL = {"operation": "barrier 'x'", "stack": 'File "/lightning_distplus/control/points.py", line 9, in meet'}
+AT_A_CALL = {
+    "operation": "barrier 'x'",
+    "stack": 'File "/lightning_distplus/control/collective_check.py", line 9, in meet',
+}
 
 
 @pytest.mark.parametrize(
@@ -206,18 +208,34 @@ def test_a_rank_that_is_late_with_its_word_and_seen_to_wait_is_not_the_one_that_
     assert judged(evidence(0), late, evidence(2, waits=False)).culprits == [2]
 
 
-def test_the_printed_stack_leaves_our_own_frames_out_and_keeps_the_users(tmp_path: Path) -> None:
-    own = "".join(f'  File "{stacks._PACKAGE}/x{number}.py", line 1, in f\n    own()\n' for number in range(20))
-    site = "/venv/lib/python3.11/site-packages"
-    torch = "".join(f'  File "{site}/torch/x{number}.py", line 1, in f\n    t()\n' for number in range(8))
-    user = f'  File "{site}/their_package/model.py", line 7, in training_step\n    loss = step()\n'
-    verdict = judged(evidence(0), evidence(1, waits=False, stack=user + own + torch + own))
+def frames_of(file: str, count: int) -> str:
+    return "".join(f'  File "{file}{number}.py", line 1, in f\n    call()\n' for number in range(count))
+
+
+SITE = "/venv/lib/python3.11/site-packages"
+
+
+def test_the_printed_stack_keeps_the_users_frames_and_the_innermost_and_counts_the_others() -> None:
+    user = f'  File "{SITE}/their_package/model.py", line 7, in training_step\n    loss = step()\n'
+    own = frames_of(f"{stacks._PACKAGE}/x", 20)
+    verdict = judged(evidence(0), evidence(1, waits=False, stack=own + user + own + frames_of(f"{SITE}/torch/x", 8)))
     text = verdict.render()
-    assert f'File "{site}/their_package/model.py", line 7' in text
+    assert f'File "{SITE}/their_package/model.py", line 7' in text
     assert stacks._PACKAGE not in text
-    assert f'File "{site}/torch/x7.py"' in text
-    assert text.index("model.py") < text.index("torch/x")
+    assert "    ... 20 frames of lightning_distplus\n" in text
+    assert "    ... 27 frames of lightning_distplus and torch\n" in text
+    assert text.index("model.py") < text.index(f'File "{SITE}/torch/x7.py"')
+    assert "torch/x6.py" not in text
     assert len(text.splitlines()) < 30
+
+
+def test_a_folded_traceback_keeps_chained_errors_and_long_messages() -> None:
+    first = f"Traceback (most recent call last):\n{frames_of(f'{SITE}/torch/a', 3)}KeyError: 'x'\n"
+    chain = "\nThe above exception was the direct cause of the following exception:\n\n"
+    second = f"Traceback (most recent call last):\n{frames_of('/home/me/train', 1)}ValueError: one\n  two\n    three\n"
+    folded = stacks.fold_traceback(first + chain + second)
+    assert folded.startswith("Traceback (most recent call last):\n    ... 2 frames of torch\n")
+    assert folded.endswith(chain + second.rstrip())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,282 @@
+"""``distplus verify`` checks every checkpoint in a folder; ``distplus export`` writes one as one file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from lightning_distplus.checkpoint import (
+    CheckpointState,
+    Report,
+    gather_alone,
+    info_like,
+    state,
+    verify,
+    verify_or_raise,
+)
+from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested
+from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
+
+__all__ = ["TRUST", "TRUST_HELP", "checkpoints_in", "run_export", "run_verify"]
+
+# -- distplus verify ---------------------------------------------------------------------------------------------------
+
+TRUST = "If you trust whoever wrote it, repeat this with --trust."
+TRUST_HELP = "read pickles that name more than tensors and plain data, and run whatever they name"
+
+_SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
+
+
+def run_verify(argv: Sequence[str]) -> int:
+    """Exit code 0 where every checkpoint is committed and sound, 1 where one is not, or where there is none."""
+    arguments = _parser().parse_args(argv)
+    folder: Path = arguments.folder
+    if not folder.exists():
+        print(f"distplus verify: {folder} does not exist.", file=sys.stderr)
+        return 1
+    own = state(folder) in (CheckpointState.COMMITTED, CheckpointState.TORN) or folder.is_file()
+    paths = [folder] if own else checkpoints_in(folder)
+    if not paths:
+        print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
+        return 1
+    reports = sorted(_verify(paths, "size" if arguments.quick else "full", arguments), key=_step)
+    _print(reports)
+    _print_quarantine(folder)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def _verify(paths: Sequence[Path], mode: Mode, arguments: argparse.Namespace) -> list[Report]:
+    """The reports, with a progress bar on standard error where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    reports = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for path in paths:
+            manifest = verify(path, "size").manifest
+            task = progress.add_task(path.name, total=0 if manifest is None else manifest.size_bytes)
+            report = verify(path, mode, on_bytes=partial(progress.advance, task))
+            if arguments.deep and report.state is CheckpointState.UNMANIFESTED:
+                report = replace(report, findings=(*report.findings, *check_unmanifested(path)))
+            elif arguments.deep and report.ok and report.manifest is not None and report.manifest.tensors:
+                from lightning_distplus.checkpoint.fingerprints import is_current  # loads torch
+
+                if not all(map(is_current, report.manifest.tensors.values())):
+                    console.print(f"{path.name}: fingerprints of an older version; its tensors are not compared.")
+                report = replace(report, findings=_tensor_findings(path, report.manifest.tensors, arguments.trust))
+            reports.append(report)
+    return reports
+
+
+@dataclass(frozen=True)
+class _Refusal(FileFinding):
+    """Nothing is known to be wrong; it is not read."""
+
+    def __str__(self) -> str:
+        return self.found
+
+
+def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
+    from lightning_distplus import _compat  # loads torch
+    from lightning_distplus.checkpoint.tensors import tensor_findings
+
+    if is_trusted:
+        return tuple(tensor_findings(path, tensors, weights_only=False))
+    try:
+        with _compat.refusing_code(path, TRUST):
+            return tuple(tensor_findings(path, tensors))
+    except CheckpointUnsafe as error:
+        return (_Refusal(str(path), "tensors and plain data", str(error)),)
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Direct children that are checkpoints, ours or not, sound or not, by name."""
+    if not directory.is_dir():
+        return []
+    children = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
+    return [path for path in children if _is_checkpoint(path)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    found = state(path)
+    if found is CheckpointState.UNMANIFESTED:
+        return path.suffix == _SUFFIX
+    return found is not CheckpointState.MISSING
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument("--quick", action="store_true", help="compare sizes only, read nothing")
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="also compare every tensor with its fingerprint and, without a manifest, the CRC of every member",
+    )
+    parser.add_argument("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
+    return parser
+
+
+def _print_quarantine(folder: Path) -> None:
+    kept = quarantined_in(folder)
+    if kept:
+        print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
+        for path in kept:
+            print(f"  {path}")
+
+
+def _print(reports: Sequence[Report]) -> None:
+    table = Table("checkpoint", "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
+    for report in reports:
+        table.add_row(report.path.name, _verdict(report), *_facts(report))
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    console.print(table)
+    for report in reports:
+        for finding in report.findings:
+            console.print(f"{report.path.name}: {finding}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _step(report: Report) -> int:
+    return -1 if report.manifest is None else report.manifest.global_step
+
+
+def _verdict(report: Report) -> str:
+    if report.ok:
+        return "[green]valid"
+    if any(isinstance(finding, _Refusal) for finding in report.findings):
+        return "[yellow]refused"
+    if report.state is CheckpointState.COMMITTED:
+        return "[red]damaged"
+    return "[yellow]unverified" if report.state is CheckpointState.UNMANIFESTED else "[red]torn"
+
+
+def _facts(report: Report) -> list[str]:
+    manifest = report.manifest
+    if manifest is None:
+        return [""] * 5
+    committed = datetime.fromtimestamp(manifest.committed_at, tz=timezone.utc)
+    return [
+        str(manifest.global_step),
+        str(manifest.world_size),
+        str(len(manifest.files)),
+        f"{manifest.size_bytes / 1e6:.1f}",
+        f"{committed:%Y-%m-%d %H:%M:%S}",
+    ]
+
+
+# -- distplus export ---------------------------------------------------------------------------------------------------
+
+_WEIGHTS = ".safetensors"
+
+
+def run_export(argv: Sequence[str]) -> int:
+    """Exit code 0 where the export is written, 1 where something is in its way.
+
+    Raises:
+        CheckpointUnsafe: A pickle in it might run code, and ``--trust`` is not given.
+    """
+    arguments = _exports_parser().parse_args(argv)
+    source, target = arguments.checkpoint, arguments.target
+    if target.exists():
+        print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
+        return 1
+    _check(source)
+    if arguments.trust:
+        _export(arguments)
+    else:
+        from lightning_distplus import _compat  # loads torch
+
+        with _compat.refusing_code(source, TRUST):
+            _export(arguments)
+    print(f"{source} -> {target}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    source, target, weights_only = arguments.checkpoint, arguments.target, not arguments.trust
+    if arguments.universal:
+        _export_universal(source, target)
+    elif target.suffix == _WEIGHTS:
+        _export_weights(source, target, weights_only)
+    else:
+        _export_whole(source, target, weights_only)
+
+
+def _exports_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distplus export",
+        description="Writes a sharded checkpoint as one file: the whole state (.ckpt) or the weights (.safetensors).",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
+    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    parser.add_argument(
+        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
+    )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+    return parser
+
+
+def _check(source: Path) -> None:
+    found = state(source)
+    if found is not CheckpointState.UNMANIFESTED:
+        verify_or_raise(source)
+        return
+    if findings := check_unmanifested(source):
+        raise CheckpointCorrupt(f"{source} cannot be exported: {findings[0]}. Give another checkpoint.")
+    print(f"{source} was not committed by lightning_distplus; it is exported unverified", file=sys.stderr)
+
+
+def _export_universal(source: Path, target: Path) -> None:
+    from lightning_distplus.checkpoint.export import convert, is_universal, num_shards
+
+    if not num_shards(source) or is_universal(source):
+        raise CheckpointMismatch(
+            f"{source} holds no shards of DeepSpeed's ZeRO, so that there is nothing to convert. Leave --universal out."
+        )
+    convert(source, target)
+
+
+def _export_weights(source: Path, target: Path, weights_only: bool) -> None:
+    from lightning_distplus.checkpoint import export as consolidating
+
+    if not source.is_dir():
+        weights, parts = consolidating.weights_of_file(source, weights_only=weights_only)
+    elif consolidating.is_sharded(source):
+        weights, parts = consolidating.weights_of_shards(source)
+    else:
+        from lightning_distplus.checkpoint.export import weights_of_zero
+
+        weights = weights_of_zero(source)
+        parts = iter([weights])
+    consolidating.write_safetensors(target, weights, parts)
+
+
+def _export_whole(source: Path, target: Path, weights_only: bool) -> None:
+    import torch
+
+    from lightning_distplus.checkpoint import export as consolidating
+
+    if not source.is_dir():
+        raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
+    if consolidating.is_sharded(source):
+        commit(
+            target,
+            lambda stage: torch.save(consolidating.read_sharded(source, weights_only=weights_only), stage),
+            rank=0,
+            gather=gather_alone,
+            info=info_like(source),
+        )
+    else:
+        from lightning_distplus.checkpoint.export import write_whole
+
+        commit(target, lambda stage: write_whole(source, stage), rank=0, gather=gather_alone, info=info_like(source))

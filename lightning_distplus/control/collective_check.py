@@ -1,0 +1,556 @@
+"""Checked calls: all ranks compare what they are about to do before any of them enters a collective."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from lightning_distplus.control.exchange import SharedTally, Tally
+from lightning_distplus.control.plane import ControlPlane
+from lightning_distplus.control.secret import words_of
+from lightning_distplus.control.step_gate import GateRecord, StepGate
+from lightning_distplus.errors import DistplusError, DivergenceError
+from lightning_distplus.process import running_time
+from lightning_distplus.world import name_ranks
+
+__all__ = [
+    "Place",
+    "Point",
+    "Points",
+    "WatchedGate",
+    "Whereabouts",
+    "active_points",
+    "beat_key",
+    "disagreement",
+    "ended_early",
+    "sides",
+]
+
+_SHOWN_SIDES = 8
+_SHOWN_STRUCTURE = 600
+_BEFORE_DIFFERENCE = 100
+
+_ON_SOME_RANKS = (
+    "Call it on every rank, in the same order, or on none: code under `if rank == 0` must not synchronise, and "
+    "`trainer.save_checkpoint` and `trainer.log_dir` do."
+)
+_OTHER_KEYS = "Log the same keys with sync_dist=True on every rank, in the same order."
+_OTHER_STRUCTURE = (
+    "Give the same tree, shapes and dtypes on every rank; lightning_distplus.gather(tree) takes tensors whose first "
+    "dimension differs."
+)
+_OTHER_ARGUMENTS = "Pass the same arguments on every rank."
+_END_ON_ALL_RANKS = (
+    "What they wait for never comes. End on all ranks at the same batch: a StopIteration out of a step or a hook, or "
+    "-1 from on_train_batch_start, ends the epoch of that rank alone; trainer.should_stop must be set on every rank."
+)
+_END = "the end of its "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One call in which all ranks must take part; equal on all of them."""
+
+    operation: str
+    """The call, for example ``"barrier"``."""
+    name: str = ""
+    structure: str = ""
+    """Tree, dtypes and shapes of what is exchanged; "" where they may differ."""
+    arguments: str = ""
+    """What else must be equal, for example the reduction."""
+
+    @classmethod
+    def at_end(cls, what: str, batch_idx: int | None = None) -> Point:
+        """The end of a ``"run"``, or of an ``"epoch"`` that is left in the middle of a batch."""
+        return cls(operation=f"{_END}{what}" + ("" if batch_idx is None else f" after batch {batch_idx}"))
+
+    @property
+    def has_ended(self) -> str:
+        """What a rank has ended that stands here, as it follows its name; "" where this is no end."""
+        return f"has ended its {self.operation.removeprefix(_END)}" if self.operation.startswith(_END) else ""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal where the points are."""
+        text = "\0".join((self.operation, self.name, self.structure, self.arguments))
+        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        structure = f" of {self.structure}" if self.structure else ""
+        arguments = f" [{self.arguments}]" if self.arguments else ""
+        return f"{self.operation}{name}{structure}{arguments}"
+
+
+class Place(str, Enum):
+    """What kind of place it is."""
+
+    POINT = "point"
+    GATE = "gate"
+    BACKWARD = "backward"
+    """In the backward of a step, where the gradients of all ranks meet; or behind it, in the same step."""
+    END = "end"
+    """The run has ended on this rank: it waits for nobody and comes to nothing any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """Where one rank stands."""
+
+    rank: int
+    place: Place
+    points: int
+    """How many points the rank has begun; the last of them is where it stands, if it stands at one."""
+    gates: int
+    """How many gates the rank has begun."""
+    point: Point
+    backward_gate: int = 0
+    """How many gates it had begun when it began its last backward."""
+    location: str | None = None
+    """``file.py:line`` in the user's code from which a point was reached; a gate is Lightning's own call."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The whereabouts as they are published."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Whereabouts:
+        """Reads what a peer has published."""
+        return cls(**{**values, "place": Place(values["place"]), "point": Point(**values["point"])})
+
+    def waits_for(self, other: Whereabouts) -> bool:
+        """Whether this rank cannot go on before the other has come to where it stands."""
+        if self.place is Place.POINT:
+            return other.points < self.points
+        if self.place is Place.BACKWARD:
+            return other.backward_gate < self.backward_gate
+        return self.place is Place.GATE and other.gates < self.gates
+
+    def excludes(self, other: Whereabouts) -> bool:
+        """Whether neither can ever go on: each waits for what the other, who waits or has ended, has not begun.
+
+        What is published stays true for as long as it matters: a rank leaves its place only after the others have
+        come to it, so that an old word of a peer never stands against a place that this rank has not passed.
+
+        A backward, unlike the other places, may go on by itself; but on ranks that run one program what comes before it
+        on one of them does so on all. A rank that is in it will not come to a call at which another one stands before.
+        """
+        if Place.END in (self.place, other.place):
+            return self.waits_for(other) or other.waits_for(self)
+        return self.waits_for(other) and other.waits_for(self)
+
+    def describe(self) -> str:
+        """The place, as it follows the name of the rank."""
+        if self.point.has_ended:
+            return self.point.has_ended
+        if self.place is Place.GATE:
+            return f"at {self.point}"
+        return f"in {self.point}{f' at {self.location}' if self.location else ''}"
+
+
+def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> DivergenceError:
+    """The error for ranks that stand where they cannot meet.
+
+    The majority is right. In a tie the step gate or the backward is: every step comes to it, the other call is the
+    odd one. With nothing to decide, all that have come are named.
+
+    Args:
+        places: Where the ranks stand, as far as they have come.
+        world_size: The number of all ranks.
+    """
+    ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
+    if 0 < len(ended) < len(places):
+        return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
+    kinds = {rank: (one.place, one.point) for rank, one in places.items()}
+    wrong = _wrong(kinds)
+    absent = sorted(set(range(world_size)) - set(places))
+    late = f"; {name_ranks(absent)} elsewhere" if absent else ""
+    blame = f"wrong: {name_ranks(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"
+    texts = _shortened(places)
+    numbers = {one.points for one in places.values() if one.place is Place.POINT}
+    call = f"call {max(numbers)} of this run" if numbers else "the gate"
+    field, remedy = _kind_of_difference(places.values())
+    return DivergenceError(
+        f"The ranks do not agree at {call}, and would wait for each other or mix what they hold: {sides(texts)}{late} "
+        f"({blame}). Nothing was exchanged. {remedy}",
+        ranks=wrong,
+        field=field,
+        values=texts,
+    )
+
+
+def ended_early(ended: Mapping[int, str], others: Mapping[int, str]) -> DivergenceError:
+    """The error for ranks that wait for what ranks that have ended will never come to; in a tie, these are wrong.
+
+    Args:
+        ended: What each of some ranks has ended, as it follows its name.
+        others: Where each of the others stands.
+    """
+    going_on = {rank: f"has not: {place}" for rank, place in others.items()}
+    wrong = sorted(ended if len(ended) <= len(others) else others)
+    return DivergenceError(
+        f"{sides(ended)}; {sides(going_on)} (wrong: {name_ranks(wrong)}). {_END_ON_ALL_RANKS}",
+        ranks=wrong,
+        field="end",
+        values={**ended, **going_on},
+    )
+
+
+def _wrong(kinds: Mapping[int, tuple[Place, Point]]) -> list[int]:
+    (common, count), *others = Counter(kinds.values()).most_common()
+    leading = [common, *(kind for kind, number in others if number == count)]
+    if len(leading) > 1:
+        leading = [kind for kind in leading if kind[0] in (Place.GATE, Place.BACKWARD)]
+    right = leading[0] if len(leading) == 1 else None
+    return sorted(rank for rank, kind in kinds.items() if kind != right)
+
+
+def _kind_of_difference(places: Iterable[Whereabouts]) -> tuple[str, str]:
+    found = list(places)
+    if len({(one.place, one.point.operation, one.point.name) for one in found}) > 1:
+        is_logging = all(one.point.operation == "log" for one in found)
+        return "collective", _OTHER_KEYS if is_logging else _ON_SOME_RANKS
+    if len({one.point.structure for one in found}) > 1:
+        return "structure", _OTHER_STRUCTURE
+    return "arguments", _OTHER_ARGUMENTS
+
+
+def _shortened(places: Mapping[int, Whereabouts]) -> dict[int, str]:
+    """The places as text; of long structures, what stands around the first difference."""
+    structures = {one.point.structure for one in places.values()}
+    texts = {rank: one.describe() for rank, one in places.items()}
+    if max(map(len, structures)) <= _SHOWN_STRUCTURE:
+        return texts
+    least, most = min(structures), max(structures)  # between them, all others share what these two share
+    same = next((place for place, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
+    start = max(0, same - _BEFORE_DIFFERENCE)
+    for rank, one in places.items():
+        whole = one.point.structure
+        part = whole[start : start + _SHOWN_STRUCTURE]
+        dots = "..." if start and whole else "", "..." if start + _SHOWN_STRUCTURE < len(whole) else ""
+        texts[rank] = texts[rank].replace(whole, f"{dots[0]}{part}{dots[1]}") if whole else texts[rank]
+    return texts
+
+
+def sides(texts: Mapping[int, str]) -> str:
+    """Who is where: "rank 0 in barrier 'x' at a.py:14; ranks 1-3 at the step gate"."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    shown = [f"{name_ranks(ranks)} {text}" for text, ranks in list(groups.items())[:_SHOWN_SIDES]]
+    more = len(groups) - _SHOWN_SIDES
+    return "; ".join([*shown, f"and {more} more groups of ranks"] if more > 0 else shown)
+
+
+# -- the calls of a run ------------------------------------------------------------------------------------------------
+
+
+_ALONE_S = 0.02  # a wait that lasts longer is published, and the others' places are looked at
+_LOOK_EVERY_S = 0.1
+_LOOK_SHARE = 0.2  # a longer wait looks less often
+_LOOK_AT_LEAST_EVERY_S = 1.0
+_LOOK_PER_RANK_S = 0.002
+# How long a contradiction must stand. A signal that reaches the ranks one after the other may put one of them into a
+# call (a save) that the next one enters a moment later.
+_SETTLE_S = 0.75
+_ALL_OTHERS = 16  # among more ranks, some others are looked at
+
+# Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
+_runs = itertools.count(1)
+_AT_END = Point.at_end("run")
+_active: Points | None = None
+
+
+def active_points() -> Points | None:
+    """The points of the run in progress in this process, where its strategy is one of ours."""
+    return _active
+
+
+def beat_key(rank: int) -> str:
+    """The key under which a rank's watchdog says once a second where it is."""
+    return f"watchdog/beat/{rank}"
+
+
+class Points:
+    """The points of one run, numbered: what stands at the same number must be the same on all ranks.
+
+    At each point a rank shows the digest of what it is about to do. One that waits, at a point or at a gate, publishes
+    where it stands, and looks where the others stand: two ranks that wait for each other in different places are found,
+    whether they differ at one number or not.
+
+    Args:
+        plane: The control plane. All ranks make their points at the same moment of the run.
+        patience: Tells how long to wait for the slowest rank.
+        locate: Tells the line of the user's code in which this rank stands.
+        name: Keeps the runs of one process apart; by default a number that grows.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        patience: Callable[[], timedelta],
+        locate: Callable[[], str | None] = lambda: None,
+        name: str | None = None,
+    ) -> None:
+        self._plane = plane
+        self._patience = patience
+        self._locate = locate
+        self._name = name or f"run-{next(_runs)}"
+        self._thread = threading.get_ident()
+        self._tally: Tally | SharedTally = Tally(plane, f"points/{self._name}")
+        self._points = 0
+        self._gates = 0
+        self._backward = ("", 0)
+        """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
+        self._place: Place | None = None  # None: this rank does not wait
+        self._point: Callable[[], Point] = _nowhere
+        self._look_at_s = _ALONE_S
+        self._own: Whereabouts | None = None
+        self._excluded_since: float | None = None
+
+    def begin(self) -> None:
+        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        global _active
+        self._tally = SharedTally.share(self._plane, f"points-{self._name}", self._patience()) or self._tally
+        self._plane.on_wait = self._while_waiting
+        _active = self
+
+    def end(self, point: Point = _AT_END) -> None:
+        """Says that this rank takes part in nothing any more, and where it has ended; never raises."""
+        global _active
+        _active = None
+        self._plane.on_wait = None
+        self._enter(Place.END, lambda: point)
+        try:
+            self._publish()
+        except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
+            return
+
+    @property
+    def num_calls(self) -> int:
+        """How many points this rank has begun."""
+        return self._points
+
+    @property
+    def are_due(self) -> bool:
+        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
+        error = self._plane.first_error
+        has_failed = error is not None and error.rank == self._plane.world.rank
+        return threading.get_ident() == self._thread and not has_failed
+
+    # -- the two places where a rank waits -----------------------------------------------------------------------------
+
+    def meet(self, point: Point) -> None:
+        """Returns on every rank once all of them are about to do the same.
+
+        Args:
+            point: What this rank is about to do.
+
+        Raises:
+            DivergenceError: The ranks are in different calls; the error holds both sides.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        self._points += 1
+        self._enter(Place.POINT, lambda: point)
+        self._tally.enter(self._points, point.digest)
+        try:
+            self._plane.poll(self._all_agree, self._patience(), what=str(point), arrived=self._arrived)
+        finally:
+            self._place = None
+        self._tally.passed(self._points)
+
+    def enter_gate(self, record: GateRecord) -> None:
+        """This rank is about to wait at a step gate."""
+        self._gates += 1
+        self._enter(Place.GATE, lambda: Point(operation=f"the step gate of batch {record.micro_batch}"))
+
+    def begin_backward(self, operation: str) -> None:
+        """Says that this rank is about to enter a backward in which the gradients of all ranks meet."""
+        self._backward = (operation, self._gates)
+
+    def beat(self) -> dict[str, Any] | None:
+        """What each beat tells of this rank, from another thread: a rank inside a backward cannot say it itself."""
+        operation, gate = self._backward  # read before the number of points, which must not be older
+        if not operation:
+            return None
+        here = Whereabouts(
+            rank=self._plane.world.rank,
+            place=Place.BACKWARD,
+            points=self._points,
+            gates=self._gates,
+            point=Point(operation=operation),
+            backward_gate=gate,
+        )
+        return {"run": self._name, **here.to_plain()}
+
+    def leave_gate(self) -> None:
+        """This rank has passed the gate, or has given up."""
+        self._place = None
+
+    def _all_agree(self) -> bool:
+        num_ranks = self._tally.look()
+        if num_ranks is None:
+            self._settle_difference()
+        return num_ranks == self._plane.world.size
+
+    def _arrived(self) -> set[int]:
+        """The ranks that have come to this rank's point: whoever waits there for long has said so."""
+        here = {rank for rank, one in self._places().items() if one.points >= self._points}
+        return here | {self._plane.world.rank}
+
+    # -- where the others are ------------------------------------------------------------------------------------------
+
+    def _enter(self, place: Place, point: Callable[[], Point]) -> None:
+        self._place, self._point = place, point
+        self._look_at_s = _ALONE_S
+        self._own = self._excluded_since = None
+
+    def _while_waiting(self, elapsed_s: float) -> None:
+        """Runs between two looks of every wait on the control plane."""
+        if self._place is None or elapsed_s < self._look_at_s:
+            return
+        pause_s = min(_LOOK_EVERY_S + _LOOK_SHARE * elapsed_s, _LOOK_AT_LEAST_EVERY_S)
+        self._look_at_s = elapsed_s + max(pause_s, _LOOK_PER_RANK_S * self._plane.world.size)
+        own = self._publish()
+        others = self._some_others()
+        if self._place is Place.POINT and any(own.excludes(other) for other in self._in_backwards(others).values()):
+            raise self._decided(self._in_backwards(self._plane.world.ranks) | self._places())
+        places = (self._read(rank) for rank in others)
+        if not any(other is not None and own.excludes(other) for other in places):
+            self._excluded_since = None
+            return
+        self._look_at_s = elapsed_s + _LOOK_EVERY_S
+        if self._has_stood(_SETTLE_S):
+            raise self._decided(self._places())
+
+    def _settle_difference(self) -> None:
+        """Two ranks do different things at this point: waits a moment for the others, whose number decides."""
+        self._publish()
+        places = self._places()
+        if len(places) == self._plane.world.size or self._has_stood(_SETTLE_S):
+            raise self._decided(places)
+
+    def _has_stood(self, seconds: float) -> bool:
+        now = running_time()
+        if self._excluded_since is None:
+            self._excluded_since = now
+        return now - self._excluded_since >= seconds
+
+    def _decided(self, places: dict[int, Whereabouts]) -> DistplusError:
+        """One rank's decision holds for all of them: whoever hears of it raises the same."""
+        error = disagreement(places, self._plane.world.size)
+        first = self._plane.report_failure(error)
+        return error if first is None or first.rank == self._plane.world.rank else first.as_heard()
+
+    def _places(self) -> dict[int, Whereabouts]:
+        """Where the ranks stand, of those who stand somewhere."""
+        places = {rank: self._read(rank) for rank in self._plane.world.ranks}
+        return {rank: one for rank, one in places.items() if one is not None and self._is_present(one)}
+
+    def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
+        """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
+        beats = self._plane.read_each([beat_key(rank) for rank in ranks])
+        told = [words_of(beat).get("whereabouts") for beat in beats if beat is not None]
+        found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self._name]
+        return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
+
+    def _is_present(self, one: Whereabouts) -> bool:
+        """Whether a word is of a place that this rank has not passed; every other one may be old."""
+        passed_points = self._points - (self._place is Place.POINT)
+        passed_gates = self._gates - (self._place is Place.GATE)
+        if one.place is Place.POINT:
+            return one.points > passed_points
+        return one.place is Place.END or one.gates > passed_gates
+
+    def ended(self, line: ControlPlane) -> dict[int, str]:
+        """Peers that have ended their run, or wait for this rank at the end of an epoch, and which; from any thread.
+
+        Args:
+            line: A control plane with a connection of that thread's own.
+        """
+        found = {}
+        for rank in self._some_others():
+            data = line.read(self._at(rank))
+            one = None if data is None else Whereabouts.from_plain(words_of(data))
+            if one is not None and (one.place is Place.END or one.points > self._points) and one.point.has_ended:
+                found[rank] = one.point.has_ended
+        return found
+
+    def _some_others(self) -> list[int]:
+        """All other ranks, or, among many, those at distances 1, 2, 4, ...: one pair that differs is enough."""
+        rank, size = self._plane.world.rank, self._plane.world.size
+        if size <= _ALL_OTHERS + 1:
+            return [other for other in self._plane.world.ranks if other != rank]
+        return sorted({(rank + (1 << power)) % size for power in range((size - 1).bit_length())} - {rank})
+
+    def _publish(self) -> Whereabouts:
+        if self._own is None:
+            assert self._place is not None
+            rank = self._plane.world.rank
+            self._own = Whereabouts(
+                rank=rank,
+                place=self._place,
+                points=self._points,
+                gates=self._gates,
+                point=self._point(),
+                backward_gate=self._backward[1],
+                location=self._locate() if self._place is Place.POINT else None,
+            )
+            self._plane.send(self._at(rank), json.dumps(self._own.to_plain()).encode())
+        return self._own
+
+    def _read(self, rank: int) -> Whereabouts | None:
+        data = self._plane.read(self._at(rank))
+        return None if data is None else Whereabouts.from_plain(words_of(data))
+
+    def _at(self, rank: int) -> str:
+        return f"points/{self._name}/at/{rank}"
+
+
+def _nowhere() -> Point:
+    return Point(operation="")
+
+
+class WatchedGate(StepGate):
+    """A step gate at which a rank that waits is seen by those that wait at a point, and sees them.
+
+    Args:
+        plane: The control plane.
+        points: The points of the run.
+        **arguments: Those of ``StepGate``.
+    """
+
+    def __init__(self, plane: ControlPlane, *, points: Points, **arguments: object) -> None:
+        super().__init__(plane, **arguments)  # type: ignore[arg-type]
+        self._points = points
+
+    def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
+        """Posts this rank's record and collects everybody's; see ``StepGate.exchange``.
+
+        Raises:
+            DivergenceError: The records differ, or a peer waits at a point to which this rank has not come.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        self._points.enter_gate(record)
+        try:
+            return super().exchange(record, deadline)
+        finally:
+            self._points.leave_gate()

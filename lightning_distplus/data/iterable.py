@@ -1,0 +1,831 @@
+"""Iterable training data with a state: how it is read, numbered, saved, and begun again where it was.
+
+Workers and Lightning run ahead of the training. So each batch comes with the state after it, which is kept until the
+optimizer step that it belongs to is complete. A checkpoint holds the states of all ranks, as bytes that
+``torch.load(weights_only=True)`` reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
+
+from lightning_distplus.data.loader import AUGMENT, WorkerOptions, generators_kept, seed_generators
+from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.world import DataParallel
+
+__all__ = [
+    "Item",
+    "IterableOptions",
+    "IterableTraining",
+    "Stateful",
+    "StreamLoader",
+    "StreamPasses",
+    "StreamReader",
+    "StreamState",
+    "WorkerState",
+    "is_iterable",
+    "pack",
+    "require_data",
+    "stateful",
+    "unpack",
+]
+
+# -- states as plain values --------------------------------------------------------------------------------------------
+
+_ARRAY = "__lightning_distplus_array__"
+_BYTES = "__lightning_distplus_bytes__"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def pack(state: Any, *, owner: str) -> bytes:
+    """A state as bytes.
+
+    Args:
+        state: Containers, numbers, strings, bytes, tensors and numpy arrays.
+        owner: Whose state it is, for the message.
+
+    Raises:
+        TypeError: Something else is in it; the message names the place.
+    """
+    stream = io.BytesIO()
+    torch.save(_to_plain(state, "", owner), stream)
+    return stream.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """What ``pack`` was given."""
+    return _from_plain(torch.load(io.BytesIO(packed), weights_only=True))
+
+
+def _to_plain(value: Any, place: str, owner: str) -> Any:
+    if type(value) in _PLAIN or type(value) is torch.Tensor:
+        return value
+    if isinstance(value, bytes | bytearray):
+        return {_BYTES: _tensor(value)}  # torch does not read empty bytes back
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
+        return {_ARRAY: [value.dtype.str, list(value.shape)], "data": _tensor(value.tobytes())}
+    if isinstance(value, Mapping):
+        return {_to_plain(key, place, owner): _to_plain(one, f"{place}[{key!r}]", owner) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        items = [_to_plain(one, f"{place}[{number}]", owner) for number, one in enumerate(value)]
+        return items if isinstance(value, list) else set(items) if isinstance(value, set) else tuple(items)
+    raise TypeError(
+        f"The state of {owner} holds a {type(value).__module__}.{type(value).__qualname__} at state_dict(){place}; a "
+        "checkpoint takes containers, numbers, strings, bytes, tensors and numpy arrays. Return those."
+    )
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            dtype, shape = value[_ARRAY]
+            return np.frombuffer(value["data"].numpy().tobytes(), dtype=dtype).reshape(shape).copy()
+        if _BYTES in value:
+            return value[_BYTES].numpy().tobytes()
+        return {_from_plain(key): _from_plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_from_plain(one) for one in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _tensor(data: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+# -- the data, and its state -------------------------------------------------------------------------------------------
+
+_HOW = (
+    "state_dict() -> dict, what it has yielded so far, and load_state_dict(state), after which the next iter() goes on "
+    "there"
+)
+
+
+def is_iterable(data: Any) -> bool:
+    """Whether data can only be read from front to back; what has an index and a length is map-style."""
+    if data is None:
+        return False
+    if isinstance(data, IterableDataset | DataLoader) or _is_node(data):
+        return True
+    return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def require_data(dataset: Any, stage: str) -> None:
+    """Checks what a user gives to train or to validate on.
+
+    Raises:
+        ValueError: It is no data set, or there is none to train on.
+    """
+    if stage == "train" and (type(dataset) is dict or isinstance(dataset, CombinedLoader)):
+        raise ValueError(
+            f"The training data is a {type(dataset).__name__}, and training reads one data set. Pass one whose samples "
+            "are dicts with a sample of each: docs/data.md, Several data sets."
+        )
+    if isinstance(dataset, Mapping) and type(dataset) is not dict:
+        raise ValueError(
+            f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
+            "plain dict of several."
+        )
+    if dataset is None and stage == "train":
+        raise ValueError(
+            "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."
+        )
+    if dataset is not None and not is_iterable(dataset) and not hasattr(dataset, "__len__"):
+        raise ValueError(f"The {stage} data {type(dataset).__name__} has no __len__. Define it.")
+
+
+class Stateful:
+    """One iterable and its state, as bytes that can cross a process boundary.
+
+    Args:
+        data: With ``state_dict`` and ``load_state_dict``, or without them where ``allow_stateless``.
+        allow_stateless: See ``stateful``.
+    """
+
+    def __init__(self, data: Any, *, allow_stateless: bool = False) -> None:
+        self.data = data
+        self.has_state = _has_state(data)
+        self._first: bytes | None = None
+        if not self.has_state and not allow_stateless:
+            raise ValueError(
+                f"The training data {_name(data)} is iterable and has no state, so that a resumed run could not go on "
+                f"where it was. Give it {_HOW}; or pass a data set with __len__ and __getitem__; or, if a resumed run "
+                "may begin the data again, allow_stateless=True."
+            )
+
+    def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
+        """An iterator from a state, or from the beginning of the ``epoch``-th pass."""
+        for owner in (self.data, getattr(self.data, "sampler", None)):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        if state is None:
+            state = self._of_first_start()
+        if state is not None:
+            self.data.load_state_dict(self.opened(state))
+        return iter(self.data)
+
+    def begin_where(self, other: Stateful) -> None:
+        """Takes the beginning of the same data from an earlier reader of it."""
+        self._first = other._first
+
+    def _of_first_start(self) -> bytes | None:
+        """The state at the first start in this process, for a later one: data of a second fit begins anew."""
+        if self._first is not None or not self.has_state or isinstance(self.data, DataLoader):
+            return self._first
+        with suppress(AttributeError):  # some have a state only once they have been iterated
+            self._first = self.state()
+        return None
+
+    def state(self) -> bytes | None:
+        """The state after what has been yielded; None where there is none."""
+        return self.closed(self.data.state_dict()) if self.has_state else None
+
+    @staticmethod
+    def closed(state: Any) -> bytes | None:
+        """A state as it travels from a worker to the training process: a copy that nobody changes any more."""
+        return None if state is None else pickle.dumps(state)
+
+    @staticmethod
+    def opened(state: bytes | None) -> Any:
+        """What ``closed`` was given."""
+        return None if state is None else pickle.loads(state)
+
+
+def stateful(
+    data: Any, *, batch_size: int, num_workers: int, batched: bool, ranks: DataParallel, allow_stateless: bool
+) -> tuple[Stateful, bool]:
+    """Checks iterable training data.
+
+    Args:
+        data: An iterable data set, a ``StatefulDataLoader``, a node or ``Loader`` of torchdata, a litdata data set.
+        batch_size: Samples of a batch.
+        num_workers: Worker processes that this package shall start.
+        batched: Whether the data is said to yield batches.
+        ranks: The data-parallel ranks.
+        allow_stateless: Whether a resumed run may begin data anew that has no state.
+
+    Returns:
+        The data, and whether it yields batches.
+
+    Raises:
+        ValueError: It cannot be resumed exactly; the message says why and what to pass instead.
+    """
+    if isinstance(data, DataLoader):
+        _check_loader(data, batch_size, num_workers, ranks)
+        return Stateful(data, allow_stateless=allow_stateless), True
+    if _is_node(data) or _is_node_loader(data):
+        if num_workers:
+            raise ValueError(
+                f"num_workers is {num_workers} and the training data {_name(data)} is of torchdata.nodes, which run "
+                "workers of their own (ParallelMapper, Prefetcher). Leave num_workers at 0."
+            )
+        from torchdata.nodes import Loader
+
+        # Restarting by itself would hide from us where a pass ends.
+        root = data if _is_node(data) else data.root
+        return Stateful(Loader(root, restart_on_stop_iteration=False)), batched
+    if _takes_the_position(data):
+        raise ValueError(
+            f"The state_dict() of {_name(data)} takes arguments: it is made by its own loader. Pass that loader, for "
+            "litdata `StreamingDataLoader(dataset, batch_size=..., num_workers=...)`, in place of the data set."
+        )
+    return Stateful(data, allow_stateless=allow_stateless), batched
+
+
+def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ranks: DataParallel) -> None:
+    name = _name(loader)
+    if not _has_state(loader):
+        raise ValueError(
+            f"The training data is a {name}, which has no state: it shuffles and counts where nobody can follow, and a "
+            "resumed epoch would repeat and miss samples. Pass its data set instead: "
+            "ResumableDataModule(loader.dataset, batch_size=..., shuffle=..., num_workers=...)."
+        )
+    if num_workers:
+        raise ValueError(
+            f"num_workers is {num_workers} and the training data is a {name}, which starts workers by itself. Leave "
+            "num_workers at 0, and give the loader its own."
+        )
+    if loader.batch_size not in (None, batch_size):
+        raise ValueError(
+            f"batch_size is {batch_size} and the {name} makes batches of {loader.batch_size}. Give both the same."
+        )
+    is_combined = type(loader.dataset).__name__ == "CombinedStreamingDataset"
+    if is_combined and loader.num_workers > 1:
+        raise ValueError(
+            f"A litdata CombinedStreamingDataset with {loader.num_workers} workers does not go on where it was "
+            "(litdata 0.2.76 divides what was read evenly over workers). Use at most one worker, or "
+            "TokenDataModule over token files, which it mixes exactly."
+        )
+    sampler = getattr(loader, "sampler", None)
+    is_indexed = not isinstance(loader.dataset, IterableDataset)
+    if is_indexed and ranks.size > 1 and getattr(sampler, "num_replicas", None) != ranks.size:
+        what = "reads in order" if isinstance(sampler, SequentialSampler) else "draws with no regard to ranks"
+        raise ValueError(
+            f"The {name} {what}, so that each of {ranks.size} ranks would see every sample. Pass its data set "
+            "instead of the loader: ResumableDataModule(loader.dataset, batch_size=...) divides it exactly; or give "
+            f"the loader a StatefulDistributedSampler over {ranks.size} replicas."
+        )
+
+
+def _has_state(data: Any) -> bool:
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def _takes_the_position(data: Any) -> bool:
+    if not _has_state(data):
+        return False
+    parameters = inspect.signature(data.state_dict).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.default is inspect.Parameter.empty and one.kind in kinds for one in parameters)
+
+
+def _is_node(data: Any) -> bool:
+    return _is_of_torchdata(data, "BaseNode")
+
+
+def _is_node_loader(data: Any) -> bool:
+    return _is_of_torchdata(data, "Loader")
+
+
+def _is_of_torchdata(data: Any, name: str) -> bool:
+    nodes = sys.modules.get("torchdata.nodes")  # whoever has one has imported it
+    return nodes is not None and isinstance(data, getattr(nodes, name))
+
+
+def _name(data: Any) -> str:
+    return type(data).__qualname__
+
+
+# -- what a worker runs ------------------------------------------------------------------------------------------------
+
+_BEGIN = -4  # separates the keys of a pass's beginning from those of its samples
+
+
+class WorkerState(NamedTuple):
+    """Where one process stands in its share of the data.
+
+    Attributes:
+        data: The state of the data, pickled; None: at the beginning, or where it has none.
+        epoch: Passes that are complete.
+        num_taken: Samples (or batches, where the data yields these) taken in this pass.
+        is_ended: Whether the pass is over.
+    """
+
+    data: bytes | None = None
+    epoch: int = 0
+    num_taken: int = 0
+    is_ended: bool = False
+
+    def begin_again(self) -> WorkerState:
+        """The beginning of the next pass: the data goes on from its own end."""
+        return WorkerState(self.data, self.epoch + 1)
+
+
+class Item(NamedTuple):
+    """What a worker passes on: a batch and the state after it; ``batch`` means nothing in the other kinds."""
+
+    kind: Literal["batch", "skip", "end"]
+    worker: int
+    state: WorkerState
+    batch: Any = None
+
+
+class StreamReader(IterableDataset[Item]):
+    """Runs in each worker, or in the training process where there is none.
+
+    Args:
+        source: The data.
+        batch_size: Samples of a batch; None: the data yields batches.
+        collate: Samples to batch; None means ``torch.utils.data.default_collate``.
+        rest: What happens to the samples after the last whole batch of a pass: "drop", "pad" (repeats of weight 0) or
+            "keep" (a smaller batch).
+        seed: Of the random numbers of each sample; None leaves the generators alone.
+        starts: Where each worker begins.
+        last_worker: The worker that gave the last batch; DataLoader begins with worker 0, so that those up to this one
+            skip their first turn.
+    """
+
+    def __init__(
+        self,
+        source: Stateful,
+        *,
+        batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        rest: Literal["drop", "pad", "keep"],
+        seed: int | None,
+        starts: tuple[WorkerState, ...],
+        last_worker: int,
+    ) -> None:
+        self.source = source
+        self.seed = seed
+        self._batch_size = batch_size
+        self._collate = collate or default_collate
+        self._rest = rest
+        self._starts = starts
+        self._last_worker = last_worker
+        self._own: WorkerState | None = None  # of a worker that persists: where its last pass ended
+
+    def __iter__(self) -> Iterator[Item]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        start = self._starts[worker]
+        if self._own is not None:
+            start = self._own.begin_again()
+        elif not start.is_ended and worker <= self._last_worker:
+            yield Item("skip", worker, start)
+        if not start.is_ended:
+            for item in self._read(worker, start):
+                if item.kind == "end":
+                    self._own = item.state
+                yield item
+
+    def _read(self, worker: int, start: WorkerState) -> Iterator[Item]:
+        samples: list[Any] = []
+        epoch, num_taken = start.epoch, start.num_taken
+        for sample in self._samples(worker, start):
+            num_taken += 1
+            if self._batch_size is None:
+                yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), sample)
+                continue
+            samples.append(sample)
+            if len(samples) == self._batch_size:
+                batch = self._batch(samples)
+                yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
+                samples = []
+        end = WorkerState(self.source.state(), epoch, num_taken, is_ended=True)
+        if samples and self._rest != "drop":
+            yield Item("batch", worker, end._replace(is_ended=False), self._batch(samples))
+        yield Item("end", worker, end)
+
+    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
+        """The samples of a pass from ``start``, each under random numbers of its own."""
+        seeds = None if self.seed is None else derive_key(self.seed, AUGMENT, worker, start.epoch)
+        _seed(seeds, _BEGIN)
+        iterator = self.source.start(start.data, start.epoch)
+        if start.num_taken == 0 and start.data is not None:
+            # The state is that of the end of a pass. Some data begin anew from it, some have to find that end first.
+            _seed(seeds, 0)
+            first = list(islice(iterator, 1))
+            if not first:
+                _seed(seeds, _BEGIN)
+                iterator = iter(self.source.data)
+            yield from first
+            start = start._replace(num_taken=len(first))
+        index = start.num_taken
+        while True:
+            _seed(seeds, index)
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+            yield sample
+            index += 1
+
+    def _batch(self, samples: list[Any]) -> Any:
+        if self._rest != "pad":
+            return self._collate(samples)
+        assert self._batch_size is not None
+        weights = torch.zeros(self._batch_size)
+        weights[: len(samples)] = 1
+        repeats = (samples * (self._batch_size // len(samples) + 1))[: self._batch_size]
+        return self._collate(repeats), weights
+
+
+def _seed(key: int | None, index: int) -> None:
+    if key is not None:
+        seed_generators(splitmix64(key ^ (index & (2**64 - 1))))
+
+
+# -- the loader --------------------------------------------------------------------------------------------------------
+
+MakeReader = Callable[[tuple[WorkerState, ...], int], StreamReader]
+
+
+class StreamState(NamedTuple):
+    """Where one rank stands in its data: the place of each worker, and the worker whose batch was the last."""
+
+    workers: tuple[WorkerState, ...]
+    last_worker: int = -1
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether every worker's pass is over."""
+        return all(one.is_ended for one in self.workers)
+
+    def begin_again(self) -> StreamState:
+        """The beginning of the next pass."""
+        return StreamState(tuple(one.begin_again() for one in self.workers))
+
+
+class StreamLoader:
+    """Numbered batches: batch b is the one before which the Trainer has processed b micro-batches, in the whole run.
+
+    Workers and Lightning run ahead of the training. So each batch comes with the state after it, which is kept until
+    the optimizer step that it belongs to is complete; and a batch that was fetched and not trained on when an epoch
+    ended, because Lightning looks one batch ahead, is the first of the next epoch.
+
+    Args:
+        make_reader: Gives what the workers run, from where each of them begins.
+        check: Called with the first state; raises where a checkpoint could not hold it.
+        state: Where to begin.
+        number: Of the first batch.
+        begin: Called when an iteration begins: the number of the next batch to train on; None: nothing is left of the
+            epoch.
+        oldest: The number of the oldest batch before which a checkpoint may still stand.
+        num_done: Micro-batches that the Trainer has processed.
+        is_endless: Whether the data begins anew where it ends within an epoch.
+        options: Workers and pinning.
+        generator_seed: Of the DataLoader's own generator; the global one is never drawn from.
+    """
+
+    def __init__(
+        self,
+        make_reader: MakeReader,
+        *,
+        check: Callable[[StreamState], object],
+        state: StreamState,
+        number: int,
+        begin: Callable[[], int | None],
+        oldest: Callable[[], int],
+        num_done: Callable[[], int],
+        is_endless: Callable[[], bool],
+        options: WorkerOptions,
+        generator_seed: int,
+    ) -> None:
+        self._make_reader = make_reader
+        self._check: Callable[[StreamState], object] | None = check
+        self._begin = begin
+        self._oldest = oldest
+        self._num_done = num_done
+        self._is_endless = is_endless
+        self._options = options
+        self._seed = generator_seed
+        self._state = state
+        self._states = {number: state}
+        self._batches: deque[tuple[int, Any]] = deque()
+        self._inner: DataLoader[Item] | None = None
+        self._items: Iterator[Item] | None = None
+        self._isolate = False
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self._begin()
+        if first is None:
+            return
+        number = first
+        while self._batches and self._batches[0][0] < number:
+            self._batches.popleft()
+        for _, batch in tuple(self._batches):
+            yield batch
+            number += 1
+        has_begun_again = False
+        while True:
+            if self._state.is_ended:
+                # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
+                if number > first and not self._is_endless():
+                    return
+                if has_begun_again:
+                    raise ValueError(
+                        "The training data yields nothing on this rank, or less than one batch in each worker. Use a "
+                        'smaller batch_size, fewer workers, or uneven="pad".'
+                    )
+                self._begin_again()
+                has_begun_again = True
+            if self._pull(number):
+                yield self._batches[-1][1]
+                number += 1
+                has_begun_again = False
+
+    def state_before(self, number: int) -> StreamState:
+        """The state in which batch ``number`` is the next one."""
+        return self._states[number]
+
+    def is_end(self, number: int) -> bool:
+        """Whether the data is known to have ended before batch ``number``."""
+        state = self._states.get(number)
+        return state is not None and state.is_ended
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._items = None
+        self._inner = None
+
+    def _pull(self, number: int) -> bool:
+        """Fetches batch ``number``; False: the data ends before it."""
+        self._forget(number)
+        for item in self._fetched():
+            state = self._state
+            workers = (*state.workers[: item.worker], item.state, *state.workers[item.worker + 1 :])
+            if item.kind == "batch":
+                self._state = self._states[number + 1] = StreamState(workers, item.worker)
+                self._batches.append((number, item.batch))
+                if self._check is not None:
+                    self._check(self._state)
+                    self._check = None
+                return True
+            self._state = StreamState(workers, state.last_worker)
+        self._items = None
+        self._states[number] = self._state
+        return False
+
+    def _forget(self, number: int) -> None:
+        oldest = self._oldest()
+        for old in [one for one in self._states if one < min(oldest, number)]:
+            del self._states[old]
+        while self._batches and self._batches[0][0] < self._num_done():
+            self._batches.popleft()
+
+    def _fetched(self) -> Iterator[Item]:
+        if self._items is None:
+            self._items = iter(self._loader())
+        while True:
+            with generators_kept() if self._isolate else nullcontext():
+                item = next(self._items, None)
+            if item is None:
+                return
+            yield item
+
+    def _begin_again(self) -> None:
+        self._state = self._state.begin_again()
+        self._items = None
+        if not self._options.persistent_workers:
+            self._inner = None
+
+    def _loader(self) -> DataLoader[Item]:
+        if self._inner is None:
+            reader = self._make_reader(self._state.workers, self._state.last_worker)
+            # Without workers the data's random numbers are drawn in this process: the model must not notice.
+            self._isolate = self._options.num_workers == 0 and reader.seed is not None
+            self._inner = _dataloader(reader, self._options, self._seed)
+        return self._inner
+
+
+class StreamPasses:
+    """Iterable data for validation: every iteration is one pass, from the beginning.
+
+    Args:
+        make_reader: Gives what the workers run, from where each of them begins.
+        options: Workers and pinning.
+    """
+
+    def __init__(self, make_reader: MakeReader, *, options: WorkerOptions) -> None:
+        self._make_reader = make_reader
+        self._options = replace(options, persistent_workers=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        reader = self._make_reader((WorkerState(),) * max(1, self._options.num_workers), -1)
+        items = iter(_dataloader(reader, self._options, 0))
+        while True:
+            with generators_kept() if self._options.num_workers == 0 else nullcontext():
+                item = next(items, None)
+            if item is None:
+                return
+            if item.kind == "batch":
+                yield item.batch
+
+
+def _dataloader(reader: StreamReader, options: WorkerOptions, seed: int) -> DataLoader[Item]:
+    return DataLoader(
+        reader,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        generator=torch.Generator().manual_seed(seed),
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        persistent_workers=options.persistent_workers,
+        prefetch_factor=options.prefetch_factor,
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+# -- training data of one rank -----------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+_STREAM = -5  # separates the keys of iterable data from those of map-style data
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableOptions:
+    """How a rank reads iterable data; the names are those of ``ResumableDataModule``."""
+
+    batch_size: int
+    batched: bool
+    uneven: str
+    collate_fn: Callable[[list[Any]], Any] | None
+    seed: int | None
+    allow_stateless: bool
+    workers: WorkerOptions
+
+    def __post_init__(self) -> None:
+        if self.uneven == "error":
+            raise ValueError(
+                'uneven is "error" and the training data is iterable: where it ends is known only when it does. Use '
+                '"drop" or "pad".'
+            )
+        if self.uneven == "pad" and self.batched:
+            raise ValueError('uneven is "pad" and the data yields batches, passed on as they are. Use "drop".')
+
+
+class IterableTraining:
+    """The training data of one rank, from its first batch to its last.
+
+    Args:
+        data: See ``stateful.stateful``.
+        options: How it is read.
+        ranks: The data-parallel ranks.
+        before: Of an earlier Trainer in this process, which may have moved the same data on.
+
+    Raises:
+        ValueError: The data cannot be resumed exactly.
+    """
+
+    def __init__(
+        self, data: Any, options: IterableOptions, ranks: DataParallel, before: IterableTraining | None = None
+    ) -> None:
+        self.data = data
+        self._options = options
+        self._ranks = ranks
+        self._source, self._is_batched = stateful(
+            data,
+            batch_size=options.batch_size,
+            num_workers=options.workers.num_workers,
+            batched=options.batched,
+            ranks=ranks,
+            allow_stateless=options.allow_stateless,
+        )
+        if before is not None and before.data is data:
+            self._source.begin_where(before._source)
+        self._num_readers = max(1, options.workers.num_workers)
+        self._state = StreamState((WorkerState(),) * self._num_readers)
+        self._loader: StreamLoader | None = None
+
+    def loader(self, number: int, **callbacks: Callable[[], Any]) -> StreamLoader:
+        """The loader, from where the data stands; ``number`` is that of its first batch."""
+        self._loader = StreamLoader(
+            self._reader,
+            check=self._pack,
+            state=self._state,
+            number=number,
+            options=self._options.workers,
+            generator_seed=derive_key(self._options.seed or 0, _STREAM),
+            **callbacks,
+        )
+        return self._loader
+
+    def close(self, number: int) -> None:
+        """Ends the workers; a later loader goes on before batch ``number``."""
+        if self._loader is not None:
+            self._state = self._loader.state_before(number)
+            self._loader.close()
+            self._loader = None
+
+    def is_end(self, number: int) -> bool:
+        """Whether a pass over the data ended just before batch ``number``."""
+        return self._loader.is_end(number) if self._loader is not None else self._state.is_ended
+
+    def packed(self, number: int) -> bytes:
+        """The state of this rank before batch ``number``.
+
+        Raises:
+            TypeError: The data's state holds something that a checkpoint does not take.
+        """
+        return self._pack(self._state if self._loader is None else self._loader.state_before(number))
+
+    def _pack(self, state: StreamState) -> bytes:
+        workers = [{**one._asdict(), "data": self._source.opened(one.data)} for one in state.workers]
+        owner = type(self._source.data).__qualname__
+        return pack({"workers": workers, "last_worker": state.last_worker}, owner=owner)
+
+    def to_checkpoint(self, states: Sequence[bytes]) -> dict[str, Any]:
+        """What a checkpoint holds, from the states of all ranks."""
+        return {
+            "version": _VERSION,
+            "has_state": self._source.has_state,
+            "num_workers": self._options.workers.num_workers,
+            "batch_size": self._options.batch_size,
+            "states": list(states),
+        }
+
+    def from_checkpoint(self, saved: dict[str, Any] | None, rank: int, world_size: int) -> None:
+        """Takes the place of this rank over.
+
+        Raises:
+            DatasetMismatch: The checkpoint has none, or its ranks or workers are not those of this run.
+        """
+        if saved is None:
+            raise DatasetMismatch(
+                "The checkpoint holds no states of an iterable data set, and this run's training data is one. Resume "
+                "with the data of the checkpoint, or load its weights into a new run."
+            )
+        if saved.get("version") != _VERSION:
+            raise DatasetMismatch(
+                f"The checkpoint's states of iterable data have version {saved.get('version')!r}; this "
+                f"lightning_distplus reads {_VERSION}. Resume with the version that wrote the checkpoint."
+            )
+        if not (saved["has_state"] and self._source.has_state):
+            if rank == 0:
+                _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
+            return
+        self._require_same_readers(saved, world_size)
+        state = unpack(saved["states"][rank])
+        workers = (WorkerState(**{**one, "data": self._source.closed(one["data"])}) for one in state["workers"])
+        self._state = StreamState(tuple(workers), state["last_worker"])
+
+    def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
+        ours, theirs = self._options.workers.num_workers, saved["num_workers"]
+        num_ranks = len(saved["states"])
+        why = (
+            "Each rank and each worker has read its own part of an iterable data set, and only the data set knows how "
+            "it is divided"
+        )
+        remedy = "load the weights into a new run, or use a map-style data set, which resumes on any number of ranks"
+        if num_ranks != world_size:
+            raise DatasetMismatch(
+                f"The checkpoint holds the states of iterable data of {num_ranks} ranks; this run has {world_size}. "
+                f"{why}. Resume on {num_ranks} ranks, {remedy}."
+            )
+        if theirs != ours:
+            raise DatasetMismatch(
+                f"The checkpoint holds the states of iterable data of {theirs} workers on each rank; this run has "
+                f"num_workers={ours}. {why}. Resume with num_workers={theirs}, {remedy}."
+            )
+        if saved["batch_size"] != self._options.batch_size and (theirs > 1 or self._is_batched):
+            raise DatasetMismatch(
+                f"The checkpoint was written with batch_size={saved['batch_size']}; this run has "
+                f"{self._options.batch_size}, and workers take turns in batches, or the data makes them itself. "
+                f"Resume with batch_size={saved['batch_size']}."
+            )
+
+    def _reader(self, starts: tuple[WorkerState, ...], last_worker: int) -> StreamReader:
+        options, seed = self._options, self._options.seed
+        return StreamReader(
+            self._source,
+            batch_size=None if self._is_batched else options.batch_size,
+            collate=options.collate_fn,
+            rest="pad" if options.uneven == "pad" else "drop",
+            seed=None if seed is None else derive_key(seed, _STREAM, self._ranks.rank),
+            starts=starts,
+            last_worker=last_worker,
+        )

@@ -1,0 +1,443 @@
+"""Processes of this host: alive, stopped or gone, for how long they ran, how busy the host is, and requests to stop."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from lightning_distplus import env
+
+__all__ = [
+    "HostLoad",
+    "ProcessState",
+    "StopRequests",
+    "address_towards",
+    "boot_id",
+    "catches_signal",
+    "children",
+    "end_with_parent",
+    "forks",
+    "host_answers",
+    "is_attended",
+    "is_traced",
+    "process_state",
+    "running_time",
+    "signal_of",
+    "start_time",
+]
+
+log = logging.getLogger(__name__)
+
+# -- life of a process -------------------------------------------------------------------------------------------------
+
+_STATE, _PARENT, _START_TIME, _EXIT_CODE = 0, 1, 19, 49  # fields of /proc/<pid>/stat, counted after the name
+_PR_SET_PDEATHSIG = 1
+_SEEN_LATELY_S = 0.25
+_STOPPED_S = 1.5  # the longest pause between two looks of a wait is half a second
+_ANY_PORT = 9  # discard; where nothing listens, a host that is there refuses
+
+
+class ProcessState(str, Enum):
+    """What the system says of a process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """There is no /proc to ask."""
+
+
+class _RunningTime:
+    """Leaves out what goes by between two looks that are too far apart for a process that runs.
+
+    Nothing tells a process that it was stopped (Ctrl-Z, a scheduler's suspension, a frozen virtual machine). But every
+    loop that waits looks at this clock, some ten times a second in the thread of a watchdog: a gap is time in which no
+    thread of this process ran. Where a call that holds the global lock makes such a gap, this process could not wait
+    either, and its peers, whose clocks go on, see its silence.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen_at = monotonic()
+        self._stopped_s = 0.0
+
+    def read(self) -> float:
+        """``time.monotonic()``, without the time in which this process was stopped; what waits looks once a second.
+
+        A difference of two values is how long this process ran meanwhile. It takes 0.2 microseconds.
+        """
+        stopped_s = self._stopped_s
+        now = monotonic()
+        # The second condition: another thread may have noticed a stop between the two lines above.
+        if now - self._seen_at < _SEEN_LATELY_S and stopped_s == self._stopped_s:
+            return now - stopped_s
+        with self._lock:
+            now = monotonic()
+            gap_s = now - self._seen_at
+            self._seen_at = now
+            if gap_s > _STOPPED_S:
+                self._stopped_s += gap_s
+            return now - self._stopped_s
+
+
+running_time = _RunningTime().read
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; tells it from a later one with the same number."""
+    fields = _stat(pid)
+    return int(fields[_START_TIME]) if fields else None
+
+
+def process_state(pid: int, started: int | None) -> ProcessState:
+    """The state of a process of this host.
+
+    Args:
+        pid: Its number.
+        started: Its ``start_time``, as it told it itself; None where it could not.
+    """
+    if started is None or not Path("/proc/self/stat").exists():
+        return ProcessState.UNKNOWN
+    fields = _stat(pid)
+    if fields is None or fields[_STATE] in "ZX" or int(fields[_START_TIME]) != started:
+        return ProcessState.GONE
+    return ProcessState.STOPPED if fields[_STATE] in "Tt" else ProcessState.RUNNING
+
+
+def signal_of(pid: int, started: int | None) -> str:
+    """The signal that has ended a process, as long as its parent has not asked; "" where nobody knows any more."""
+    fields = _stat(pid)
+    if fields is None or fields[_STATE] != "Z" or int(fields[_START_TIME]) != started:
+        return ""
+    with suppress(ValueError):
+        return signal.Signals(int(fields[_EXIT_CODE]) & 0x7F).name
+    return ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def boot_id() -> str:
+    """Names this host's present boot, and its process table; two containers with one host name differ."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in order of their numbers."""
+    numbers = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [number for number in numbers if (fields := _stat(number)) and int(fields[_PARENT]) == pid]
+
+
+def forks(pid: int) -> list[int]:
+    """The children of a process that were forked from it and run the same program, as data workers do."""
+    command = _command(pid)
+    return [child for child in children(pid) if command and _command(child) == command]
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def end_with_parent() -> None:
+    """From now on, this process is killed when the thread that started it is gone, however that ended. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False where it cannot be asked."""
+    mask = _status(pid, "SigCgt")
+    return mask is not None and bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger (or strace) is attached to a process."""
+    return _status(pid, "TracerPid") not in (None, "0")
+
+
+def _status(pid: int, name: str) -> str | None:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return None
+
+
+def address_towards(host: str) -> str:
+    """The address of this host on the way to another one; empty where there is no way. Sends nothing."""
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(address)
+            return str(asking.getsockname()[0])
+    return ""
+
+
+def host_answers(address: str, deadline_s: float) -> bool:
+    """Whether a packet comes back from a host: a connection, or its refusal.
+
+    False also where a firewall drops what it does not know, and says nothing.
+    """
+    try:
+        socket.create_connection((address, _ANY_PORT), timeout=deadline_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+# -- a person beside it ------------------------------------------------------------------------------------------------
+
+_DEBUGGERS = ("debugpy", "pydevd")
+
+
+def is_attended() -> bool:
+    """Whether this process has a terminal to read from, or a debugger is loaded or configured."""
+    if env.PYTHONBREAKPOINT.get() not in (None, "0") or any(name in sys.modules for name in _DEBUGGERS):
+        return True
+    try:
+        return os.isatty(0)
+    except OSError:  # standard input is closed
+        return False
+
+
+# -- load of the host --------------------------------------------------------------------------------------------------
+
+_GPU_QUERY = "index,utilization.gpu,memory.used,memory.total"
+_GPU_DEADLINE_S = 0.5
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLoad:
+    """What the system says of this host and this process. None: it does not tell."""
+
+    load_1m: float | None = None
+    """Processes that ran or wanted to run, averaged over a minute."""
+    num_cores: int | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    shm_used_bytes: int | None = None
+    """Of /dev/shm, where data workers leave their batches."""
+    shm_bytes: int | None = None
+    disk_wait_percent: float | None = None
+    """Share of the last 10 s in which some task waited for a disk (pressure stall information)."""
+    num_files: int | None = None
+    """Open file descriptors of this process."""
+    max_files: int | None = None
+    gpus: list[dict[str, float]] = field(default_factory=list)
+    """Per GPU: index, used_percent, memory_used_bytes, memory_bytes."""
+
+    @classmethod
+    def now(cls) -> HostLoad:
+        """Asks the system; a few milliseconds, half a second at most where there are GPUs. Never raises."""
+        found: dict[str, Any] = {}
+        for ask in (_processors, _memory, _shared_memory, _disks, _files, _gpus):
+            with suppress(OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError):
+                found.update(ask())
+        return cls(**found)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> HostLoad:
+        """Reads what ``to_plain`` wrote."""
+        return cls(**values)
+
+    def describe(self) -> str:
+        """One line, for example ``load 7.1 on 2 cores, memory 61 of 64 GiB, ...``."""
+        parts = []
+        if self.load_1m is not None:
+            parts.append(f"load {self.load_1m:.1f} on {self.num_cores} cores")
+        if self.memory_bytes:
+            parts.append(f"memory {_share(self.memory_used_bytes, self.memory_bytes)}")
+        if self.shm_bytes:
+            parts.append(f"shared memory {_share(self.shm_used_bytes, self.shm_bytes)}")
+        if self.disk_wait_percent is not None:
+            parts.append(f"disk wait {self.disk_wait_percent:.0f} %")
+        if self.num_files is not None:
+            parts.append(f"{self.num_files} of {self.max_files} files open")
+        for gpu in self.gpus:
+            memory = _share(int(gpu["memory_used_bytes"]), int(gpu["memory_bytes"]))
+            parts.append(f"GPU {gpu['index']:.0f} {gpu['used_percent']:.0f} % busy, {memory}")
+        return ", ".join(parts)
+
+
+def _share(used: int | None, total: int) -> str:
+    return f"{(used or 0) / _GIB:.1f} of {total / _GIB:.1f} GiB"
+
+
+def _processors() -> dict[str, Any]:
+    return {"load_1m": os.getloadavg()[0], "num_cores": os.cpu_count()}
+
+
+def _memory() -> dict[str, Any]:
+    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {name: int(text.split()[0]) * 1024 for name, text in lines}
+    return {"memory_bytes": sizes["MemTotal"], "memory_used_bytes": sizes["MemTotal"] - sizes["MemAvailable"]}
+
+
+def _shared_memory() -> dict[str, Any]:
+    found = os.statvfs("/dev/shm")  # noqa: S108  # asked about, not written to
+    return {
+        "shm_bytes": found.f_blocks * found.f_frsize,
+        "shm_used_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize,
+    }
+
+
+def _disks() -> dict[str, Any]:
+    some = Path("/proc/pressure/io").read_text().splitlines()[0]  # some avg10=0.16 avg60=...
+    return {"disk_wait_percent": float(some.split()[1].partition("=")[2])}
+
+
+def _files() -> dict[str, Any]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"num_files": len(os.listdir("/proc/self/fd")), "max_files": limit}  # noqa: PTH208  # a count
+
+
+def _gpus() -> dict[str, Any]:
+    """Asks nvidia-smi: a call to the driver from here could block behind the training thread's own."""
+    if not Path("/proc/driver/nvidia").exists():
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_DEADLINE_S, check=True)
+    gpus = []
+    for line in ended.stdout.splitlines():
+        index, used, memory_used, memory = (float(text) for text in line.split(","))
+        mib = 1 << 20
+        gpus.append(
+            {"index": index, "used_percent": used, "memory_used_bytes": memory_used * mib, "memory_bytes": memory * mib}
+        )
+    return {"gpus": gpus}
+
+
+# -- signals to stop ---------------------------------------------------------------------------------------------------
+
+# A data worker inherits the handlers of the process that forked it. It outlives a signal to the whole group, because
+# the step that is under way still needs its batches. Not for ever: its parent ends workers with SIGTERM too.
+_WORKER_OUTLIVES_S = 300
+
+
+class StopRequests:
+    """Takes signals, remembers the first one, and hands each on to the handler that was there before.
+
+    A repeated signal changes nothing: schedulers repeat them, and torchrun's agent sends a SIGTERM of its own. A
+    second SIGINT is a person who does not want to wait, and ends the process at once.
+
+    Args:
+        signals: Names of signals, as ``"SIGTERM"``.
+
+    Raises:
+        ValueError: A name is not that of a signal that can be taken.
+    """
+
+    def __init__(self, signals: Iterable[str]) -> None:
+        self._signals = [_parse(name) for name in signals]
+        self._previous: dict[signal.Signals, Any] = {}
+        self._pid = 0
+        self.reason: str | None = None
+        """What asked first, for example ``"SIGTERM"``; None while nothing has."""
+        self.asked_at = 0.0
+        """``time.monotonic()`` of the first request."""
+
+    def attach(self) -> None:
+        """Takes the signals. Only the main thread can; on another one the signals stay where they are, and it says so.
+
+        A handler that was not set from Python (``faulthandler.register``) could not be called after ours: it stays.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals do not stop this run: it does not run on the main thread, which alone gets them")
+            return
+        self._pid = os.getpid()
+        for number in self._signals:
+            previous = signal.getsignal(number)
+            if previous is None:
+                log.warning("%s does not stop this run: a handler that is not Python's has it", number.name)
+                continue
+            self._previous[number] = previous
+            signal.signal(number, self._note)
+
+    def detach(self, *, is_ending: bool = False) -> None:
+        """Puts the earlier handlers back.
+
+        Args:
+            is_ending: The process is about to exit. Then the signals are ignored from here on, because torchrun's
+                agent terminates all ranks as soon as it sees the first one end, and the exit codes would differ.
+        """
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_IGN if is_ending else previous)
+        self._previous.clear()
+
+    def outlive(self) -> None:
+        """In a data worker, once torch has set its handlers there: a SIGTERM to all processes does not end it."""
+        if signal.SIGTERM in self._previous:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop; from any thread. The first reason stays."""
+        if self.reason is None:
+            self.asked_at = monotonic()
+            self.reason = reason
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """The handler: no lock, no log, no collective."""
+        number = signal.Signals(signum)
+        if os.getpid() != self._pid:
+            if number is signal.SIGTERM:
+                signal.alarm(_WORKER_OUTLIVES_S)
+            return
+        if number is signal.SIGINT and self.reason == number.name:
+            _end_now(number)
+        self.request(number.name)
+        _call(self._previous.get(number), signum, frame)
+
+
+def _parse(name: str) -> signal.Signals:
+    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(
+            f"signals holds {name!r}; each one is the name of a signal that a process can take, "
+            "such as SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."
+        )
+    return signal.Signals(number)
+
+
+def _end_now(number: signal.Signals) -> None:
+    os.write(2, b"interrupted twice: ends now, without a checkpoint of this step\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum: int, frame: FrameType | None) -> None:
+    if callable(previous) and previous is not signal.default_int_handler:
+        previous(signum, frame)

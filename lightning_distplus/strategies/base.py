@@ -1,0 +1,725 @@
+"""The mixin of all Resilient strategies: one rendezvous, a deadline per phase, a gate per step, committed saves."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_distplus import _compat
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.errors import (
+    DistplusError,
+    ExitCode,
+    PeerError,
+    Preempted,
+    install_exit_codes,
+    message_of,
+    require_choice,
+    require_type,
+)
+from lightning_distplus.events import EventLog, folder_of_run
+from lightning_distplus.phases import Phases
+from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
+from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, last_ones_aside
+from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
+from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
+from lightning_distplus.strategies.start import (
+    PreparationBarrier,
+    address_of,
+    check_agreement,
+    check_data,
+    check_folder,
+    check_host,
+    check_launch,
+    configuration_digest,
+    form_default_group,
+    meet,
+    read_preflight,
+    refuse_unknown_arguments,
+    samples_in_hand,
+    tell_launcher,
+)
+from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
+from lightning_distplus.trainer_gate import BatchGate
+from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+
+    from lightning_distplus.preflight.run_lock import RunLock
+else:
+    _Base = object
+
+__all__ = ["ResilientStrategy"]
+
+log = logging.getLogger(__name__)
+
+# -- the first word of a failure ---------------------------------------------------------------------------------------
+
+
+class FirstWord(Callback):
+    """Tells all ranks what happened on this one, before any other callback can block in a collective.
+
+    The strategy hears of an exception last, after every callback: a ``ModelCheckpoint(save_on_exception=True)`` would
+    by then stand in a barrier that the others never reach, and the error would never be seen.
+    """
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before any callback can wait for ranks that still train."""
+        self._strategy.leave_epoch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """From here on a rank may work alone: its deadline is that of the end of a run."""
+        self._strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        self._strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training."""
+        self._strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """As at the end of training, where validation is the whole run."""
+        if trainer.state.fn == "validate":
+            self._strategy.phases.enter(Phase.TEARDOWN)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The hooks that follow the strategy's teardown are watched as well."""
+        self._strategy.watch_last_hooks()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """As at the end of a fit."""
+        self._strategy.watch_last_hooks()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
+        if isinstance(exception, SIGTERMException):
+            return  # agreed at the gate: the others raise it as well
+        rank = self._strategy.global_rank
+        if isinstance(exception, Preempted):
+            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
+                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed", rank, filepath
+            )
+            return
+        cause = None
+        with suppress(BaseException):
+            # A collective that is called through the strategy raises the cause itself; one that a callback or a model
+            # calls through torch.distributed gets here.
+            cause = cause_of(self._strategy.plane, exception)
+        if cause is not None:
+            exception.__cause__ = exception.__cause__ or cause
+        elif not isinstance(exception, DistplusError) and is_of_a_collective(exception):
+            self._strategy.judge_time_out(exception)  # the rank that waited is not the first cause
+        error = self._strategy.plane.report_failure(cause or exception) or exception
+        failed = getattr(error, "rank", rank)
+        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
+            "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks", rank, filepath, failed
+        )
+
+
+# -- timeout="auto" ----------------------------------------------------------------------------------------------------
+
+
+class MeasuredDeadlines:
+    """Notes how long each phase takes, and puts the deadlines that follow in force on all ranks.
+
+    Args:
+        strategy: One of ours.
+        calibration: Keeps what is measured; None: the deadlines are given, and nothing is noted.
+    """
+
+    def __init__(self, strategy: ResilientStrategy, calibration: Calibration | None) -> None:
+        self._strategy = strategy
+        self.calibration = calibration
+        self._gate_passed_at: float | None = None
+
+    @property
+    def deadlines_s(self) -> dict[str, float] | None:
+        """What was found, by phase, for the checkpoint; None where the deadlines are given."""
+        return None if self.calibration is None else self.calibration.deadlines_s
+
+    @property
+    def is_late(self) -> bool:
+        """Asked at each gate: whether this rank wants the deadlines reviewed there."""
+        return self.calibration is not None and self.calibration.is_late
+
+    def note(self, phase: Phase, began_at: float) -> None:
+        """Notes how long a phase has taken since a moment of the monotonic clock."""
+        if self.calibration is not None:
+            self.calibration.note(phase, time.monotonic() - began_at)
+
+    def note_left(self, phase: Phase, seconds: float) -> None:
+        """A phase has ended: notes those that occur once. All others are measured between two of their own moments."""
+        if self.calibration is not None and phase in (Phase.SETUP, Phase.RESUME):
+            self.calibration.note(phase, seconds)
+
+    def review(self, records: Sequence[GateRecord]) -> None:
+        """All ranks have just met at a gate: notes how long the last step took, and reviews the deadlines when due."""
+        last, self._gate_passed_at = self._gate_passed_at, time.monotonic()
+        if self.calibration is None:
+            return
+        strategy = self._strategy
+        if last is not None and strategy.phases.current is Phase.STEP:
+            self.note(Phase.STEP, last)
+        if not self.calibration.is_due(somebody_is_late=any(record.wishes & Wish.LATE for record in records)):
+            return
+        ranks = strategy.plane.gather_json("calibration", self.calibration.take(), strategy.phases.patience)
+        if self.calibration.settle(ranks):
+            self._put_in_force(self.calibration)
+            log.info("rank %d: %s", strategy.global_rank, self.calibration.describe())
+
+    def adopt(self, found: Mapping[str, float]) -> None:
+        """Takes over the deadlines of the checkpoint from which this run resumes. All ranks have just met."""
+        if self.calibration is None:
+            return
+        if self._strategy.copy_to is not None:  # what was quick from the folder may have to be fetched
+            found = {name: seconds for name, seconds in found.items() if name != Phase.RESUME.value}
+        if found and found != self.calibration.deadlines_s:
+            self.calibration.adopt(found)
+            self._put_in_force(self.calibration)
+
+    def _put_in_force(self, calibration: Calibration) -> None:
+        self._strategy.timeouts = calibration.timeouts()
+        self._strategy.phases.replace(self._strategy.timeouts)
+        self._strategy.note("calibrated", **calibration.to_event())
+
+
+# -- the strategy ------------------------------------------------------------------------------------------------------
+
+_DEFAULT_TIMEOUTS = Timeouts()
+_START_OF_TRAINING = Point(operation="the start of training")
+
+
+class ResilientStrategy(_Base):
+    """The mixin of all Resilient strategies; it stands before the Lightning strategy in the bases.
+
+    Args:
+        timeout: One duration (sets the step's deadline), a deadline for each phase, ``"auto"`` (measured while it
+            runs), or None (torch's own time-outs).
+        preflight: Whether the launch is checked before the first process group is formed. A mapping switches single
+            checks off, or makes their errors warnings: ``{"loopback": "off", "processes": "warn"}``.
+        on_hang: ``"abort"`` ends a run that hangs; ``"report"`` only says so, and the groups wait for a day.
+        on_save_failure: ``"continue"``: a save that fails while a fit runs is logged on all ranks, training goes on and
+            the next save is the retry; ``"raise"`` ends the run.
+        verify: What is checked of a checkpoint that is loaded: ``"full"`` reads every byte, and compares every tensor
+            in memory with its fingerprint; ``"size"`` compares sizes, ``"off"`` looks at manifest and marker only.
+        async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
+            save is in flight at most; the next one, the end of the fit and a preemption wait for it.
+        copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
+            fetches from there what the folder of the checkpoints has lost. None: nobody does.
+        **kwargs: Everything that the Lightning strategy takes.
+    """
+
+    wrapper_class: ClassVar[type | None] = None
+    """The class to which the parent passes arguments that it does not know."""
+    search: Search | None = None
+    """Where the ranks look further, together, when the checkpoint that they were given is damaged."""
+    configuration: str | None = None
+    """A digest of the configuration, for the manifests; it is there from ``setup`` on."""
+
+    def __init__(
+        self,
+        *,
+        timeout: Timeouts | Duration | None = _DEFAULT_TIMEOUTS,
+        preflight: bool | dict[str, Literal["off", "warn", False]] = True,
+        on_hang: OnHang = "abort",
+        on_save_failure: OnSaveFailure = "continue",
+        verify: Verification = "full",
+        async_save: bool = False,
+        copy_to: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        require_choice("on_hang", on_hang, OnHang)
+        require_choice("verify", verify, Verification)
+        require_type("async_save", async_save, bool)
+        require_type("copy_to", copy_to, str, or_none=True)
+        self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
+        self.preflight = read_preflight(preflight)
+        self.on_hang: OnHang = on_hang
+        self.verify: Verification = verify
+        self.async_save = async_save
+        self.copy_to = copy_to
+        self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
+        self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
+        self.marks = Marks(phase=self._phase)
+        self.transfer = Transfer()
+        self.collectives = Collectives(self.marks)
+        self.loads = LoadHooks(self)
+        self.saves = SaveHooks(self, on_save_failure)
+        self._plane: ControlPlane | None = None
+        self._watchdog: Watchdog | None = None
+        self._gate: BatchGate | None = None
+        self._events: EventLog | None = None
+        self._run_lock: RunLock | None = None
+        self._validation_began_at = 0.0
+        self._first_step = 0
+        self._has_failed = False
+        self._ends_in_teardown = False
+        """Whether no hook of the run follows the teardown: it was interrupted, or its last hook has returned."""
+        self._is_torn_down = False
+        refuse_unknown_arguments(type(self), kwargs)
+        super().__init__(**kwargs)
+        # The parent's own time-out only matters where it forms a group itself, which it never does under us.
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane; it is there from ``setup_environment`` on."""
+        assert self._plane is not None, "the control plane is connected in setup_environment"
+        return self._plane
+
+    @property
+    def gate(self) -> BatchGate:
+        """The gate of each step; it is there from ``setup`` on, in a fit."""
+        assert self._gate is not None, "the gate is made in setup, for a fit"
+        return self._gate
+
+    @property
+    def num_failed_saves(self) -> int:
+        """How many saves have failed in the fit that runs, or ran last."""
+        return self.saves.failing.num_failed
+
+    @property
+    def home(self) -> Path:
+        """Where the artefacts of this run go."""
+        assert self.lightning_module is not None
+        return folder_of_run(self.lightning_module.trainer.default_root_dir)
+
+    def _phase(self) -> str:
+        return self.phases.current.value
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger, once it is open."""
+        if self._events is not None:
+            self._events.write(kind, **fields)
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
+        install_exit_codes()
+        check_launch(self, tells_warnings=False)
+        _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""
+        install_exit_codes()
+        self._has_failed = self._ends_in_teardown = self._is_torn_down = False
+        check_launch(self)
+        self.set_world_ranks()
+        assert self.accelerator is not None
+        self._plane = meet(self)
+        self._plane.listen()
+        self.marks.forget()
+        self._plane.place_of = lambda error: place_of_failure(self.marks, error)
+        if self._plane.is_attended:
+            self.phases.expect_people()
+        self._open_ledger()
+        self._start_watchdog(self._plane)
+        self.collectives.plane = self._plane
+        self.saves.begin(self._plane)
+        if self.lightning_module is not None:
+            check_host(self, self.lightning_module.trainer)
+        if self.world_size > 1:
+            points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            points.begin()
+            assert self._watchdog is not None
+            self._watchdog.meet_peers(points)
+            self.collectives.points = points
+        self.accelerator.setup_device(self.root_device)
+        form_default_group(self)
+        install_exit_codes()  # torch has just chained a hook of its own
+        with _compat.default_group_timeout(self.phases.group_timeout):
+            super().setup_environment()
+        self.phases.apply()
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            _compat.replace_preparation_barrier(trainer, self._preparation_barrier)
+            _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
+
+    def _preparation_barrier(self) -> PreparationBarrier:
+        self.marks.set("prepare_data")
+        return PreparationBarrier(self.plane, self.phases)
+
+    def setup(self, trainer: Trainer) -> None:
+        """The parent's set-up; every process group that it makes gets the phase's deadline."""
+        self._put_into(trainer)
+        self._run_lock = check_folder(self, trainer)
+        check_agreement(self, trainer)
+        self.configuration = configuration_digest(trainer)
+        if trainer.state.fn == "fit":
+            self._gate = BatchGate(
+                trainer,
+                self.plane,
+                deadline=lambda: self.phases.patience,
+                mark=self.marks.set,
+                on_passed=self._after_gate,
+                points=self.collectives.points,
+            )
+        with _compat.default_group_timeout(self.phases.group_timeout):
+            super().setup(trainer)
+        self.phases.apply()
+
+    def _put_into(self, trainer: Any) -> None:
+        """Puts in the profiler that sets marks, the callback that speaks first, and committed links and saves."""
+        trainer.profiler = MarkingProfiler(trainer.profiler, self.marks, self._on_last_hook)
+        trainer.callbacks.insert(0, FirstWord(self))
+        for callback in trainer.checkpoint_callbacks:
+            _compat.replace_checkpoint_link(callback, self.saves.link)
+        trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
+
+    def _start_watchdog(self, plane: ControlPlane) -> None:
+        if self.world_size == 1 or self._watchdog is not None:
+            return
+        self._watchdog = Watchdog(
+            plane,
+            self.marks,
+            deadline=lambda: self.phases.deadline,
+            report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
+            ends_run=self.on_hang == "abort",
+            folder=self.home,
+            last_deadline=lambda: self.phases.last_deadline,
+            progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
+        )
+        self._watchdog.start()
+
+    def _open_ledger(self) -> None:
+        """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
+        assert self.lightning_module is not None
+        attempt = address_of(self).attempt
+        self._close_ledger()  # an event that came behind the end of an earlier run has opened it again
+        self._events = EventLog(self.home, self.global_rank, attempt=attempt, run_id=self.plane.run_id)
+        if self.local_rank == 0:
+            tell_launcher(self.home)
+        self.note(
+            "start",
+            function=self.lightning_module.trainer.state.fn,
+            strategy=type(self).__name__,
+            world_size=self.world_size,
+            backend=self._get_process_group_backend(),
+        )
+
+    def _close_ledger(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Puts this rank's random number generators back after a resume, and opens the gate."""
+        super().on_train_start()
+        assert self._gate is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.collectives.together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
+        self._first_step = trainer.global_step
+        self._gate.open()
+        self._gate.has_saved = lambda: self.saves.has_ended_behind
+        self._gate.is_late = lambda: self.measured.is_late
+        self.saves.failing.begin(trainer)
+        self.loads.verified.restore_rng()
+
+    def _after_gate(self, records: list[GateRecord]) -> None:
+        """All ranks have just met: a good moment to shrink the deadline to that of a step."""
+        self.marks.global_step = records[0].global_step
+        if all(record.wishes & Wish.SAVED for record in records):
+            self.saves.settle()
+        self.measured.review(records)
+        first_step_done = records[0].global_step > self._first_step
+        self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
+
+    def on_train_end(self) -> None:
+        """The parent's part.
+
+        Raises:
+            SaveFailed: The last save of the run failed, and none has succeeded since.
+        """
+        super().on_train_end()
+        self.saves.settle()
+        self.saves.failing.end()
+
+    def on_validation_start(self) -> None:
+        """Enters the validation phase."""
+        self._validation_began_at = time.monotonic()
+        self.phases.enter(Phase.VALIDATION)
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """Notes how long the validation took."""
+        super().on_validation_end()
+        self.measured.note(Phase.VALIDATION, self._validation_began_at)
+
+    def on_test_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Enters the validation phase."""
+        self.phases.enter(Phase.VALIDATION)
+        super().on_predict_start()
+
+    # -- steps, and the engine's collectives inside them -------------------------------------------------------------
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, marked with its batch."""
+        return self.collectives.step("training_step", super().training_step, *arguments, **named)
+
+    def backward(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, marked with its batch."""
+        return self.collectives.backward(super().backward, *arguments, **named)
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part: forward, backward and the step itself."""
+        return self.collectives.optimizer_step(super().optimizer_step, *arguments, **named)
+
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, marked with its batch."""
+        return self.collectives.step("validation_step", super().validation_step, *arguments, **named)
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, marked with its batch."""
+        return self.collectives.step("test_step", super().test_step, *arguments, **named)
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        """The parent's part, marked with its batch."""
+        return self.collectives.step("predict_step", super().predict_step, *arguments, **named)
+
+    # -- Lightning's collectives -------------------------------------------------------------------------------------
+
+    def barrier(self, *arguments: Any, **named: Any) -> None:
+        """The parent's part, once all ranks are at a barrier of this name."""
+        parent = super().barrier
+        name = arguments[0] if arguments else named.get("name")
+        self.collectives.barrier(lambda: parent(*arguments, **named), name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The parent's part, once all ranks broadcast from the same one."""
+        parent = super().broadcast
+        return self.collectives.broadcast(lambda: parent(obj, src), src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key."""
+        parent, caller = super().reduce, sys._getframe(1)
+        return self.collectives.reduce(lambda: parent(tensor, group, reduce_op), tensor, group, reduce_op, caller)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # the parent's name
+        """The parent's part, once all ranks decide in the same way."""
+        parent = super().reduce_boolean_decision
+        return self.collectives.reduce_boolean_decision(lambda: parent(decision, all), all)
+
+    @property
+    def all_gather(self) -> Callable[..., Any]:
+        """The parent's method, once all ranks gather equal trees."""
+        return self.collectives.all_gather(super().all_gather, sys._getframe(1))
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads what rank 0 has chosen, after verifying it.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed, or what is in memory then is not what was saved.
+            CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
+            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
+        """
+        return self.loads.load(checkpoint_path, weights_only, super().load_checkpoint)
+
+    def fitting_checkpoint(self, path: Path) -> Path:
+        """What this run can read of a verified checkpoint; rank 0 is asked.
+
+        Raises:
+            CheckpointMismatch: It is of another number of ranks, and the parent cannot redistribute it.
+        """
+        return path
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The parent's part, whose result is compared with what was saved.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+            CheckpointCorrupt: The weights in memory are not those that were saved.
+        """
+        self.loads.load_model(checkpoint, strict, super().load_model_state_dict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The parent's part, whose result is compared with what was saved.
+
+        Raises:
+            CheckpointCorrupt: The moments in memory are not those that were saved.
+        """
+        self.loads.load_optimizers(checkpoint, super().load_optimizer_state_dict)
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parent's part. A save begins with it: callbacks then add their state, before anything is written."""
+        self.marks.set("the model's state for a checkpoint")
+        self.phases.enter(Phase.CHECKPOINT)
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
+
+        Raises:
+            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
+                is untouched.
+        """
+        self.saves.save(checkpoint, filepath, storage_options)
+
+    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+        """The parent's own save, into a stage."""
+        super().save_checkpoint(checkpoint, stage, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
+        if "://" in str(filepath):
+            super().remove_checkpoint(filepath)
+        else:
+            self.saves.remove(filepath)
+
+    def settle_save(self) -> None:
+        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
+
+        Raises:
+            SaveFailed: It failed, and ``on_save_failure`` is "raise".
+        """
+        self.saves.settle()
+
+    def require_saved(self) -> None:
+        """Waits for the save in the background, and raises where the last save has failed, whatever the policy.
+
+        Raises:
+            SaveFailed: None has succeeded since.
+        """
+        self.saves.settle()
+        self.saves.failing.require_saved()
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks what happened here; never raises."""
+        super().on_exception(exception)
+        self._ends_in_teardown = True
+        if isinstance(exception, Preempted):
+            return  # agreed by all ranks, and noted by who stopped them
+        is_own = not isinstance(exception, (PeerError, SystemExit))
+        self.note(
+            "failed",
+            error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],
+            exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
+            global_step=self.marks.global_step,
+            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+        )
+        if isinstance(exception, SIGTERMException):
+            return  # agreed at the gate: the others raise it as well
+        self._has_failed = True
+        self.saves.failing.abandon()
+        if self._plane is not None:
+            told = self._plane.report_failure(exception)
+            if self._watchdog is not None:
+                self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+
+    def teardown(self) -> None:
+        """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""
+        self.saves.end(has_failed=self._has_failed)
+        self.loads.end()
+        if self._run_lock is not None:
+            self._run_lock.release()
+            self._run_lock = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+        self._is_torn_down = True
+        if self._ends_in_teardown:
+            self._end_run()
+        super().teardown()
+
+    def leave_epoch(self, trainer: Trainer) -> None:
+        """Meets all ranks where this one leaves an epoch in the middle of a batch, as ``StopIteration`` makes it do."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.completed:
+            is_last = trainer.fit_loop.max_epochs == trainer.current_epoch + 1
+            end = Point.at_end("run" if is_last else "epoch", last_batch(trainer))
+            self.collectives.together(lambda: end, lambda: None)
+
+    def judge_time_out(self, error: BaseException) -> bool:
+        """Asks about an error of a collective that no peer explains; True: the ranks have judged together."""
+        return self._watchdog is not None and self._watchdog.judge_time_out(error)
+
+    def watch_last_hooks(self) -> None:
+        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
+        if self._watchdog is not None:
+            self._watchdog.rearm()
+
+    def _on_last_hook(self) -> None:
+        """The run has succeeded on this rank, and ends here when it has on all.
+
+        Raises:
+            PeerFailed, PeerLost: A peer has failed in one of its last hooks.
+        """
+        if not self._is_torn_down:  # the Tuner's order
+            self._ends_in_teardown = True
+            return
+        assert self._plane is not None
+        self._say_that_it_has_ended()
+        watchdog = self._watchdog
+        end_together(
+            self._plane,
+            self.phases.patience_in(Phase.TEARDOWN),
+            have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
+        )
+        self._end_run(has_left=True)
+
+    def _say_that_it_has_ended(self) -> None:
+        self.phases.enter(Phase.TEARDOWN)
+        module = self.lightning_module
+        point = Point.at_end("run", None if module is None else last_batch(module._trainer))
+        if self.collectives.points is not None:
+            self.collectives.points.end(point)
+            self.collectives.points = None
+        if self._watchdog is not None:
+            self._watchdog.end(point.has_ended)
+
+    def _end_run(self, *, has_left: bool = False) -> None:
+        """Takes leave, unless that is done, and puts everything back; never raises."""
+        if not self._has_failed and not has_left:
+            self._say_that_it_has_ended()
+        if self._plane is not None and not has_left:
+            part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self.collectives.points is not None:
+            self.collectives.points.end()
+            self.collectives.points = None
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            _take_out_of(self.lightning_module._trainer)
+        self.note("end", failed=self._has_failed)
+        self._close_ledger()
+
+
+def _take_out_of(trainer: Any) -> None:
+    """Takes out what ``_put_into`` has put in, as much of it as is there."""
+    if isinstance(trainer.profiler, MarkingProfiler):
+        trainer.profiler = trainer.profiler.inner
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
+    vars(trainer).pop("save_checkpoint", None)
+    for callback in trainer.checkpoint_callbacks:
+        _compat.restore_checkpoint_link(callback)

@@ -1,0 +1,658 @@
+"""Verified loads: all ranks agree what they read, that it is what was saved, and that it is in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_distplus import _compat, env
+from lightning_distplus.checkpoint.catalog import (
+    CheckpointState,
+    asides_without_target,
+    check_unmanifested,
+    findings_in_share,
+    newest_valid,
+    place_of,
+    read_manifest,
+    reference,
+    state,
+    verify_or_raise,
+    whole_one_of,
+)
+from lightning_distplus.checkpoint.copies import Copies
+from lightning_distplus.checkpoint.fingerprints import Sums, differing, is_current, sums_of_pieces
+from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
+from lightning_distplus.phases import Phases
+from lightning_distplus.rng import set_rng_state
+from lightning_distplus.strategies.start import engine_in, engine_of
+from lightning_distplus.timeouts import Phase
+
+if TYPE_CHECKING:
+    from lightning_distplus.strategies.base import ResilientStrategy
+
+__all__ = ["KEY", "VERSION", "LoadHooks", "Search", "Verification", "VerifiedLoads", "last_ones_aside", "local_path"]
+
+log = logging.getLogger(__name__)
+
+# -- what all ranks hear of a checkpoint -------------------------------------------------------------------------------
+
+_OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
+_SHOWN_FINDINGS = 3
+_REFUSALS: dict[str, type[DistplusError]] = {
+    error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe)
+}
+
+
+class SharedVerdicts:
+    """Decisions and findings about checkpoints that the ranks make and hear together.
+
+    Args:
+        plane: The control plane over which they meet.
+        phases: The deadlines.
+    """
+
+    def __init__(self, plane: ControlPlane, phases: Phases) -> None:
+        self._plane = plane
+        self._phases = phases
+        self._rank = plane.world.rank
+
+    def agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0 decides; its answer, or its error, is that of all ranks."""
+        mine: dict[str, Any] = {}
+        error: DistplusError | None = None
+        if self._rank == 0:
+            try:
+                mine = decide()
+            except tuple(_REFUSALS.values()) as caught:
+                error = caught
+                mine = {"error": str(caught), "type": type(caught).__name__}
+        answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
+        return answer
+
+    def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
+        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
+
+        Raises:
+            CheckpointCorrupt: On all ranks: one of them has found something.
+        """
+        if found := self.all_findings(name, findings):
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
+                f"{remedy}"
+            )
+
+    def all_findings(self, name: str, mine: list[str]) -> list[str]:
+        """What all ranks have found, the first few of each in words."""
+        message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
+        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
+        shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
+        return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
+
+    def findings(self, path: Path) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's bytes."""
+        return self.look_for(path)()
+
+    def look_for(self, path: Path) -> Callable[[], list[str]]:
+        """What reads this rank's share of a checkpoint's bytes, and says what is wrong with it, in any thread.
+
+        Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
+        has nothing to read.
+        """
+        places = self._places("checkpoint-places", path)
+        mine = places[self._rank]
+        if mine is None or mine[0] != (places[0] or mine)[0]:
+            return list
+        sharers = [rank for rank, place in enumerate(places) if place == mine]
+        manifest, rank, num_ranks = read_manifest(path), sharers.index(self._rank), len(sharers)
+        return lambda: [str(found) for found in findings_in_share(path, manifest, rank=rank, num_ranks=num_ranks)]
+
+    def _places(self, name: str, path: Path) -> list[list[Any] | None]:
+        """For each rank what it sees at a path; alike where the ranks share the folder. None: no checkpoint."""
+        message = {"place": place_of(path)}
+        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
+        return [one["place"] for one in heard]
+
+    def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
+        """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
+
+        Returns:
+            What is wrong then: why this rank could not fetch it.
+        """
+        for _ in self._plane.world.ranks:
+            message = {"place": place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
+            heard = self._plane.gather_json("checkpoint-nodes", message, self._phases.patience_in(Phase.RESUME))
+            fetchers = _fetchers(heard)
+            if not fetchers:
+                break
+            wanted = heard[0]["place"][0]
+            if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
+                self.agree("checkpoint-upload", lambda: {"is_there": copies.ensure(path, wanted)})  # noqa: B023
+            findings = []
+            if self._rank in fetchers:
+                log.warning(
+                    "rank %d: %s is not here, or not as it was; it is fetched from %s", self._rank, path, copies.url
+                )
+                findings = copies.fetch(path, wanted)
+            if self.all_findings("checkpoint-fetched", findings):
+                break
+        return findings
+
+
+def _fetchers(heard: list[dict[str, Any]]) -> list[int]:
+    """Of each host the lowest rank whose folder needs to be filled; several folders of a host take turns."""
+    wanted = heard[0]["place"][:1]
+    bad = [one["place"] for one in heard if one["is_damaged"]]
+    lacking = [rank for rank, one in enumerate(heard) if (one["place"] or [None])[:1] != wanted or one["place"] in bad]
+    return list({heard[rank]["host"]: rank for rank in reversed(lacking)}.values())
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+Verification = Literal["full", "size", "off"]
+"""Of a load: every byte is read and every tensor compared, sizes are compared, or only manifest and marker are."""
+
+KEY = "lightning_distplus"
+"""Where a checkpoint holds what this package adds."""
+VERSION = 1
+_SIGNS_OF_ANOTHER_MODEL = (
+    "Missing key",
+    "Unexpected key",
+    "size mismatch",
+    "does not exist in the loaded",
+    "Size mismatch",
+)
+_DIFFERENCES_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where a run looks for the newest valid checkpoint when it starts.
+
+    Args:
+        folder: Holds the checkpoints.
+        allow_fresh: Whether it starts anew where none can be trusted.
+    """
+
+    folder: Path
+    allow_fresh: bool = False
+
+
+class VerifiedLoads:
+    """Loads the checkpoints of one strategy.
+
+    Args:
+        plane: The control plane over which the ranks agree.
+        phases: The deadlines.
+        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
+        verification: What is checked of a load.
+        search: Where the ranks look further when the bytes of what they have found are not as they were.
+        copies: From where rank 0 fetches a checkpoint when that folder has none.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        phases: Phases,
+        *,
+        strategy: str,
+        verification: Verification = "full",
+        search: Search | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        self._plane = plane
+        self._phases = phases
+        self._rank = plane.world.rank
+        self.verdicts = SharedVerdicts(plane, phases)
+        self._strategy = strategy
+        self._verification = verification
+        self._search = search
+        self._copies = copies
+        self._has_read: Path | None = None
+        self._rng: dict[str, bytes] | None = None
+        self.loaded: str | Path = ""
+        """The checkpoint that was loaded last."""
+        self.parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
+        self.parent_committed_at = 0.0
+        self.loaded_deadlines_s: dict[str, float] = {}
+        """Calibrated deadlines of the checkpoint that was loaded."""
+        self.expected: dict[str, str] = {}
+        """Fingerprints of the tensors of the checkpoint that was loaded; empty where none are to be compared."""
+
+    def load(
+        self,
+        path: str | Path,
+        read: Callable[[Path], dict[str, Any]],
+        *,
+        fitting: Callable[[Path], Path] = lambda path: path,
+        only_reads: bool = False,
+    ) -> dict[str, Any]:
+        """Verifies and reads what rank 0 has chosen.
+
+        Args:
+            path: The checkpoint; where a killed save has left a whole one aside and none there, that one is read.
+            read: The parent's own load, given the verified checkpoint.
+            fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
+            only_reads: Whether ``read`` of a file restores nothing and meets no other rank, so that the file can be
+                verified at the same time. Nobody gets what was read before all ranks have heard that it is right.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed.
+            CheckpointMismatch: It was saved by a strategy with another layout.
+        """
+        self._phases.enter(Phase.RESUME)
+        local = local_path(path)
+        self.loaded, self.expected = path, {}
+        if local is None:
+            checkpoint = read(path)  # type: ignore[arg-type]
+        else:
+            chosen = Path(self.verdicts.agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
+            found = self.verdicts.agree("checkpoint-verdict", lambda: self._verify(chosen))
+            is_unread = found["has_files"] and chosen != self._has_read
+            overlaps = only_reads and is_unread and self._copies is None and chosen.is_file()
+            if found["has_manifest"] and not overlaps:
+                findings = self.verdicts.findings(chosen) if is_unread else []
+                if self._copies is not None:
+                    findings = self.verdicts.fetch_where_it_lacks(chosen, findings, self._copies)
+                self.verdicts.hear("checkpoint-bytes", chosen, findings)
+            if found["has_files"]:
+                self.expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._rank == 0)
+            found = self.verdicts.agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
+            self.follow(chosen)
+            with self.refusing_another_model(chosen):
+                checkpoint = self._read_and_verify(chosen, read) if overlaps else read(Path(found["path"]))
+        self._remember(checkpoint)
+        return checkpoint
+
+    def deadlines_in(self, path: str | Path) -> dict[str, float]:
+        """The calibrated deadlines in the manifest of what the ranks are about to load; empty where it has none."""
+        found: dict[str, float] = {}
+        local = local_path(path)
+        if self._rank == 0 and local is not None:
+            # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
+            with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
+                found = read_manifest(local).deadlines_s
+        heard = self._plane.gather_json("deadlines", found, self._phases.patience_in(Phase.RESUME))
+        return dict(heard[0])
+
+    def follow(self, path: Path) -> None:
+        """What is saved from now on has this checkpoint before it."""
+        if self._rank == 0:
+            self.parent = reference(path)
+            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
+
+    @contextmanager
+    def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+        """
+        try:
+            yield
+        except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
+            text = str(error)
+            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
+                raise
+            raise CheckpointMismatch(
+                f"The checkpoint {path or self.loaded} is of another model than this run's: {_differences(text)}. "
+                "Build the model that was saved, or start without ckpt_path."
+            ) from error
+
+    def agree_on_path(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another."""
+        mine = None if path is None else str(path)
+        chosen: str | None = self._plane.gather_json(
+            "checkpoint-choice", {"path": mine}, self._phases.patience_in(Phase.RESUME)
+        )[0]["path"]
+        if chosen != mine:
+            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
+        return (
+            chosen if self._search is None else self._search_on(None if chosen is None else Path(chosen), self._search)
+        )
+
+    def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
+
+        Raises:
+            CheckpointCorrupt: On all ranks.
+        """
+        look = self.verdicts.look_for(path)
+        checkpoint: dict[str, Any] = {}
+        error: Exception | None = None
+        with ThreadPoolExecutor(1, "distplus-verifier") as verifier:
+            findings = verifier.submit(look)
+            try:
+                checkpoint = read(path)
+            except Exception as caught:  # a torn file is hard to read; all ranks hear first that it is torn
+                error = caught
+        self.verdicts.hear("checkpoint-bytes", path, findings.result())
+        if error is not None:
+            raise error
+        return checkpoint
+
+    def _search_on(self, first: Path | None, search: Search) -> str | None:
+        """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
+
+        Where the folder has none, the newest copy is fetched.
+
+        Raises:
+            CheckpointCorrupt: On all ranks: there is none.
+        """
+        passed_over: list[Path] = []
+        found: Path | None = first
+        while found is not None:
+            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.findings(found))
+            if not damage:
+                self._has_read = found
+                return str(found)
+            log.warning("Checkpoint %s is passed over: %s", found, damage[0])
+            passed_over.append(found)
+            older = newest_valid(search.folder, verify="size", but=passed_over) if self._rank == 0 else None
+            answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
+            found = answer and Path(answer)
+        if self._copies is not None:
+            copies = self._copies
+            answer = self.verdicts.agree("checkpoint-copy", lambda: _fetched(copies, search.folder))
+            fetched: str | None = answer["path"]
+            if fetched is not None:
+                return fetched
+        if search.allow_fresh or not passed_over:
+            return None
+        raise CheckpointCorrupt(
+            f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
+            "saved. Name another one with --ckpt_path PATH, or start anew with --allow_fresh."
+        )
+
+    def restore_rng(self) -> None:
+        """Puts this rank's generators back to where the checkpoint left them."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def _verify(self, path: Path) -> dict[str, Any]:
+        """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
+        if not path.exists():
+            raise CheckpointMismatch(
+                f"There is no checkpoint at {path}. Give a path that exists, or leave ckpt_path out."
+            )
+        found = state(path)
+        if found is CheckpointState.UNMANIFESTED:
+            self._check_unmanifested(path)
+            return {"has_files": False, "has_manifest": False}
+        if found is not CheckpointState.COMMITTED or self._verification != "off":
+            verify_or_raise(path, "size")
+        saved_by = engine_in(read_manifest(path))
+        if path.is_dir() and saved_by != self._strategy:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
+                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
+                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
+            )
+        return {"has_files": self._verification == "full", "has_manifest": True}
+
+    def _check_unmanifested(self, path: Path) -> None:
+        findings = () if self._verification == "off" else check_unmanifested(path)
+        if findings:
+            raise CheckpointCorrupt(
+                f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
+                "Give another checkpoint, or restore the file from a copy."
+            )
+        log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
+
+    def _remember(self, checkpoint: dict[str, Any]) -> None:
+        ours = checkpoint.get(KEY)
+        if ours is None:
+            return
+        if ours["version"] != VERSION:
+            raise CheckpointMismatch(
+                f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
+                f"{VERSION}. Install the version that wrote it."
+            )
+        self.loaded_deadlines_s = ours.get("deadlines_s", {})
+        if len(ours["rng"]) == self._plane.world.size:
+            self._rng = ours["rng"][self._rank]
+        elif self._rank == 0:
+            log.warning(
+                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
+                len(ours["rng"]),
+                self._plane.world.size,
+            )
+
+
+def _comparable(path: Path, tensors: Mapping[str, str], *, is_heard: bool) -> dict[str, str]:
+    """The fingerprints of a manifest that can be compared with what is in memory."""
+    found = {name: text for name, text in tensors.items() if is_current(text)}
+    if is_heard and len(found) < len(tensors):
+        log.warning(
+            "%s was saved by an older lightning_distplus, whose fingerprints of tensors are not compared any more: "
+            "its files are verified, its tensors in memory are not. The next save has the new ones.",
+            path,
+        )
+    return found
+
+
+def _fetched(copies: Copies, folder: Path) -> dict[str, Any]:
+    found = copies.fetch_newest(folder)
+    if found is not None:
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+    return {"path": found and str(found)}
+
+
+def local_path(path: str | Path) -> Path | None:
+    """The path, or None for a URL of a remote file system."""
+    return None if "://" in str(path) else Path(path)
+
+
+def _differences(text: str) -> str:
+    """The lines that name tensors, without the frames of the ranks on which they were found."""
+    lines = [line.strip() for line in text.splitlines()]
+    named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+    return "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]
+
+
+# -- what is in memory then --------------------------------------------------------------------------------------------
+
+_WEIGHTS, _MOMENTS = "weights/", "optimizer "
+_TRUE = ("1", "y", "yes", "true")  # to torch
+_TRUST = (
+    "If you know that class, declare it with torch.serialization.add_safe_globals; if you trust whoever wrote the "
+    "checkpoint, resume with Trainer.fit(weights_only=False), or --weights_only=false on the command line."
+)
+
+
+def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
+    """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
+    if not hasattr(trainer.strategy, "phases") or "://" in folder:
+        return set()
+    found = asides_without_target(Path(folder))
+    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+    return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
+
+
+class LoadHooks:
+    """Loads the checkpoints of a strategy: verified before, and compared in memory after.
+
+    Args:
+        strategy: One of ours.
+    """
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+        self.compares_tensors = True
+        """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
+        self._verified: VerifiedLoads | None = None
+        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def verified(self) -> VerifiedLoads:
+        """What all ranks agree on; it is there from ``begin`` on."""
+        assert self._verified is not None, "begin comes first"
+        return self._verified
+
+    def begin(self, plane: ControlPlane, copies: Copies | None) -> VerifiedLoads:
+        """A run begins, whose ranks have met."""
+        strategy = self._strategy
+        self._verified = VerifiedLoads(
+            plane,
+            strategy.phases,
+            strategy=engine_of(type(strategy)),
+            verification=strategy.verify,
+            search=strategy.search,
+            copies=copies,
+        )
+        return self._verified
+
+    def load(
+        self, path: str | Path, weights_only: bool | None, parent: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Loads what rank 0 has chosen, after verifying it.
+
+        Raises:
+            CheckpointCorrupt: A file is torn, missing or changed, or what is in memory then is not what was saved.
+            CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
+            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
+        """
+        strategy, verified = self._strategy, self.verified
+        strategy.marks.set(f"load {path}")
+        with strategy.transfer.of("load"):
+            checkpoint = verified.load(
+                path,
+                partial(_read, weights_only=weights_only, parent=parent),
+                fitting=strategy.fitting_checkpoint,
+                only_reads=strategy.lightning_restore_optimizer,
+            )
+        if strategy.lightning_restore_optimizer:
+            self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
+        else:
+            self._compare((_WEIGHTS, _MOMENTS), are_shards=True)
+        strategy.measured.adopt(verified.loaded_deadlines_s)
+        strategy.note("loaded", path=str(path), global_step=checkpoint.get("global_step"))
+        return checkpoint
+
+    def agree_on_resume(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from; its calibrated deadlines hold from here on, as the load itself has one."""
+        chosen = self.verified.agree_on_path(path)
+        if chosen is not None and self._strategy.measured.calibration is not None:
+            self._strategy.measured.adopt(self.verified.deadlines_in(chosen))
+        return chosen
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool, parent: Callable[..., None]) -> None:
+        """The parent's part.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model.
+            CheckpointCorrupt: The weights in memory are not those that were saved.
+        """
+        changed = self._changed_since_read(checkpoint)
+        with self.verified.refusing_another_model():
+            parent(checkpoint, strict)
+        if self._strategy.lightning_restore_optimizer:
+            self._compare((_WEIGHTS,), changed)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
+        """The parent's part.
+
+        Raises:
+            CheckpointCorrupt: The moments in memory are not those that were saved.
+        """
+        changed = self._changed_since_read(checkpoint)
+        parent(checkpoint)
+        if self._strategy.lightning_restore_optimizer:
+            self._compare((_MOMENTS,), changed)
+
+    def _changed_since_read(self, checkpoint: Mapping[str, Any]) -> set[str]:
+        """The tensors that hooks have put in the place of what was read, or written to."""
+        before, now = self._as_read or {}, _versions(checkpoint)
+        return {
+            name
+            for name, (tensor, version) in before.items()
+            if name not in now or now[name][0]() is not tensor() or now[name][1] != version
+        }
+
+    def _compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
+        """Compares what is in memory with the manifest's fingerprints. All ranks call it together.
+
+        Args:
+            kinds: How the names begin.
+            changed: What hooks have changed on purpose before it was restored.
+            are_shards: Whether the ranks hold parts, which are added up.
+
+        Raises:
+            CheckpointCorrupt: On all ranks.
+        """
+        strategy, loads, module = self._strategy, self.verified, self._strategy.lightning_module
+        assert module is not None
+        if module.trainer.state.fn != "fit":
+            kinds = (_WEIGHTS,)
+        expected = {name: text for name, text in loads.expected.items() if name.startswith(kinds)}
+        if not expected or not self.compares_tensors:
+            return
+        strategy.marks.set("compare what is loaded with what was saved")
+        expected = {name: text for name, text in expected.items() if name not in changed}
+        total = sums_of_pieces(piece for piece in pieces_of_live(strategy) if piece.name in expected)
+        if are_shards and strategy.world_size > 1:
+            total = self._added_up(expected, total)
+        odd = differing(expected, total).items() if strategy.is_global_zero or not are_shards else ()
+        loads.verdicts.hear(
+            "checkpoint-tensors",
+            loads.loaded,
+            [f"{name}: expected fingerprint {want}, found {found} in memory" for name, (want, found) in odd],
+            'Resume from another checkpoint. A model that changes its weights while it loads them needs verify="size".',
+        )
+
+    def _added_up(self, expected: Mapping[str, str], mine: Sums) -> Sums:
+        """What all ranks hold together of the tensors that are expected."""
+        facts = {name: (text.split()[0], int(text.split()[1])) for name, text in expected.items()}
+        counts = torch.zeros(len(facts), 3, dtype=torch.int64)
+        for row, (name, fact) in zip(counts, facts.items(), strict=True):
+            if name in mine and mine[name][:2] == fact:
+                row[:] = torch.tensor([number - (number >> 63 << 64) for number in mine[name][2:]])
+        dist.all_reduce(counts, group=self.group())
+        return {
+            name: (*fact, counted, first % (1 << 64), second % (1 << 64))
+            for (name, fact), (counted, first, second) in zip(facts.items(), counts.tolist(), strict=True)
+        }
+
+    def group(self) -> dist.ProcessGroup | None:
+        """A group whose time-out is always that of a checkpoint; its first use forms it, on all ranks."""
+        strategy = self._strategy
+        if strategy.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=strategy.phases.patience_in(Phase.CHECKPOINT))
+            strategy.phases.spare(self._group)
+        return self._group
+
+    def end(self) -> None:
+        """The run ends, and its process groups with it."""
+        self._group = None
+
+
+def _read(path: Path, *, weights_only: bool | None, parent: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
+    if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
+        return parent(path, weights_only)
+    with _compat.refusing_code(path, _TRUST):
+        return parent(path, weights_only)
+
+
+def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Tensor], int]]:
+    """Each tensor, without keeping it in memory, and how often it was written to."""
+    return {name: (ref(tensor), tensor._version) for name, tensor in named_tensors(checkpoint)}

@@ -1,0 +1,571 @@
+"""Starts a run: checks arguments and launch, meets all ranks, forms the default group, compares what must be equal."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from lightning_distplus import _compat, env, errors
+from lightning_distplus.checkpoint.manifest import Manifest
+from lightning_distplus.control import Address, ControlPlane, connect, connect_over, connected, has_own_store
+from lightning_distplus.control.secret import words_of
+from lightning_distplus.phases import Phases
+from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Settings, Status, raise_errors, run_checks
+from lightning_distplus.preflight.agreement import AGREEMENT_CHECKS, content_of, disagreements, state_of_process
+from lightning_distplus.preflight.host import HOST_CHECKS
+from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.together import gathered, run_in_time, spans_hosts
+from lightning_distplus.process import boot_id, running_time
+from lightning_distplus.timeouts import Phase
+from lightning_distplus.world import World
+
+__all__ = [
+    "PreparationBarrier",
+    "address_of",
+    "check_agreement",
+    "check_data",
+    "check_folder",
+    "check_host",
+    "check_launch",
+    "configuration_digest",
+    "engine_in",
+    "engine_of",
+    "facts_of",
+    "form_default_group",
+    "layout_of",
+    "meet",
+    "model_of",
+    "read_preflight",
+    "refuse_unknown_arguments",
+    "report_progress",
+    "samples_in_hand",
+    "settings_of",
+    "settings_of_trainer",
+    "tell_launcher",
+    "world_of",
+]
+
+log = logging.getLogger(__name__)
+
+# -- arguments and launcher --------------------------------------------------------------------------------------------
+
+JOB_CHECKS = (*LAUNCH_CHECKS, *HOST_CHECKS, "run_lock", *AGREEMENT_CHECKS)
+"""The names of the checks that a strategy makes."""
+
+_ATTEMPTS = (env.DISTPLUS_ATTEMPT, env.TORCHELASTIC_RESTART_COUNT, env.SLURM_RESTART_COUNT)
+
+
+def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
+    """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
+
+    Args:
+        cls: The strategy; its ``wrapper_class`` takes what the parents do not know.
+        names: The arguments given.
+
+    Raises:
+        TypeError: No class takes the argument.
+    """
+    classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
+    known = {name for base in classes for name in inspect.signature(base).parameters}
+    errors.refuse_unknown_arguments(cls.__name__, names, known - {"self", "args", "kwargs", "module"})
+
+
+def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]:
+    """Reads the argument ``preflight`` of a strategy; False stands for "off", as which YAML reads a bare ``off``.
+
+    Raises:
+        TypeError: It is neither a bool nor a mapping.
+        ValueError: It names a check that there is not, or something else than "off" or "warn".
+    """
+    if isinstance(settings, bool):
+        return settings
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f'preflight is {settings!r}; it is True, False, or a mapping of checks to "off" or "warn", for example '
+            '{"loopback": "off"}.'
+        )
+    wishes: dict[str, Any] = {name: "off" if wish is False else wish for name, wish in settings.items()}
+    for name, wish in wishes.items():
+        if name not in JOB_CHECKS:
+            near = difflib.get_close_matches(str(name), JOB_CHECKS, n=1)
+            hint = f"did you mean {near[0]!r}? They are" if near else "they are"
+            raise ValueError(f"preflight has no check {name!r}; {hint} {', '.join(JOB_CHECKS)}.")
+        errors.require_choice(f"preflight[{name!r}]", wish, Literal["off", "warn"])
+    return wishes
+
+
+def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
+    """Refuses a launch that contradicts itself, or that started another number of processes than the Trainer expects.
+
+    Args:
+        strategy: One of ours, with its cluster environment.
+        tells_warnings: Whether to log what is no error; the check is made twice.
+
+    Raises:
+        PreflightError: What is wrong, the evidence, and the command to run.
+    """
+    if strategy.preflight is False:
+        return
+    facts = facts_of(strategy)
+    findings = run_checks(LAUNCH_CHECKS, facts, settings_of(strategy))
+    raise_errors([finding for finding in findings if tells_warnings or finding.status is Status.ERROR], facts)
+
+
+def settings_of(strategy: Any) -> Settings:
+    """Which checks are off, or warnings."""
+    return {} if isinstance(strategy.preflight, bool) else strategy.preflight
+
+
+def facts_of(strategy: Any) -> Facts:
+    """What the checks may look at, before a process group is formed."""
+    environment = strategy.cluster_environment
+    devices = strategy.parallel_devices or []
+    return Facts(
+        devices=len(devices),
+        num_nodes=strategy.num_nodes,
+        environment=type(environment).__name__,
+        started=_started_by_launcher(environment),
+        rank=_rank_by_launcher(environment, len(devices)),
+        accelerator=devices[0].type if devices else "",
+    )
+
+
+def _started_by_launcher(environment: Any) -> int | None:
+    if not environment.creates_processes_externally:
+        return None
+    if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
+        return env.WORLD_SIZE.integer()
+    return int(environment.world_size())
+
+
+def _rank_by_launcher(environment: Any, devices: int) -> int | None:
+    if isinstance(environment, LightningEnvironment):
+        return environment.node_rank() * devices + environment.local_rank()
+    try:
+        return int(environment.global_rank())
+    except KeyError:  # a variable of the launcher is missing; the checks say which
+        return None
+
+
+def world_of(strategy: Any) -> World:
+    """This process, as the strategy's cluster environment sees it."""
+    return World(
+        rank=strategy.global_rank,
+        size=strategy.world_size,
+        local_rank=strategy.local_rank,
+        node_rank=strategy.node_rank,
+        num_nodes=strategy.num_nodes,
+    )
+
+
+def meet(strategy: Any) -> ControlPlane:
+    """Waits until all ranks are here; set-up begins when they are.
+
+    A default group that is there already, of a stock fit or of the user, holds the port: they meet over its store.
+
+    Raises:
+        RendezvousError, PeerMissing: Some ranks have not come by the deadline; ``.ranks`` names them.
+    """
+    strategy.phases.enter(Phase.RENDEZVOUS)
+    folder = None if strategy.lightning_module is None else strategy.home
+    deadline = strategy.phases.patience_in(Phase.RENDEZVOUS)
+    world, address = world_of(strategy), address_of(strategy)
+    if dist.is_initialized() and not has_own_store() and not address.is_served_by_launcher:
+        plane = connect_over(world, _compat.default_store(), deadline)
+    else:
+        plane = connect(world, address, deadline, folder)
+    strategy.phases.enter(Phase.SETUP)
+    return plane
+
+
+def form_default_group(strategy: Any) -> None:
+    """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
+    if dist.is_initialized():
+        return
+    environment = strategy.cluster_environment
+    env.MASTER_ADDR.set(environment.main_address)
+    env.MASTER_PORT.set(environment.main_port)
+    _compat.init_default_group(
+        strategy._get_process_group_backend(),
+        store=strategy.plane.store_for("default-group"),
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        timeout=strategy.phases.group_timeout,
+        device=strategy.root_device,
+    )
+
+
+def tell_launcher(home: Path) -> None:
+    """Tells ``distplus launch``, where it has started this rank, in which folder the artefacts are."""
+    if file := env.DISTPLUS_HOME_FILE.get():
+        stage = Path(f"{file}.{os.getpid()}")
+        stage.write_text(json.dumps({"home": str(home.absolute())}))
+        stage.rename(file)
+
+
+def samples_in_hand(trainer: Any) -> list[Any]:
+    """The ids of the batch at which this rank stands, where its data module knows them; never raises."""
+    try:
+        data = trainer.datamodule
+        if hasattr(data, "samples_in_hand"):
+            return list(data.samples_in_hand())
+        return list(data.sample_ids(trainer.fit_loop.epoch_loop.batch_idx))
+    except Exception:  # on the way out, with whatever data module the user has
+        return []
+
+
+def address_of(strategy: Any) -> Address:
+    """Where the job's store is, by its launcher's variables."""
+    environment = strategy.cluster_environment
+    return Address(
+        host=environment.main_address,
+        port=environment.main_port,
+        is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
+        job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+        attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
+    )
+
+
+# -- hosts and folder --------------------------------------------------------------------------------------------------
+
+_HOST_DEADLINE = timedelta(seconds=10)
+_TRIAL_BYTES = 8 << 20  # 40 ms on the disk of a small machine
+
+
+def check_host(strategy: Any, trainer: Any) -> None:
+    """Makes the checks of the host once a host, before the first collective; all ranks call it.
+
+    Raises:
+        PreflightError: On all ranks, with host, evidence and remedy.
+    """
+    if strategy.preflight is False or trainer.state.fn != "fit":
+        return
+    facts = replace(
+        facts_of(strategy),
+        folder=_folder(trainer) or Path.cwd(),
+        trial_bytes=_TRIAL_BYTES,
+        spans_hosts=spans_hosts(strategy.plane),
+    )
+    is_first = strategy.local_rank == 0
+    found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
+    _raise_together(strategy, facts, found)
+
+
+def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
+    """Takes the lock of the checkpoint folder.
+
+    Returns:
+        The lock, on rank 0 of a fit that saves checkpoints.
+
+    Raises:
+        PreflightError: On all ranks.
+    """
+    if strategy.preflight is False or trainer.state.fn != "fit":
+        return None
+    settings = settings_of(strategy)
+    found: list[Finding] = []
+    lock = _lock_of(strategy, trainer) if strategy.global_rank == 0 and settings.get("run_lock") != "off" else None
+    if lock is not None:
+
+        def take(facts: Facts) -> Iterator[Finding]:
+            return lock.take()
+
+        found += run_checks({"run_lock": take}, facts_of(strategy), settings)
+    try:
+        _raise_together(strategy, facts_of(strategy), found)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return lock
+
+
+def _lock_of(strategy: Any, trainer: Any) -> RunLock | None:
+    folder = _folder(trainer)
+    if not trainer.checkpoint_callbacks or folder is None:
+        return None
+    address = address_of(strategy)
+    job = "" if address.job == "none" else address.job  # torchrun's id where nobody gave one
+    return RunLock(folder, job=job, attempt=address.attempt)
+
+
+def _folder(trainer: Any) -> Path | None:
+    """Where checkpoints go; None for a place that is no folder of this host."""
+    callback = trainer.checkpoint_callback
+    place = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+    return None if "://" in place else Path(place)
+
+
+def _raise_together(strategy: Any, facts: Facts, found: list[Finding]) -> None:
+    if strategy.world_size > 1:
+        found = gathered(strategy.plane, found, strategy.phases.patience)
+    if strategy.global_rank == 0:
+        for finding in found:
+            if finding.check == "run_lock" and finding.status is Status.NOTE:
+                with suppress(OSError):
+                    strategy.note("run_lock_taken_over", holder=finding.detail)
+    raise_errors([one for one in found if one.status is Status.ERROR or strategy.global_rank == 0], facts)
+
+
+# -- what the ranks compare --------------------------------------------------------------------------------------------
+
+_NAMED_PARAMETERS = 2000
+_NAMED_PARAMETERS_OF_ALL = 20_000
+
+_SETTINGS = (
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "precision",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "limit_train_batches",
+    "limit_val_batches",
+    "reload_dataloaders_every_n_epochs",
+)
+
+
+def check_agreement(strategy: Any, trainer: Any) -> None:
+    """Compares versions, revision, seed, variables, settings and model; called by all ranks before the engine wraps it.
+
+    Raises:
+        PreflightError: On all ranks, with the odd rank, the field and both values.
+    """
+    facts = facts_of(strategy)
+    mine = {
+        **state_of_process(facts),
+        **settings_of_trainer(trainer),
+        **model_of(strategy.lightning_module, strategy.world_size),
+    }
+    _compare(strategy, facts, mine, device=_device(strategy.root_device))
+
+
+def check_data(strategy: Any, trainer: Any) -> None:
+    """Compares length and content of the training data, once they are known.
+
+    Raises:
+        PreflightError: As for ``check_agreement``.
+    """
+    found = {"data.number of batches": str(trainer.num_training_batches)}
+    loader = trainer.train_dataloader
+    if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks
+        found["data.length of the data set"] = str(len(loader.dataset))
+        found["data.content of the data set"] = content_of(loader.dataset) or "not read"
+    _compare(strategy, facts_of(strategy), found)
+
+
+def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str = "") -> None:
+    if strategy.preflight is False or strategy.world_size == 1:
+        return
+    patience, settings = strategy.phases.patience, settings_of(strategy)
+    findings = disagreements(strategy.plane, mine, patience, settings, device=device)
+    raise_errors([found for found in findings if found.status is Status.ERROR or strategy.global_rank == 0], facts)
+
+
+def settings_of_trainer(trainer: Any) -> dict[str, str]:
+    """The settings that decide the course of a run, as texts."""
+    return {f"trainer.{name}": str(getattr(trainer, name, None)) for name in _SETTINGS}
+
+
+def model_of(module: torch.nn.Module, world_size: int) -> dict[str, str]:
+    """The parameters by name, as many as the messages of all ranks can hold; and the digest of all."""
+    shapes = {f"model.{name}": _shape(parameter) for name, parameter in module.named_parameters()}
+    digest = hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
+    named = dict(list(shapes.items())[: min(_NAMED_PARAMETERS, _NAMED_PARAMETERS_OF_ALL // world_size)])
+    return {**named, "model.class": type(module).__name__, "model.parameters": f"{len(shapes)}, digest {digest}"}
+
+
+def _shape(parameter: torch.nn.Parameter) -> str:
+    if isinstance(parameter, torch.nn.UninitializedParameter):
+        return "not initialized"
+    if _compat.is_fsdp_shard(parameter):  # of an earlier run of this module: each rank sees its own part
+        return f"sharded {parameter.dtype}"
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO 3 the parameter itself is empty
+    return f"{tuple(shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+
+
+def _device(device: torch.device) -> str:
+    """A GPU by its unique name; two hosts may both have a GPU 0."""
+    if device.type != "cuda":
+        return ""
+    return f"{boot_id()[:8]}/{getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}"
+
+
+# -- what a manifest tells of the run ----------------------------------------------------------------------------------
+
+_PACKAGE = "lightning_distplus."
+_SIGNS = {
+    "zero_stage": "ResilientDeepSpeed",
+    "sharding": "ResilientFSDP",
+    "tensor_parallel": "ResilientModelParallel",
+}  # in a layout; the first one that is there tells
+
+
+def engine_of(strategy: type) -> str:
+    """The name of our strategy that a class is or derives from: a subclass reads and writes its parent's shards."""
+    return next(one.__name__ for one in strategy.__mro__ if one.__module__.startswith(_PACKAGE))
+
+
+def engine_in(manifest: Manifest) -> str:
+    """The name of our strategy whose shards a checkpoint holds; early releases named the user's subclass."""
+    if manifest.strategy in _SIGNS.values():
+        return manifest.strategy
+    return next((engine for sign, engine in _SIGNS.items() if sign in manifest.layout), manifest.strategy)
+
+
+def layout_of(strategy: Any) -> dict[str, Any]:
+    """How the ranks share the model and the data: sizes by the name of the axis, and what is sharded.
+
+    ``{"data_parallel": 4}`` of DDP; FSDP adds ``"sharding": "FULL_SHARD"``, ZeRO ``"zero_stage": 2``; the axes of a
+    device mesh come under their own names.
+    """
+    mesh = getattr(strategy, "_device_mesh", None)
+    if mesh is not None and mesh.mesh_dim_names:
+        layout: dict[str, Any] = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
+    else:
+        layout = {"data_parallel": int((strategy.distributed_sampler_kwargs or {}).get("num_replicas", 1))}
+    if sharding := getattr(strategy, "sharding_strategy", None):
+        layout["sharding"] = getattr(sharding, "name", str(sharding))
+    zero = (getattr(strategy, "config", None) or {}).get("zero_optimization")
+    if zero is not None:
+        layout["zero_stage"] = int(zero.get("stage", 0))
+    return layout
+
+
+def configuration_digest(trainer: Any) -> str:
+    """32 hex digits over what decides the course of a run, the same on all ranks and after a restart.
+
+    It covers the Trainer's settings, the names, shapes and types of the parameters, and the hyperparameters that the
+    module and the data module have saved.
+    """
+    module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    parts = {
+        **settings_of_trainer(trainer),
+        "model": model_of(module, 1)["model.parameters"],
+        "module.hyperparameters": _hyperparameters(module),
+        "data.hyperparameters": _hyperparameters(datamodule),
+    }
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:32]
+
+
+def _hyperparameters(owner: Any) -> list[tuple[str, str]]:
+    return sorted((str(name), str(value)) for name, value in (getattr(owner, "hparams", None) or {}).items())
+
+
+# -- prepare_data ------------------------------------------------------------------------------------------------------
+
+_SAY_EVERY_S = 10.0
+
+# Keeps the barriers of one process apart, whatever Trainers they belong to; all ranks count alike.
+_barriers = itertools.count(1)
+
+
+def report_progress(text: str) -> None:
+    """Tells the ranks that wait for this one's ``prepare_data`` what it is doing; call it as often as you like.
+
+    Args:
+        text: For example ``"tokenized 3 of 40 files"``; cut after 500 characters.
+    """
+    plane = connected()
+    if plane is None:
+        return
+    plane.send(_progress_key(plane.world.rank), json.dumps({"text": text[:500], "at": time.time()}).encode())
+
+
+class PreparationBarrier:
+    """Takes the place of the barrier of 10,000 days that Lightning puts around ``prepare_data``.
+
+    A rank that prepares nothing comes here at once and waits. An error inside reaches all ranks without a wait.
+
+    Args:
+        plane: The control plane.
+        phases: The deadlines; the wait has that of the data phase.
+    """
+
+    def __init__(self, plane: ControlPlane, phases: Phases) -> None:
+        self._plane = plane
+        self._phases = phases
+        self._key = f"preparing/{next(_barriers)}/arrived"
+
+    def __enter__(self) -> PreparationBarrier:
+        self._phases.enter(Phase.DATA)
+        self._since = running_time()
+        self._say_at = self._since + _SAY_EVERY_S
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Meets the others.
+
+        Raises:
+            PeerMissing: Some ranks are still in ``prepare_data`` after the deadline and its margin (the watchdog's
+                verdict comes first); ``.ranks`` names them.
+            PeerFailed: ``prepare_data`` raised on a peer.
+            PeerLost: A peer's process is gone.
+        """
+        if error is not None:
+            self._plane.report_failure(error)
+            return
+        self._plane.raise_if_peer_failed()  # those who have given up waiting have left their names here
+        deadline = self._phases.patience_in(Phase.DATA)
+        self._plane.append(self._key, f"{self._plane.world.rank},".encode())
+        what = "prepare_data on another rank"
+        try:
+            self._plane.poll(self._is_complete, deadline, what=what, arrived=self._arrived)
+        except BaseException as failure:
+            self._plane.report_failure(failure)
+            raise
+        self._phases.enter_after_meeting(Phase.SETUP)
+
+    def _arrived(self) -> set[int]:
+        return {int(rank) for rank in (self._plane.read(self._key) or b"").split(b",") if rank}
+
+    def _is_complete(self) -> bool:
+        missing = sorted(set(self._plane.world.ranks) - self._arrived())
+        now = running_time()
+        if missing and now >= self._say_at:
+            self._say_at = now + _SAY_EVERY_S
+            self._say(missing[0], len(missing) - 1, now - self._since)
+        return not missing
+
+    def _say(self, rank: int, num_more: int, elapsed_s: float) -> None:
+        plane, deadline = self._plane, self._phases.deadline
+        log.info(
+            "rank %d waits for prepare_data on %s%s, for %.0f s%s; %s",
+            plane.world.rank,
+            plane.describe_rank(rank),
+            f" and {num_more} more" if num_more else "",
+            elapsed_s,
+            "" if deadline is None else f" of at most {deadline.total_seconds():g} s",
+            self._progress_of(rank),
+        )
+
+    def _progress_of(self, rank: int) -> str:
+        found = self._plane.read(_progress_key(rank))
+        if found is None:
+            return "it has reported no progress (lightning_distplus.strategies.report_progress does)"
+        progress = words_of(found)
+        return f"it reported {max(0.0, time.time() - progress['at']):.0f} s ago: {progress['text']}"
+
+
+def _progress_key(rank: int) -> str:
+    return f"preparing/progress/{rank}"

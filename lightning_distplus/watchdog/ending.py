@@ -1,0 +1,202 @@
+"""What a person reads when a run ends: the verdict, once per host and last; one line from every other rank.
+
+Each rank writes its whole traceback to ``rank00000.traceback``. On the terminal the rank that raised shows its own
+frames, a rank that stopped because of another one says so in a line, and the lowest rank of the host that still runs
+waits for the others there and prints the verdict. Below ``distplus launch`` the launcher does,
+after its own lines.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import re
+import signal
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from lightning_distplus import env
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with
+from lightning_distplus.events import read_ledger
+from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
+from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict
+from lightning_distplus.world import name_ranks
+
+if TYPE_CHECKING:
+    from lightning_distplus.watchdog.watchdog import Telling
+
+__all__ = ["Ending", "describe_next", "print_block"]
+
+_WIDTH = 80
+_LABEL = re.compile(r"  (\w+): ")
+
+
+# -- the block that comes last -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Committed:
+    """The newest checkpoint of a run, as its ledger tells."""
+
+    path: str = ""
+    step: int = 0
+    at: float = 0.0
+    """Unix time of the commit; of the start of the run where nothing has been committed."""
+
+
+def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
+    """Tells how to go on, from which checkpoint, and what is lost.
+
+    Args:
+        folder: The artefacts of the run.
+        run_id: ``ControlPlane.run_id``.
+        global_step: The optimizer step at which the run ended.
+        ended_at: Unix time of that, seconds.
+    """
+    last = _last_commit(folder, run_id)
+    lost = f"{max(global_step - last.step, 0)} steps, {_duration(ended_at - last.at)} of work lost"
+    if not last.path:
+        begun = f"from step {last.step} again" if last.step else "at the beginning"
+        return f"no checkpoint has been committed yet; the same command starts {begun} ({lost})"
+    is_cli = Path(sys.argv[0]).name in ("distplus", "__main__.py")
+    how = "the same command with --ckpt_path auto" if is_cli else 'the same command with fit(..., ckpt_path="auto")'
+    return f"{how} goes on from {last.path} (step {last.step}; {lost})"
+
+
+def _last_commit(folder: Path, run_id: str) -> _Committed:
+    ledger = next(iter(sorted(folder.glob("events-rank*.jsonl"))), None)  # the ranks commit together
+    events = [] if ledger is None else [one for one in read_ledger(ledger) if one["run_id"] == run_id]
+    last = _Committed(at=events[0]["time"] if events else time.time())
+    for event in events:
+        if event["kind"] == "saved" or event["kind"] == "loaded":
+            last = _Committed(path=event["path"], step=event["global_step"] or 0, at=event["time"])
+        elif event["kind"] == "start" and not last.path:
+            last = _Committed(at=event["time"])
+    return last
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(round(seconds), 0)
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60} min"
+
+
+def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> None:
+    """Prints a verdict and what to do next: 30 lines at most, coloured on a terminal, 80 columns wide elsewhere."""
+    stream = stream or sys.stderr
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    width = min(console.width, 120) if console.is_terminal else _WIDTH
+    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
+    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
+    wrapped = [part for line in lines for part in _wrap(line, width)]
+    if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
+        wrapped = lines
+    text = Text("\n")
+    for number, line in enumerate(wrapped):
+        text.append(f"{line}\n", style="bold red" if number == 0 else "bold" if _LABEL.match(line) else "")
+    with suppress(OSError, ValueError):
+        console.print(text, end="")
+        stream.flush()
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    label = _LABEL.match(line)
+    if label is None or label[1] == "file" or len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
+
+
+# -- the end of this process -------------------------------------------------------------------------------------------
+
+
+class Ending:
+    """Shows how the run ends on this rank.
+
+    Args:
+        plane: The control plane, which knows the first error of the job.
+        telling: Knows the verdict, and who speaks for this host.
+    """
+
+    def __init__(self, plane: ControlPlane, telling: Telling) -> None:
+        self._plane = plane
+        self._rank = plane.world.rank
+        self._telling = telling
+        self._is_over = False
+
+    def arm(self) -> None:
+        """From now on, uncaught errors of this process are shown here."""
+        show_errors_with(self)
+        multiprocessing.util.Finalize(self, self._show_block, exitpriority=0)  # where no hook is asked: in a notebook
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the user wants every traceback on the terminal."""
+        return env.DISTPLUS_TRACEBACK.get() == "full"
+
+    def show(self, error: BaseException, printed: str) -> None:
+        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last.
+
+        Args:
+            error: The error.
+            printed: What the hooks of others have printed of it.
+        """
+        own = error if isinstance(error, DistplusError) else error.__cause__
+        known = own if isinstance(own, DistplusError) else None
+        if self.is_full:
+            text = ""
+        else:
+            path = self._telling.leave_traceback(printed)
+            text = fold_traceback(printed) if known is None else self._line(known.exit_code, known)
+            if known is None and path is not None:
+                text += f"\n(whole traceback: {path})"
+        has_verdict = self._telling.find_verdict() is not None
+        if known is not None and not has_verdict and self._telling.speaks_for_host():
+            self._telling.await_others()
+            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+        _say(text)
+        self._show_block()
+
+    def leave(self, code: ExitCode) -> None:
+        """Shows the end of a process that ends now, without its training thread."""
+        ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
+        if not self._show_block():
+            _say(self._line(code))
+
+    def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
+        """What a rank says that has nothing to tell but that it ends."""
+        first = self._plane.first_error
+        culprits = [] if first is None else [rank for rank in first.ranks if rank != self._rank]
+        why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
+        return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
+
+    def _show_block(self) -> bool:
+        """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
+        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+            return False
+        self._is_over = True
+        with suppress(Exception):  # the process ends
+            found = self._telling.find_verdict()
+            if found is not None and self._telling.speaks_for_host(found[0].silent):
+                self._telling.await_others(found[0].silent)
+                print_block(*found)
+                return True
+        return False
+
+
+def _say(text: str) -> None:
+    if text:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

@@ -1,0 +1,124 @@
+"""The last lines of the terminal, as a person reads them: the verdict comes last, and nobody else is blamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_distplus.errors import ExitCode
+
+SCRIPT = """
+import sys, time
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_distplus import ResilientDDP
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5 and self.global_rank == 1:
+            if sys.argv[1] == "hang":
+                time.sleep(10**6)
+            raise ValueError("a bad sample,\\n  of a long message")
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.arange(512.0).reshape(64, 8) if sys.argv[1] != "preflight" else torch.rand(64, 8))
+    trainer = Trainer(
+        strategy=ResilientDDP(timeout="4s"), accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(), DataLoader(data, batch_size=2))
+"""
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node=2"],
+}
+
+
+def ending_of(launcher: str, fault: str, folder: Path) -> tuple[int, list[str]]:
+    """The exit code, and the terminal from the end of the progress bar on, without torchrun's epilogue."""
+    (folder / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], "train.py", fault],
+        cwd=folder,
+        env={**os.environ, "DISTPLUS_TRACEBACK": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    text = re.split(r"(?m)^E\d{4} .*elastic", done.stdout)[0]  # what the agent says comes behind, and in between
+    text = re.sub(r"(?m)^W\d{4} .*torch/distributed.*\n", "", text)
+    assert "[rank0]" not in text
+    assert len(text.splitlines()) < 80
+    return done.returncode, text.rstrip().splitlines()
+
+
+def verdict_at_the_end_of(lines: list[str]) -> list[str]:
+    (begin,) = (number for number, line in enumerate(lines) if line.startswith("RANK "))
+    block = lines[begin:]
+    assert len(block) <= 30
+    assert block[-1].startswith("  file:  ")
+    assert "".join(block[-3:]).count("next:") == 1
+    assert all(len(line) <= 80 for line in block if line.lstrip()[:5] in ("load:", "caus", "do:", "next:"))
+    return block
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
+    code, lines = ending_of(launcher, "hang", tmp_path)
+    block = verdict_at_the_end_of(lines)
+    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
+    assert block[1] == "    time.sleep(10**6)"
+    assert lines.count("rank 1 stopped, exit 170") == 1
+    assert not any("Traceback" in line for line in lines)
+    assert code == (ExitCode.HANG if launcher == "python" else 1)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: str, tmp_path: Path) -> None:
+    code, lines = ending_of(launcher, "raise", tmp_path)
+    block = verdict_at_the_end_of(lines)
+    assert re.fullmatch(r"RANK 1 FAILED \(host \S+, pid \d+\) in training_step, train.py:17", block[0])
+    assert "no checkpoint has been committed yet" in " ".join(block)
+    before = lines[: -len(block)]
+    assert before.count("ValueError: a bad sample,") == before.count("  of a long message") == 1
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+    assert any(re.match(r"    \.\.\. \d+ frames of .*lightning", line) for line in before)
+    assert before.count("rank 0 stopped because of rank 1, exit 171") == 1
+    for rank in (0, 1):
+        assert "Traceback" in (tmp_path / "distplus" / f"rank{rank:05d}.traceback").read_text()
+    assert code == (ExitCode.PEER_LOST if launcher == "python" else 1)
+
+
+def test_what_all_ranks_raise_alike_is_shown_once_and_without_frames(tmp_path: Path) -> None:
+    code, lines = ending_of("python", "preflight", tmp_path)
+    assert code == ExitCode.PREFLIGHT
+    assert not any("Traceback" in line for line in lines)
+    assert sum("content of the data set differs" in line for line in lines) == 1
+    assert sum("PreflightError" in line for line in lines[-8:]) >= 1
+    assert lines.count("rank 1 stopped with PreflightError, exit 173") <= 1
+
+
+def test_all_tracebacks_are_shown_to_who_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py", "raise"], cwd=tmp_path, env={**os.environ, "DISTPLUS_TRACEBACK": "full"},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stderr.count("Traceback (most recent call last):") >= 3
+    assert done.stderr.rstrip().splitlines()[-1].startswith("  file:  ")

@@ -1,0 +1,182 @@
+"""Rendezvous: where rank 0 listens, whether an address leads there, and the notes of those who do not come."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from lightning_distplus import env
+from lightning_distplus.control import Address, connect
+from lightning_distplus.control.rendezvous import Refusals, Unheard, await_port, explain_silence, is_local, listen_on
+from lightning_distplus.errors import RendezvousError
+from lightning_distplus.testing import spawn
+from lightning_distplus.testing.spawning import free_port
+from lightning_distplus.world import World
+
+__all__ = []
+
+NOWHERE = "no-such-host.invalid"  # a name that RFC 2606 keeps out of every name service
+ELSEWHERE = "192.0.2.1"  # an address that RFC 5737 keeps for documents
+ALL_INTERFACES = ("0.0.0.0", "::")
+
+
+def place_of(host: str) -> str:
+    with listen_on(host, 0) as listener:
+        return str(listener.getsockname()[0])
+
+
+def test_rank_0_listens_at_its_main_address() -> None:
+    assert place_of("127.0.0.1") == "127.0.0.1"
+
+
+def test_rank_0_listens_on_all_interfaces_where_the_main_address_is_none_of_its_own() -> None:
+    assert place_of(ELSEWHERE) in ALL_INTERFACES
+
+
+@pytest.mark.deadline(120)  # a resolver may take its time over a name that it does not know
+def test_only_in_kubernetes_may_the_main_name_not_resolve_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env.KUBERNETES_SERVICE_HOST.name, raising=False)
+    with pytest.raises(socket.gaierror):
+        listen_on(NOWHERE, 0)
+    monkeypatch.setenv(env.KUBERNETES_SERVICE_HOST.name, "10.0.0.1")  # its service gets the name when this pod is ready
+    assert place_of(NOWHERE) in ALL_INTERFACES
+
+
+# -- where the main address leads, and processes that are refused ------------------------------------------------------
+
+
+def test_a_refusal_is_heard_by_who_still_waits_a_while_later_and_last_by_who_serves_the_store() -> None:
+    store = HashStore()
+    waiting, serving = (Refusals(store, "refused", serves_store=serves) for serves in (False, True))
+    for second in range(10):
+        waiting.raise_if_any(float(second))
+    waiting.leave("rank 1 twice")
+    waiting.leave("something later")
+    waiting.raise_if_any(10.0)
+    serving.raise_if_any(10.0)
+    waiting.raise_if_any(11.4)
+    with pytest.raises(RendezvousError, match=r"was refused\. rank 1 twice"):
+        waiting.raise_if_any(11.7)
+    serving.raise_if_any(11.7)
+    with pytest.raises(RendezvousError, match="rank 1 twice"):
+        serving.raise_if_any(12.6)
+
+
+def test_an_address_is_local_where_it_can_be_bound() -> None:
+    assert is_local("127.0.0.1")
+    assert not is_local("192.0.2.1")  # reserved for documentation
+    assert not is_local("no-such-host.invalid")
+
+
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+OF_TWO = World(rank=1, size=2, num_nodes=2, node_rank=1, host="b")
+
+
+@pytest.mark.parametrize(
+    ("error", "host", "words"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "nowhere", "cannot resolve MASTER_ADDR=nowhere"),
+        (TimeoutError("timed out"), "192.0.2.1", "gets no answer from 192.0.2.1:29500, not even a refusal"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "192.0.2.1", "or that host is down"),
+    ],
+)  # fmt: skip
+def test_an_address_that_leads_nowhere_is_explained(error: OSError, host: str, words: str) -> None:
+    assert words in str(explain_silence(OF_TWO, host, 29500, error))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_a_refusal_to_connect_is_no_reason_to_give_up(host: str) -> None:
+    assert explain_silence(OF_TWO, host, 29500, REFUSED) is None
+
+
+def test_in_kubernetes_and_on_one_host_waiting_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = TimeoutError("timed out")
+    assert explain_silence(World(rank=1, size=2), "192.0.2.1", 29500, error) is None
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert explain_silence(OF_TWO, "192.0.2.1", 29500, error) is None
+
+
+# -- notes in the folder of a run: heard by those who wait, and never those of an earlier start or of another run ------
+
+
+MEETING = "distplus/job/0 node-zero:29500"
+
+
+def nobody(rank: int) -> bool:
+    return False
+
+
+def test_what_a_rank_leaves_is_heard_by_rank_0_until_that_rank_comes(tmp_path: Path) -> None:
+    waiting, lost = Unheard(tmp_path / "run", MEETING, 0), Unheard(tmp_path / "run", MEETING, 3)
+    assert waiting.look(0.0) is None
+    lost.leave("rank 3 gets no answer")
+    assert waiting.look(0.1) is None  # it looks four times a second
+    assert waiting.look(0.3, lambda rank: rank == 3) is None
+    assert waiting.look(0.6, nobody) == "rank 3 gets no answer"
+
+
+def test_a_note_of_an_earlier_start_counts_at_the_deadline_and_is_taken_away_by_its_rank(tmp_path: Path) -> None:
+    Unheard(tmp_path, MEETING, 1).leave("rank 1 gets no answer")
+    waiting = Unheard(tmp_path, MEETING, 0)
+    assert waiting.look(0.0) is None
+    assert waiting.last_word(nobody) == "rank 1 gets no answer"
+    again = Unheard(tmp_path, MEETING, 1)
+    assert waiting.last_word(nobody) is None
+    again.leave("rank 1 gets no answer")  # the same words, and another start
+    assert waiting.look(1.0) == "rank 1 gets no answer"
+
+
+def test_no_other_run_hears_it_and_the_others_hear_rank_0_only(tmp_path: Path) -> None:
+    other = Unheard(tmp_path, "distplus/job/0 node-zero:29501", 0)
+    second = Unheard(tmp_path, MEETING, 2)
+    Unheard(tmp_path, MEETING, 1).leave("rank 1")
+    assert (other.look(0.0), other.last_word(nobody), second.look(0.0)) == (None, None, None)
+    Unheard(tmp_path, MEETING, 0).leave("rank 0 cannot listen")
+    assert second.look(1.0) == "rank 0 cannot listen"
+
+
+def test_a_folder_that_takes_no_file_and_a_broken_note_are_no_trouble(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nowhere = Unheard(tmp_path / "file", MEETING, 1)
+    nowhere.leave("nobody hears it")
+    assert nowhere.last_word(nobody) is None
+    Unheard(None, MEETING, 1).leave("nobody hears it")
+    writes = Unheard(tmp_path, MEETING, 1)
+    writes.leave("soon torn")
+    (note,) = tmp_path.glob("unmet-*")
+    note.write_text("{")
+    assert Unheard(tmp_path, MEETING, 0).last_word(nobody) is None
+
+
+def meet(rank: int, port: int, folder: str) -> None:
+    """Ranks 0 and 2 of three; rank 1 has left a note before any of them began."""
+    world = World(rank=2 * rank, size=3)
+    connect(world, Address(host="127.0.0.1", port=port), timedelta(seconds=1), Path(folder))
+
+
+def test_at_the_deadline_all_who_came_say_what_the_missing_rank_has_left(tmp_path: Path) -> None:
+    port = free_port()
+    address = Address(host="127.0.0.1", port=port)
+    Unheard(tmp_path, f"{address.prefix} {address.host}:{port}", 1).leave("Rank 1 on b gets no answer.")
+    run = spawn(meet, 2, args=(port, str(tmp_path)), deadline="40s")
+    assert run.exit_codes == {0: 1, 1: 1}
+    for log in run.logs.values():  # PeerMissing would end a run with another code
+        assert "RendezvousError: The ranks cannot meet, because one process" in log
+        assert "Rank 1 on b gets no answer." in log
+
+
+def test_an_unheard_rank_0_ends_those_who_wait_for_its_port(tmp_path: Path) -> None:
+    """Nobody listens at the port."""
+    port = free_port()
+    address = Address(host="127.0.0.1", port=port)
+    meeting = f"{address.prefix} {address.host}:{port}"
+    world = World(rank=1, size=2)
+    unheard = Unheard(tmp_path, meeting, 1)
+    Unheard(tmp_path, meeting, 0).leave("Rank 0 on a cannot listen.")
+    with pytest.raises(RendezvousError, match=r"cannot reach the store\. Rank 0 on a cannot listen\."):
+        await_port(world, "127.0.0.1", port, timedelta(seconds=30), unheard)

@@ -1,0 +1,50 @@
+"""A data set's state survives the checkpoint as it was, or is refused with the place of what cannot."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_distplus.data.iterable import pack, unpack
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=10,
+)
+
+
+@given(plain)
+def test_plain_values_come_back_as_they_were(state: Any) -> None:
+    assert unpack(pack(state, owner="X")) == state
+
+
+def test_states_of_random_generators_come_back_as_they_were() -> None:
+    old, new = np.random.RandomState(1), np.random.default_rng(1)
+    python, torchs = random.Random(1), torch.Generator().manual_seed(1)
+    state = {
+        "old": old.get_state(),
+        "new": new.bit_generator.state,
+        "python": python.getstate(),
+        "torch": torchs.get_state(),
+        "scalar": np.int64(3),
+    }
+    expected = [old.random(), new.random(), python.random(), torch.rand((), generator=torchs).item()]
+    found = unpack(pack(state, owner="X"))
+    old.set_state(found["old"])
+    new.bit_generator.state = found["new"]
+    python.setstate(found["python"])
+    torchs.set_state(found["torch"])
+    assert [old.random(), new.random(), python.random(), torch.rand((), generator=torchs).item()] == expected
+    assert found["scalar"] == 3
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"state of X holds a builtins\.function at state_dict\(\)\['a'\]\[0\]\[1\]"):
+        pack({"a": [(1, lambda: None)]}, owner="X")

@@ -21,7 +21,7 @@ __all__ = ["main"]
 _AUTO = ["--ckpt_path", "auto"]
 _CKPT_PATH_IN_FILE = re.compile(r"^ckpt_path:\s*(?!null\b|~)\S", re.MULTILINE)
 _EPILOG = """What follows `--` is a command of distplus:
-  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config conf/tiny_cpu_fsdp.yaml
+  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config recipe:tiny_cpu_fsdp
 
 exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do not requeue); else that of the rank
 that ended the last attempt, a signal as 128 and its number.

@@ -1,4 +1,4 @@
-"""The recipes of ``conf/``, and a process as the shell would start it in the root of the repository."""
+"""The recipes of the package, and a process as the shell would start it in the root of the repository."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus import env
+from lightning_distplus import env, recipes
 
-__all__ = ["CONFIGS", "ROOT", "in_root"]
+__all__ = ["RECIPES", "ROOT", "in_root"]
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted((ROOT / "conf").glob("*.yaml"))
+RECIPES = [f"{model}_{strategy}" for model in recipes.models() for strategy in recipes.strategies()]
 
 
 @pytest.fixture(autouse=True)

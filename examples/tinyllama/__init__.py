@@ -1,1 +1,1 @@
-"""A TinyLlama-style model, pretrained on text that is on every machine."""
+"""The run of ``make pretrain``: a small Llama is killed, comes back, and is compared bit for bit."""

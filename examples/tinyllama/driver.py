@@ -17,10 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from examples.tinyllama import receipt
-from examples.tinyllama.corpus import CODE_BYTES, PROSE_BYTES, build_corpus
 from examples.tinyllama.job import ROOT, Job
+from lightning_distplus import recipes
+from lightning_distplus.recipes.corpus import build_corpus
 
 SOURCES = {"code": 0.7, "prose": 0.3}
+RECIPES = {"deepspeed": "deepspeed_stage2"}
 NUM_RANKS = 2
 
 console = Console()
@@ -76,8 +78,7 @@ def prepare_data(folder: Path, corpus_mb: float) -> list[Path]:
     if all(prefix.with_suffix(".idx").exists() for prefix in prefixes):
         console.print(f"tokens are in {folder} already")
         return prefixes
-    share = corpus_mb * 1e6 / (CODE_BYTES + PROSE_BYTES)
-    paths = build_corpus(folder, int(CODE_BYTES * share), int(PROSE_BYTES * share))
+    paths = build_corpus(folder, corpus_mb)
     vocabulary = ["--vocab_size", "4096"]
     for prefix in prefixes:
         command = [sys.executable, "-m", "lightning_distplus.cli", "prepare", str(paths[prefix.name]), "--append_eod"]
@@ -90,7 +91,7 @@ class Runner:
     """Runs the same training several times.
 
     Args:
-        strategy: Which ``conf/tiny_cpu_<strategy>.yaml``.
+        strategy: Which ``recipe:tiny_cpu_<strategy>``.
         steps: Optimizer steps.
         every: Optimizer steps between two checkpoints.
         out: Where the runs go.
@@ -101,7 +102,7 @@ class Runner:
     def __init__(
         self, strategy: str, steps: int, every: int, out: Path, prefixes: list[Path], overrides: list[str]
     ) -> None:
-        self.config = ROOT / "conf" / f"tiny_cpu_{strategy}.yaml"
+        self.recipe = f"tiny_cpu_{RECIPES.get(strategy, strategy)}"
         self.strategy, self.steps, self.every, self.out, self.prefixes = strategy, steps, every, out, prefixes
         self.overrides = overrides
 
@@ -181,16 +182,18 @@ class Runner:
     def _arguments(self, folder: Path) -> list[str]:
         sources = [{"path": str(path), "weight": SOURCES[path.name]} for path in self.prefixes]
         return [
-            *("--config", str(self.config), "--ckpt_path", "auto"),
+            *("--config", f"{recipes.PREFIX}{self.recipe}", "--ckpt_path", "auto"),
             f"--trainer.max_steps={self.steps}",
             f"--trainer.default_root_dir={folder}",
             f"--trainer.callbacks.init_args.every_n_train_steps={self.every}",
+            *("--config", str(Path(__file__).with_name("record.yaml"))),
             f"--data.init_args.sources={json.dumps(sources)}",
+            "--data.init_args.val_sources=null",  # what is compared is training
             *self.overrides,
         ]
 
     def _seq_len(self) -> int:
-        return int(OmegaConf.load(self.config).data.init_args.seq_len)
+        return int(OmegaConf.load(recipes.files(self.recipe)[0]).data.init_args.seq_len)
 
 
 def _bars() -> Progress:

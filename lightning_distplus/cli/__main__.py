@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from lightning_distplus import __version__
 from lightning_distplus.errors import DistplusError, ExitCode
 
 __all__ = ["main"]
@@ -29,6 +30,7 @@ class Command:
 
 
 COMMANDS = {
+    "init": Command("init", "write a starting point here: a script, or a recipe"),
     "fit": Command("training", "train, or resume with --ckpt_path auto", keeps_name=True),
     "validate": Command("training", "run the validation loop", keeps_name=True),
     "test": Command("training", "run the test loop", keeps_name=True),
@@ -87,6 +89,7 @@ def _parse_name(arguments: list[str]) -> str:
         epilog=f"commands:\n{lines}\n\n'{PROGRAM} COMMAND --help' explains one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS, metavar="COMMAND")
     return str(parser.parse_args(arguments).command)
 

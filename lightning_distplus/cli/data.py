@@ -43,7 +43,7 @@ def run_prepare(argv: Sequence[str]) -> int:
     except ImportError as error:
         if error.name not in ("tokenizers", "pyarrow"):
             raise
-        needs = "needs tokenizers. Run: pip install 'lightning-distplus[examples]'"
+        needs = "needs tokenizers. Run: pip install 'lightning-distplus[data]'"
         print(f"distplus prepare: {error if error.name == 'pyarrow' else needs}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:

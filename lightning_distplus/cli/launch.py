@@ -27,7 +27,7 @@ _TORCHS_PORT = 29400  # where torchrun's agents meet when nobody names a port
 _EPILOG = """Behind the options stands a script with its arguments, or -m and a module, as for torchrun; or `--` and a
 command of distplus:
   distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
-  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config conf/tiny_cpu_fsdp.yaml
+  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config recipe:tiny_cpu_fsdp
 
 A script that is restarted goes on from the newest valid checkpoint of this job where its trainer.fit names none.
 

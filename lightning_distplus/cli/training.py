@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_distplus import env
 from lightning_distplus.checkpoint.resume import AUTO
 from lightning_distplus.errors import DistplusError, ExitCode
+from lightning_distplus.recipes import expand
 from lightning_distplus.strategies import register_strategies
 from lightning_distplus.strategies.resume import newest_checkpoint
 
@@ -28,7 +29,11 @@ def main(argv: Sequence[str]) -> int:
         sys.path.insert(0, here)  # the console script, unlike `python -m`, cannot import what lies beside the caller
     logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
     is_the_process = list(argv) == sys.argv[1:]
-    arguments = [*argv, *_number_of_hosts()]
+    try:
+        arguments = [*expand(argv), *_number_of_hosts()]
+    except ValueError as error:
+        print(f"distplus: {error}", file=sys.stderr)
+        return 2
     if is_the_process:
         sys.argv[1:] = arguments
     # LightningCLI warns when it gets arguments beside those of the process.
@@ -84,7 +89,7 @@ class DistplusCLI(LightningCLI):
             save_config_callback=KeepEveryConfig,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"parser_mode": "omegaconf+", "prog": "distplus", "exit_on_error": self.exits_on_error},
-            args=None if args is None else list(args),
+            args=None if args is None else expand(args),
             run=run,
         )
 

@@ -323,11 +323,15 @@ class ExactDataModule(pl.LightningDataModule):
             self.receipt = change_of_cut(self._loaded, cursor.geometry)
             if self.receipt:
                 self._warn_of_cut(self.receipt)
+            self._warn_of_rewritten()
             self._loaded = None
             warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
 
     def _warn_of_cut(self, receipt: str) -> None:
         """Says before training what depends on the cut of batches, which is not that of the checkpoint."""
+
+    def _warn_of_rewritten(self) -> None:
+        """Says before training which data was written to since the checkpoint, where not all of it is compared."""
 
     def _close(self) -> None:
         for loader in self._loaders.values():

@@ -3,6 +3,10 @@
 Workers and Lightning run ahead of the training. So each batch comes with the state after it, which is kept until the
 optimizer step that it belongs to is complete. A checkpoint holds the states of all ranks, as bytes that
 ``torch.load(weights_only=True)`` reads.
+
+``torchdata.StatefulDataLoader`` (0.11) cannot take the place of what runs in the workers. A worker whose share has
+ended is asked once more after a resume, so that data which begins anew by itself repeats samples. Workers that do not
+persist begin each pass with the data as the training process has it, so that the second pass is the first one again.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, def
 
 from lightning_distplus.data.loader import AUGMENT, WorkerOptions, generators_kept, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
@@ -45,6 +50,10 @@ __all__ = [
     "stateful",
     "unpack",
 ]
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+_STREAM = -5  # separates the keys of iterable data from those of map-style data
 
 # -- states as plain values --------------------------------------------------------------------------------------------
 
@@ -277,6 +286,14 @@ def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ra
         )
     sampler = getattr(loader, "sampler", None)
     is_indexed = not isinstance(loader.dataset, IterableDataset)
+    if not is_indexed and loader.num_workers > 1 and name == "StatefulDataLoader" and ranks.rank == 0:
+        _log.warning(
+            "a StatefulDataLoader with %d workers asks a worker whose data has ended once more after a resume "
+            "(torchdata 0.11), so that samples may repeat: pass ResumableDataModule its data set and num_workers=%d "
+            "instead",
+            loader.num_workers,
+            loader.num_workers,
+        )
     if is_indexed and ranks.size > 1 and getattr(sampler, "num_replicas", None) != ranks.size:
         what = "reads in order" if isinstance(sampler, SequentialSampler) else "draws with no regard to ranks"
         raise ValueError(
@@ -340,6 +357,27 @@ class WorkerState(NamedTuple):
         return WorkerState(self.data, self.epoch + 1)
 
 
+class StreamState(NamedTuple):
+    """Where one rank stands in its data: the place of each worker, and the worker whose batch was the last."""
+
+    workers: tuple[WorkerState, ...]
+    last_worker: int = -1
+
+    @classmethod
+    def at_beginning(cls, num_workers: int) -> StreamState:
+        """The beginning of the data; without worker processes the training process counts as one."""
+        return cls((WorkerState(),) * max(1, num_workers))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether every worker's pass is over."""
+        return all(one.is_ended for one in self.workers)
+
+    def begin_again(self) -> StreamState:
+        """The beginning of the next pass."""
+        return StreamState(tuple(one.begin_again() for one in self.workers))
+
+
 class Item(NamedTuple):
     """What a worker passes on: a batch and the state after it; ``batch`` means nothing in the other kinds."""
 
@@ -359,9 +397,8 @@ class StreamReader(IterableDataset[Item]):
         rest: What happens to the samples after the last whole batch of a pass: "drop", "pad" (repeats of weight 0) or
             "keep" (a smaller batch).
         seed: Of the random numbers of each sample; None leaves the generators alone.
-        starts: Where each worker begins.
-        last_worker: The worker that gave the last batch; DataLoader begins with worker 0, so that those up to this one
-            skip their first turn.
+        begin: Where each worker begins. DataLoader begins with worker 0, so that those up to the one that gave the last
+            batch skip their first turn.
     """
 
     def __init__(
@@ -372,25 +409,23 @@ class StreamReader(IterableDataset[Item]):
         collate: Callable[[list[Any]], Any] | None,
         rest: Literal["drop", "pad", "keep"],
         seed: int | None,
-        starts: tuple[WorkerState, ...],
-        last_worker: int,
+        begin: StreamState,
     ) -> None:
         self.source = source
         self.seed = seed
         self._batch_size = batch_size
         self._collate = collate or default_collate
         self._rest = rest
-        self._starts = starts
-        self._last_worker = last_worker
+        self._begin = begin
         self._own: WorkerState | None = None  # of a worker that persists: where its last pass ended
 
     def __iter__(self) -> Iterator[Item]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        start = self._starts[worker]
+        start = self._begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
-        elif not start.is_ended and worker <= self._last_worker:
+        elif not start.is_ended and worker <= self._begin.last_worker:
             yield Item("skip", worker, start)
         if not start.is_ended:
             for item in self._read(worker, start):
@@ -457,23 +492,23 @@ def _seed(key: int | None, index: int) -> None:
 
 # -- the loader --------------------------------------------------------------------------------------------------------
 
-MakeReader = Callable[[tuple[WorkerState, ...], int], StreamReader]
 
+class StreamFit(Protocol):
+    """Where the training stands that reads iterable data; ``ResumableDataModule`` knows."""
 
-class StreamState(NamedTuple):
-    """Where one rank stands in its data: the place of each worker, and the worker whose batch was the last."""
+    def begin_stream(self) -> int | None:
+        """An iteration begins: the number of the next batch to train on; None: nothing is left of the epoch."""
 
-    workers: tuple[WorkerState, ...]
-    last_worker: int = -1
+    def position(self) -> Position:
+        """Before its ``total_batches`` no checkpoint stands any more."""
 
     @property
-    def is_ended(self) -> bool:
-        """Whether every worker's pass is over."""
-        return all(one.is_ended for one in self.workers)
+    def num_trained(self) -> int:
+        """Micro-batches that the Trainer has processed."""
 
-    def begin_again(self) -> StreamState:
-        """The beginning of the next pass."""
-        return StreamState(tuple(one.begin_again() for one in self.workers))
+    @property
+    def is_endless(self) -> bool:
+        """Whether the data begins anew where it ends within an epoch."""
 
 
 class StreamLoader:
@@ -484,42 +519,17 @@ class StreamLoader:
     ended, because Lightning looks one batch ahead, is the first of the next epoch.
 
     Args:
-        make_reader: Gives what the workers run, from where each of them begins.
-        check: Called with the first state; raises where a checkpoint could not hold it.
+        training: The data.
+        fit: Where the training stands.
         state: Where to begin.
         number: Of the first batch.
-        begin: Called when an iteration begins: the number of the next batch to train on; None: nothing is left of the
-            epoch.
-        oldest: The number of the oldest batch before which a checkpoint may still stand.
-        num_done: Micro-batches that the Trainer has processed.
-        is_endless: Whether the data begins anew where it ends within an epoch.
-        options: Workers and pinning.
-        generator_seed: Of the DataLoader's own generator; the global one is never drawn from.
     """
 
-    def __init__(
-        self,
-        make_reader: MakeReader,
-        *,
-        check: Callable[[StreamState], object],
-        state: StreamState,
-        number: int,
-        begin: Callable[[], int | None],
-        oldest: Callable[[], int],
-        num_done: Callable[[], int],
-        is_endless: Callable[[], bool],
-        options: WorkerOptions,
-        generator_seed: int,
-    ) -> None:
-        self._make_reader = make_reader
-        self._check: Callable[[StreamState], object] | None = check
-        self._begin = begin
-        self._oldest = oldest
-        self._num_done = num_done
-        self._is_endless = is_endless
-        self._options = options
-        self._seed = generator_seed
+    def __init__(self, training: IterableTraining, fit: StreamFit, *, state: StreamState, number: int) -> None:
+        self._training = training
+        self._fit = fit
         self._state = state
+        self._is_checked = False
         self._states = {number: state}
         self._batches: deque[tuple[int, Any]] = deque()
         self._inner: DataLoader[Item] | None = None
@@ -527,7 +537,7 @@ class StreamLoader:
         self._isolate = False
 
     def __iter__(self) -> Iterator[Any]:
-        first = self._begin()
+        first = self._fit.begin_stream()
         if first is None:
             return
         number = first
@@ -540,7 +550,7 @@ class StreamLoader:
         while True:
             if self._state.is_ended:
                 # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
-                if number > first and not self._is_endless():
+                if number > first and not self._fit.is_endless:
                     return
                 if has_begun_again:
                     raise ValueError(
@@ -577,9 +587,9 @@ class StreamLoader:
             if item.kind == "batch":
                 self._state = self._states[number + 1] = StreamState(workers, item.worker)
                 self._batches.append((number, item.batch))
-                if self._check is not None:
-                    self._check(self._state)
-                    self._check = None
+                if not self._is_checked:
+                    self._training.pack(self._state)  # raises where a checkpoint could not hold it
+                    self._is_checked = True
                 return True
             self._state = StreamState(workers, state.last_worker)
         self._items = None
@@ -587,10 +597,10 @@ class StreamLoader:
         return False
 
     def _forget(self, number: int) -> None:
-        oldest = self._oldest()
-        for old in [one for one in self._states if one < min(oldest, number)]:
+        oldest = min(self._fit.position().total_batches, number)
+        for old in [one for one in self._states if one < oldest]:
             del self._states[old]
-        while self._batches and self._batches[0][0] < self._num_done():
+        while self._batches and self._batches[0][0] < self._fit.num_trained:
             self._batches.popleft()
 
     def _fetched(self) -> Iterator[Item]:
@@ -606,15 +616,16 @@ class StreamLoader:
     def _begin_again(self) -> None:
         self._state = self._state.begin_again()
         self._items = None
-        if not self._options.persistent_workers:
+        if not self._training.options.workers.persistent_workers:
             self._inner = None
 
     def _loader(self) -> DataLoader[Item]:
         if self._inner is None:
-            reader = self._make_reader(self._state.workers, self._state.last_worker)
+            options = self._training.options
             # Without workers the data's random numbers are drawn in this process: the model must not notice.
-            self._isolate = self._options.num_workers == 0 and reader.seed is not None
-            self._inner = _dataloader(reader, self._options, self._seed)
+            self._isolate = options.workers.num_workers == 0 and options.seed is not None
+            generator_seed = derive_key(options.seed or 0, _STREAM)
+            self._inner = _dataloader(self._training.reader(self._state), options.workers, generator_seed)
         return self._inner
 
 
@@ -622,17 +633,16 @@ class StreamPasses:
     """Iterable data for validation: every iteration is one pass, from the beginning.
 
     Args:
-        make_reader: Gives what the workers run, from where each of them begins.
+        make_reader: Gives what the workers run.
         options: Workers and pinning.
     """
 
-    def __init__(self, make_reader: MakeReader, *, options: WorkerOptions) -> None:
+    def __init__(self, make_reader: Callable[[], StreamReader], *, options: WorkerOptions) -> None:
         self._make_reader = make_reader
         self._options = replace(options, persistent_workers=False)
 
     def __iter__(self) -> Iterator[Any]:
-        reader = self._make_reader((WorkerState(),) * max(1, self._options.num_workers), -1)
-        items = iter(_dataloader(reader, self._options, 0))
+        items = iter(_dataloader(self._make_reader(), self._options, 0))
         while True:
             with generators_kept() if self._options.num_workers == 0 else nullcontext():
                 item = next(items, None)
@@ -661,10 +671,6 @@ def _as_it_is(item: Any) -> Any:
 
 # -- training data of one rank -----------------------------------------------------------------------------------------
 
-_log = logging.getLogger(__name__)
-_VERSION = 1
-_STREAM = -5  # separates the keys of iterable data from those of map-style data
-
 
 @dataclass(frozen=True, kw_only=True)
 class IterableOptions:
@@ -692,7 +698,7 @@ class IterableTraining:
     """The training data of one rank, from its first batch to its last.
 
     Args:
-        data: See ``stateful.stateful``.
+        data: See ``stateful``.
         options: How it is read.
         ranks: The data-parallel ranks.
         before: Of an earlier Trainer in this process, which may have moved the same data on.
@@ -705,7 +711,7 @@ class IterableTraining:
         self, data: Any, options: IterableOptions, ranks: DataParallel, before: IterableTraining | None = None
     ) -> None:
         self.data = data
-        self._options = options
+        self.options = options
         self._ranks = ranks
         self._source, self._is_batched = stateful(
             data,
@@ -717,21 +723,12 @@ class IterableTraining:
         )
         if before is not None and before.data is data:
             self._source.begin_where(before._source)
-        self._num_readers = max(1, options.workers.num_workers)
-        self._state = StreamState((WorkerState(),) * self._num_readers)
+        self._state = StreamState.at_beginning(options.workers.num_workers)
         self._loader: StreamLoader | None = None
 
-    def loader(self, number: int, **callbacks: Callable[[], Any]) -> StreamLoader:
-        """The loader, from where the data stands; ``number`` is that of its first batch."""
-        self._loader = StreamLoader(
-            self._reader,
-            check=self._pack,
-            state=self._state,
-            number=number,
-            options=self._options.workers,
-            generator_seed=derive_key(self._options.seed or 0, _STREAM),
-            **callbacks,
-        )
+    def loader(self, fit: StreamFit) -> StreamLoader:
+        """The loader, from where the data stands."""
+        self._loader = StreamLoader(self, fit, state=self._state, number=fit.position().total_batches)
         return self._loader
 
     def close(self, number: int) -> None:
@@ -751,9 +748,14 @@ class IterableTraining:
         Raises:
             TypeError: The data's state holds something that a checkpoint does not take.
         """
-        return self._pack(self._state if self._loader is None else self._loader.state_before(number))
+        return self.pack(self._state if self._loader is None else self._loader.state_before(number))
 
-    def _pack(self, state: StreamState) -> bytes:
+    def pack(self, state: StreamState) -> bytes:
+        """A state as a checkpoint holds it.
+
+        Raises:
+            TypeError: The data's state holds something that a checkpoint does not take.
+        """
         workers = [{**one._asdict(), "data": self._source.opened(one.data)} for one in state.workers]
         owner = type(self._source.data).__qualname__
         return pack({"workers": workers, "last_worker": state.last_worker}, owner=owner)
@@ -763,8 +765,8 @@ class IterableTraining:
         return {
             "version": _VERSION,
             "has_state": self._source.has_state,
-            "num_workers": self._options.workers.num_workers,
-            "batch_size": self._options.batch_size,
+            "num_workers": self.options.workers.num_workers,
+            "batch_size": self.options.batch_size,
             "states": list(states),
         }
 
@@ -794,7 +796,7 @@ class IterableTraining:
         self._state = StreamState(tuple(workers), state["last_worker"])
 
     def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
-        ours, theirs = self._options.workers.num_workers, saved["num_workers"]
+        ours, theirs = self.options.workers.num_workers, saved["num_workers"]
         num_ranks = len(saved["states"])
         why = (
             "Each rank and each worker has read its own part of an iterable data set, and only the data set knows how "
@@ -811,21 +813,21 @@ class IterableTraining:
                 f"The checkpoint holds the states of iterable data of {theirs} workers on each rank; this run has "
                 f"num_workers={ours}. {why}. Resume with num_workers={theirs}, {remedy}."
             )
-        if saved["batch_size"] != self._options.batch_size and (theirs > 1 or self._is_batched):
+        if saved["batch_size"] != self.options.batch_size and (theirs > 1 or self._is_batched):
             raise DatasetMismatch(
                 f"The checkpoint was written with batch_size={saved['batch_size']}; this run has "
-                f"{self._options.batch_size}, and workers take turns in batches, or the data makes them itself. "
+                f"{self.options.batch_size}, and workers take turns in batches, or the data makes them itself. "
                 f"Resume with batch_size={saved['batch_size']}."
             )
 
-    def _reader(self, starts: tuple[WorkerState, ...], last_worker: int) -> StreamReader:
-        options, seed = self._options, self._options.seed
+    def reader(self, begin: StreamState) -> StreamReader:
+        """What the workers run, from where each of them begins."""
+        options, seed = self.options, self.options.seed
         return StreamReader(
             self._source,
             batch_size=None if self._is_batched else options.batch_size,
             collate=options.collate_fn,
             rest="pad" if options.uneven == "pad" else "drop",
             seed=None if seed is None else derive_key(seed, _STREAM, self._ranks.rank),
-            starts=starts,
-            last_worker=last_worker,
+            begin=begin,
         )

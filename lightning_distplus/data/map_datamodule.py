@@ -30,6 +30,7 @@ from lightning_distplus.data.iterable import (
     Stateful,
     StreamPasses,
     StreamReader,
+    StreamState,
     is_iterable,
     require_data,
 )
@@ -321,14 +322,8 @@ class ResumableDataModule(ExactDataModule):
     def _training_loader(self) -> Any:
         if self._iterable is None:
             return super()._training_loader()
-        trainer = self._joined().trainer
-        return self._iterable.loader(
-            self.position().total_batches,
-            begin=self._begin_stream,
-            oldest=lambda: self.position().total_batches,
-            num_done=lambda: trainer.fit_loop.epoch_loop.batch_progress.total.processed,
-            is_endless=self._is_endless,
-        )
+        self._joined()
+        return self._iterable.loader(self)
 
     def _validation_loader(self, stage: str = "val") -> Any:
         trainer: Any = self.trainer
@@ -365,24 +360,34 @@ class ResumableDataModule(ExactDataModule):
         )
         return IterableTraining(dataset, options, data_parallel(self.trainer), before)
 
-    def _validation_reader(self, dataset: Any, starts: Any, last_worker: int) -> StreamReader:
+    def _validation_reader(self, dataset: Any) -> StreamReader:
         return StreamReader(
             Stateful(dataset, allow_stateless=True),
             batch_size=None if self._batched else self._val_batch_size,
             collate=self._collate_fn,
             rest="pad" if self._uneven == "pad" else "keep",
             seed=self._seed,
-            starts=starts,
-            last_worker=last_worker,
+            begin=StreamState.at_beginning(self._options.num_workers),
         )
 
-    def _is_endless(self) -> bool:
+    # -- for the loader of iterable data -------------------------------------------------------------------------------
+
+    @property
+    def is_endless(self) -> bool:
         """Whether the Trainer says how many batches an epoch has: iterable data begins anew where it ends before."""
         trainer: Any = self.trainer
         return isinstance(trainer.limit_train_batches, int)
 
-    def _begin_stream(self) -> int | None:
-        """Called when an iteration begins, also where Lightning looks ahead before the states are restored."""
+    @property
+    def num_trained(self) -> int:
+        """Micro-batches that the Trainer has processed."""
+        return int(self._joined().trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+
+    def begin_stream(self) -> int | None:
+        """The number of the next batch to train on; None: nothing is left of the epoch.
+
+        Called when an iteration begins, also where Lightning looks ahead before the states are restored.
+        """
         cursor = self._joined()
         if self._loaded is not None:
             position = self.position()
@@ -392,10 +397,10 @@ class ResumableDataModule(ExactDataModule):
         epochs = cursor.trainer.fit_loop.epoch_progress.current
         if epochs.ready > epochs.processed:  # else the epoch that the batches are for has not begun yet
             cursor.begin_epoch()
-        return int(cursor.trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+        return self.num_trained
 
     def _end_of_data(self) -> Callable[[int], bool] | None:
-        if self._iterable is None or self._is_endless():
+        if self._iterable is None or self.is_endless:
             return None
         return self._iterable.is_end
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, RichProgressBar, TQDMProgressBar
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -429,6 +430,7 @@ class InStep(Callback):
     def __init__(self, data: ExactDataModule) -> None:
         self.data = data
         self._handles: list[RemovableHandle] = []
+        self._windows: _Windows | None = None  # where several optimizers step by themselves
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -474,6 +476,9 @@ class InStep(Callback):
                 "optimizer step: the weights would hold that step and the counters would not, so that a resumed run "
                 "would train on the batch twice. Save in on_train_batch_end."
             )
+        if self._windows is not None and trainer.is_global_zero and (text := self._windows.left_out()):
+            _log.warning("%s", text)
+            self._windows = None
         self.data.extend_checkpoint(checkpoint)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -515,6 +520,8 @@ class InStep(Callback):
         """Counts the batch, where the module decides when its optimizers step."""
         if not pl_module.automatic_optimization and self._is_fitted_by(trainer):
             self.data.cursor.end_batch()
+            if self._windows is not None:
+                self._windows.end_batch(batch_idx)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Has schedulers that wait for a plateau step at the end of a resumed epoch too, where they have their metric.
@@ -542,21 +549,98 @@ class InStep(Callback):
     def _release_optimizers(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._windows = [], None
 
     def _watch_steps(self, trainer: pl.Trainer) -> None:
         self._release_optimizers()
-        for optimizer in trainer.optimizers:
-            while not hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "optimizer"):
-                optimizer = optimizer.optimizer  # DeepSpeed's own are none of torch, and hold one
-            if isinstance(optimizer, Optimizer):
-                self._handles.append(optimizer.register_step_post_hook(self._note_step))
+        optimizers = [one for one in map(_of_torch, trainer.optimizers) if isinstance(one, Optimizer)]
+        self._handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
+        if len(optimizers) > 1 and not trainer.lightning_module.automatic_optimization:
+            self._windows = _Windows(optimizers)
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.data.cursor.note_step()
+        if self._windows is not None:
+            self._windows.note_step(optimizer)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and trainer.datamodule is self.data
+
+
+def _of_torch(optimizer: Any) -> Any:
+    """The optimizer itself; DeepSpeed's own are none of torch, and hold one."""
+    while not hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+_NUM_PROBES = 4  # parameters of an optimizer whose gradients are looked at
+_PROBE = 16  # numbers of each
+
+
+class _Windows:
+    """Finds gradients that a checkpoint leaves out: of an optimizer whose window is open where that of another ends.
+
+    A position lies behind the last batch in which an optimizer has stepped. What another one has summed up by then is
+    in no checkpoint and is not done again. A few numbers of each gradient are copied, on their device, when its
+    optimizer steps and at the end of that batch. A save compares them, so that no step waits.
+
+    Args:
+        optimizers: Of manual optimization.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._at_step: list[list[torch.Tensor | None]] = [[] for _ in optimizers]
+        self._at_end: list[list[torch.Tensor | None]] = [[] for _ in optimizers]
+        self._stepped: set[int] = set()
+        self._batch_idx = 0
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        place = next(place for place, one in enumerate(self._optimizers) if one is optimizer)
+        self._stepped.add(place)
+        self._at_step[place] = _probes(optimizer)
+
+    def end_batch(self, batch_idx: int) -> None:
+        """A micro-batch has run."""
+        if self._stepped:
+            places = enumerate(self._optimizers)
+            self._at_end = [[] if place in self._stepped else _probes(one) for place, one in places]
+            self._stepped, self._batch_idx = set(), batch_idx
+
+    def left_out(self) -> str:
+        """Says what a save now leaves out; empty where that is nothing."""
+        for place, (step, end) in enumerate(zip(self._at_step, self._at_end, strict=True)):
+            pairs = zip(end, step or [None] * len(end), strict=False)
+            if any(now is not None and _is_summed(before, now) for now, before in pairs):
+                return (
+                    f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
+                    f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another one "
+                    "has stepped meanwhile: a run that resumes there takes the next step of the first without them. "
+                    "Save where the windows of all optimizers end in the same batch"
+                )
+        return ""
+
+
+def _probes(optimizer: Optimizer) -> list[torch.Tensor | None]:
+    """Some numbers of the gradients of some parameters; None where there is no gradient."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return [_numbers(one.grad) for one in parameters[:: max(1, len(parameters) // _NUM_PROBES)][:_NUM_PROBES]]
+
+
+def _numbers(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    gradient = getattr(gradient, "to_local", gradient.detach)()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return gradient.reshape(-1)[:: max(1, gradient.numel() // _PROBE)][:_PROBE].clone()
+
+
+def _is_summed(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    """Whether a gradient holds what its optimizer has not stepped with."""
+    return bool(now.any()) and (before is None or not torch.equal(before, now))
 
 
 def _show_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:

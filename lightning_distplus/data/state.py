@@ -1,15 +1,17 @@
 """The saved position in the data, its format, and whether it and the files fit the run that loads it.
 
-Beside the position a checkpoint holds one record of the files of all sources. It is read where fingerprints differ, and
-decides nothing. In plain values, format version 1:
+Beside the position a checkpoint holds one record of the files of all sources. It decides nothing: where fingerprints
+differ it tells in which file, and where they agree it tells of a large file, of which only samples are compared, that
+somebody has written to it. In plain values, format version 2:
 
-    {"version": 1, "sources": [{
+    {"version": 2, "sources": [{
         "facts": {"format": "npy", "dtype": "uint16", ...},    what else the fingerprint depends on
         "num_files": 2,
-        "files": [[name, bytes, 16 hex digits], ...]           "" where only the size was looked at
-    }]}
+        "files": [[name, bytes, digest, modified], ...]        digest: 16 hex digits, "" where only the size is compared
+    }]}                                                        modified: st_mtime_ns, 0 where all bytes are compared
 
-Of more than 1,024 files a row stands for several that follow one another, with the sum of their bytes.
+Version 1 had no ``modified``. Of more than 1,024 files a row stands for several that follow one another, with the sum
+of their bytes and the latest time.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ __all__ = [
     "read_state",
     "require_same_batch",
     "require_same_data",
+    "rewritten",
     "rows_of_files",
     "state_of",
 ]
@@ -260,7 +264,8 @@ def differences(
 
 # -- the files of a source ---------------------------------------------------------------------------------------------
 
-INVENTORY_VERSION = 1
+INVENTORY_VERSION = 2
+_READABLE_INVENTORIES = (1, INVENTORY_VERSION)
 
 _WHOLE_BELOW = 16 * 2**20  # bytes; files up to this size enter the fingerprint as a whole, larger ones by samples
 _SAMPLE_BYTES = 4096
@@ -296,23 +301,26 @@ def digest_file(digest: xxhash.xxh3_64, path: Path) -> None:
 
 
 def rows_of_files(paths: Sequence[Path], *, each_alone: bool) -> list[Row]:
-    """Name, size in bytes and digest of each file, over the bytes that its source's fingerprint covers.
+    """Name, size, digest and time of each file; the digest is over the bytes that its source's fingerprint covers.
 
     Args:
         paths: In the order of the fingerprint.
         each_alone: Whether that is ``digest_file`` of each, and not ``digest_files`` of all.
     """
     paths = list(dict.fromkeys(paths))
-    sizes = [path.stat().st_size for path in paths]
+    stats = [path.stat() for path in paths]
+    sizes = [one.st_size for one in stats]
     samples = {} if each_alone or _is_each_alone(sizes) else _samples_of_files(len(paths))
     rows = []
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         digest, is_read = xxhash.xxh3_64(), not samples or number in samples
+        is_whole = not samples and size <= _WHOLE_BELOW
         if not samples:
             digest_file(digest, path)
         elif is_read:
             _digest_samples(digest, path, size, samples[number])
-        rows.append([path.name[-_MAX_NAME:], size, digest.hexdigest() if is_read else ""])
+        modified = 0 if is_whole else stats[number].st_mtime_ns
+        rows.append([path.name[-_MAX_NAME:], size, digest.hexdigest() if is_read else "", modified])
     return _grouped(rows)
 
 
@@ -332,14 +340,56 @@ def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
     Returns:
         One line; empty where the record is not there, is newer, or holds nothing that differs.
     """
-    if not isinstance(record, Mapping) or record.get("version") != INVENTORY_VERSION:
-        return ""
-    before = record["sources"][place] if place < len(record["sources"]) else {}
+    before = _source_of(record, place)
     old, new = before.get("facts", {}), now["facts"]
     for name in [*new, *(name for name in old if name not in new)]:
         if before and old.get(name) != new.get(name):
             return f"{name}: {old.get(name)!r} in the checkpoint, {new.get(name)!r} in this run"
     return _first_file(before, now) if before else ""
+
+
+def rewritten(record: Any, place: int, now: Mapping[str, Any]) -> str:
+    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed.
+
+    Args:
+        record: As for ``first_difference``.
+        place: Number of the source.
+        now: This run's record of that source, whose fingerprint is that of the checkpoint.
+
+    Returns:
+        One line that says what was compared and what was not; empty where there is no such file.
+    """
+    before = _source_of(record, place)
+    old, new = before.get("files", []), now["files"]
+    if not old or before["facts"] != now["facts"] or [row[1:3] for row in old] != [row[1:3] for row in new]:
+        return ""
+    pairs = enumerate(zip(old, new, strict=True), 1)
+    found = [(number, was, here) for number, (was, here) in pairs if was[3:] and was[3] != here[3]]
+    if not found:
+        return ""
+    number, was, (name, size, digest, modified) = found[0]
+    what = f"row {number}, files" if _SEVERAL in name else f"file {number},"
+    more = f" (and {len(found) - 1} more of {len(new)} {'rows' if _SEVERAL in name else 'files'})" if found[1:] else ""
+    compared = (
+        f"its size ({size} bytes) and the samples of its content have not changed; what lies between the samples was "
+        "not compared"
+        if digest
+        else f"its size ({size} bytes) has not changed; its content was not compared"
+    )
+    times = f"was modified at {_time(modified)}, and at {_time(was[3])} when the checkpoint was written"
+    return f"{what} {name} {times}{more}: {compared}"
+
+
+def _time(modified_ns: int) -> str:
+    return f"{datetime.fromtimestamp(modified_ns / 1e9, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _source_of(record: Any, place: int) -> Mapping[str, Any]:
+    """One source of a record; empty where there is none, or the record is not there or newer."""
+    if not isinstance(record, Mapping) or record.get("version") not in _READABLE_INVENTORIES:
+        return {}
+    sources: Sequence[Mapping[str, Any]] = record["sources"]
+    return sources[place] if place < len(sources) else {}
 
 
 def _first_file(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -349,11 +399,11 @@ def _first_file(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         text = f"number of files: {before['num_files']} in the checkpoint, {now['num_files']} in this run"
         known, present = ({row[0] for row in rows if _SEVERAL not in row[0]} for rows in (old, new))
         if known & present:  # the files have kept their names, which say which is which
-            lost = [f"; {name} ({size} bytes) is missing in this run" for name, size, _ in old if name not in present]
-            found = [f"; {name} ({size} bytes) is not in the checkpoint" for name, size, _ in new if name not in known]
+            lost = [f"; {name} ({size} bytes) is missing in this run" for name, size, *_ in old if name not in present]
+            found = [f"; {name} ({size} bytes) is not in the checkpoint" for name, size, *_ in new if name not in known]
             return text + "".join([*lost, *found][:1])
     pairs = list(zip_longest(old, new, fillvalue=["no file", 0, ""]))
-    places = [place for place, (was, here) in enumerate(pairs) if was[1:] != here[1:]]
+    places = [place for place, (was, here) in enumerate(pairs) if was[1:3] != here[1:3]]
     if not places:
         return text
     first = _difference(places[0], *pairs[places[0]])
@@ -381,8 +431,9 @@ def _grouped(rows: list[Row]) -> list[Row]:
 
 def _summary(group: list[Row]) -> Row:
     """One row for several."""
-    digest = xxhash.xxh3_64(repr([row[1:] for row in group]).encode()).hexdigest()
-    return [f"{group[0][0]}{_SEVERAL}{group[-1][0]}", sum(row[1] for row in group), digest]
+    digest = xxhash.xxh3_64(repr([row[1:3] for row in group]).encode()).hexdigest()
+    modified = max(row[3] for row in group)
+    return [f"{group[0][0]}{_SEVERAL}{group[-1][0]}", sum(row[1] for row in group), digest, modified]
 
 
 def _is_each_alone(sizes: Sequence[int]) -> bool:

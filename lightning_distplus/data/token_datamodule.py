@@ -22,7 +22,7 @@ from lightning_distplus.data.order import (
     past_mixture,
     permute,
 )
-from lightning_distplus.data.state import Position, first_difference, inventory
+from lightning_distplus.data.state import Position, first_difference, inventory, rewritten
 from lightning_distplus.data.token_files import Source, TokenStream, open_source
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
@@ -352,6 +352,13 @@ class TokenDataModule(ExactDataModule):
 
     def _explain(self, place: int) -> str:
         return first_difference(self._files_before, place, self._contents_of(place))
+
+    def _warn_of_rewritten(self) -> None:
+        if not self.trainer.is_global_zero:  # type: ignore[union-attr]
+            return
+        for place, name in enumerate(self.source_names()):
+            if text := rewritten(self._files_before, place, self._contents_of(place)):
+                _log.warning("source %d (%s): %s", place, name, text)
 
     def _contents_of(self, place: int) -> dict[str, Any]:
         if place not in self._contents:

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import yaml
+from omegaconf import OmegaConf
 
+from lightning_distplus import recipes
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.cli.training import DistplusCLI
-from tests.recipes import CONFIGS, ROOT, in_root  # noqa: F401
+from lightning_distplus.data import MegatronWriter
+from tests.recipes import RECIPES, in_root  # noqa: F401
 
 pytest.importorskip("transformers")
 
-BIG = [path for path in CONFIGS if "1.1b" in path.name]
+BIG = [name for name in RECIPES if "1.1b" in name]
 ON_ONE_CPU = [
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
@@ -22,65 +27,86 @@ ON_ONE_CPU = [
 ]
 
 
-def test_every_recipe_of_the_issue_is_there() -> None:
-    tiny = {f"tiny_cpu_{name}" for name in ("ddp", "fsdp", "model_parallel", "deepspeed")}
-    big = {f"tinyllama_1.1b_{name}" for name in ("fsdp", "model_parallel", "deepspeed_stage2", "deepspeed_stage3")}
-    assert {path.stem for path in CONFIGS} == tiny | big
+def settings(recipe: str) -> Any:
+    merged = OmegaConf.merge(*(OmegaConf.load(path) for path in recipes.files(recipe)))
+    return OmegaConf.to_container(merged, resolve=True)
 
 
-def build(path: Path, *options: str) -> DistplusCLI:
-    return DistplusCLI(["--config", str(path), *options], run=False)
+def build(recipe: str, *options: str) -> DistplusCLI:
+    return DistplusCLI(["--config", f"recipe:{recipe}", *options], run=False)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_there_is_a_recipe_for_every_strategy() -> None:
+    assert recipes.models() == ["tiny_cpu", "tinyllama_1.1b"]
+    assert recipes.strategies() == ["ddp", "deepspeed_stage2", "deepspeed_stage3", "fsdp", "model_parallel"]
+
+
+def test_a_recipe_is_its_files() -> None:
+    base, overlay = (str(path) for path in recipes.files("tiny_cpu_fsdp"))
+    assert recipes.expand(["fit", "--config", "recipe:tiny_cpu_fsdp"]) == ["fit", "--config", base, "--config", overlay]
+    assert recipes.expand(["--config=recipe:tiny_cpu"]) == [f"--config={base}"]
+    assert recipes.expand(["-c", "recipe:fsdp", "--x", "recipe:y"]) == ["-c", overlay, "--x", "recipe:y"]
+
+
+def test_a_recipe_that_is_not_there_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", "recipe:tinyllama_1.1b_fdsp"]) == 2
+    told = capsys.readouterr().err
+    assert "There is no recipe 'tinyllama_1.1b_fdsp'" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("recipe", [*recipes.models(), *RECIPES])
 def test_every_recipe_is_printed_as_a_recipe_that_prints_the_same(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = print_config(path, capsys)
+    printed = print_config(f"recipe:{recipe}", capsys)
     (tmp_path / "printed.yaml").write_text(printed)
-    assert print_config(tmp_path / "printed.yaml", capsys) == printed
+    assert print_config(str(tmp_path / "printed.yaml"), capsys) == printed
     assert "$" + "{" not in printed
 
 
-def print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def print_config(config: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", str(path), "--print_config"])
+        main(["fit", "--config", config, "--print_config"])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_recipe_is_built_as_it_says(path: Path) -> None:
-    cli = build(path, *(ON_ONE_CPU if path in BIG else []))
-    settings = yaml.safe_load(path.read_text())
-    wanted = settings["trainer"]["strategy"]["class_path"].rpartition(".")[2]
-    assert type(cli.trainer.strategy).__name__ == wanted
-    assert cli.trainer.max_steps == settings["trainer"]["max_steps"]
-    assert cli.trainer.checkpoint_callback.dirpath.endswith(settings["trainer"]["default_root_dir"] + "/checkpoints")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_built_as_it_says(recipe: str) -> None:
+    cli = build(recipe, *(ON_ONE_CPU if recipe in BIG else []))
+    wanted = settings(recipe)["trainer"]
+    assert type(cli.trainer.strategy).__name__ == wanted["strategy"]["class_path"].rpartition(".")[2]
+    assert cli.trainer.strategy.async_save
+    assert cli.trainer.max_steps == wanted["max_steps"]
+    saves = cli.trainer.checkpoint_callback
+    assert saves.dirpath.endswith(wanted["default_root_dir"] + "/checkpoints")
+    assert (saves.monitor, saves.mode, saves.save_top_k) == ("step", "max", 3)
+    names = {type(callback).__name__ for callback in cli.trainer.callbacks}
+    assert {"RankDivergenceMonitor", "PreemptionHandler"} <= names
+    assert type(cli.trainer.logger).__name__ == "CSVLogger"
 
 
-@pytest.mark.parametrize("path", BIG, ids=lambda path: path.stem)
-def test_the_real_model_has_its_published_size_on_the_meta_device(path: Path) -> None:
-    cli = build(path, *ON_ONE_CPU)
+@pytest.mark.parametrize("recipe", BIG)
+def test_the_real_model_has_its_published_size_on_the_meta_device(recipe: str) -> None:
+    cli = build(recipe, *ON_ONE_CPU)
     with torch.device("meta"):
         cli.model.configure_model()
     assert sum(parameter.numel() for parameter in cli.model.parameters()) == 1_100_048_384
     assert {parameter.device.type for parameter in cli.model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("kind", ["1.1b", "tiny_cpu"])
-def test_the_recipes_of_one_model_differ_in_strategy_and_folder_only(kind: str) -> None:
-    rest = []
-    for path in (path for path in CONFIGS if kind in path.name):
-        settings = yaml.safe_load(path.read_text())
-        del settings["trainer"]["strategy"], settings["trainer"]["default_root_dir"]
-        rest.append(settings)
-    assert all(settings == rest[0] for settings in rest)
+def test_the_files_of_strategies_name_nothing_but_the_strategy() -> None:
+    for name in recipes.strategies():
+        (path,) = recipes.files(name)
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        assert list(content) == ["trainer"]
+        assert list(content["trainer"]) == ["strategy"]
 
 
 def test_the_real_recipe_has_the_published_hyper_parameters() -> None:
-    settings = yaml.safe_load((ROOT / "conf" / "tinyllama_1.1b_fsdp.yaml").read_text())
-    model, data, trainer = settings["model"]["init_args"], settings["data"]["init_args"], settings["trainer"]
+    recipe = settings("tinyllama_1.1b_fsdp")
+    model, data, trainer = recipe["model"]["init_args"], recipe["data"]["init_args"], recipe["trainer"]
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     assert [model["config"][name] for name in shape] == [22, 2048, 32, 4, 5632]
     assert (model["config"]["vocab_size"], model["config"]["max_position_embeddings"]) == (32000, 2048)
@@ -90,10 +116,46 @@ def test_the_real_recipe_has_the_published_hyper_parameters() -> None:
 
 
 def test_the_learning_rate_warms_up_and_decays_to_its_floor() -> None:
-    model = build(CONFIGS[0], "--trainer.max_steps=100", "--model.init_args.warmup_steps=10").model
+    model = build(RECIPES[0], "--trainer.max_steps=100", "--model.init_args.warmup_steps=10").model
     model.trainer = SimpleNamespace(max_steps=100)
     factors = [model._lr_factor(step) * model.lr for step in range(101)]
     assert factors[0] == pytest.approx(model.lr / 10)
     assert factors[9] == factors[10] == pytest.approx(model.lr)
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[100] == pytest.approx(model.min_lr)
+
+
+ONLY_IN_THE_LONG_FORM = [
+    pytest.param(strategy, options, marks=pytest.mark.soak)
+    for strategy, options in (
+        ("ddp", []),
+        ("model_parallel", []),
+        ("deepspeed_stage3", []),
+        ("fsdp", ["--model.init_args.compile=true", "--model.init_args.activation_checkpointing=true"]),
+        ("model_parallel", ["--model.init_args.compile=true"]),
+    )
+]
+
+
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", []), ("deepspeed_stage2", []), *ONLY_IN_THE_LONG_FORM])
+def test_every_recipe_trains_validates_and_resumes(strategy: str, options: list[str], tmp_path: Path) -> None:
+    for name in ("code", "prose"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        with MegatronWriter(tmp_path / "data" / name) as writer:
+            for begin in range(0, 64_000, 640):
+                writer.add_document([token % 4096 for token in range(begin, begin + 640)])
+    command = [sys.executable, "-m", "lightning_distplus.cli", "launch", "--nproc", "2", "--"]
+    command += ["fit", "--config", f"recipe:tiny_cpu_{strategy}", "--model.init_args.config.num_hidden_layers=2"]
+    command += ["--model.init_args.config.hidden_size=32", "--model.init_args.config.intermediate_size=64"]
+    command += [*options, "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    command += ["--trainer.callbacks.init_args.every_n_train_steps=1", "--data.init_args.micro_batch_size=2"]
+    for steps, kept in ((4, (2, 3, 4)), (6, (4, 5, 6))):
+        ended = subprocess.run(
+            [*command, f"--trainer.max_steps={steps}"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        saved = (tmp_path / "runs" / "tiny_cpu" / "checkpoints").glob("step=*.ckpt")
+        assert sorted(path.name for path in saved) == [f"step={step}.ckpt" for step in kept]
+    logs = sorted((tmp_path / "runs" / "tiny_cpu").rglob("metrics.csv"))
+    assert "val_loss" in logs[0].read_text()

@@ -279,6 +279,14 @@ def test_each_rank_would_see_every_sample_is_refused() -> None:
         )
 
 
+def test_workers_of_torchdata_over_data_that_ends_are_warned_about(caplog: Any) -> None:
+    for kind, num_workers, is_told in (("iterable", 2, True), ("iterable", 1, False), ("shuffled", 2, False)):
+        caplog.clear()
+        data = loader_of_torchdata(kind, num_workers)
+        stateful(data, batch_size=2, num_workers=0, batched=False, ranks=DataParallel(), allow_stateless=False)
+        assert ("with 2 workers asks a worker whose data has ended once more" in caplog.text) == is_told
+
+
 def test_data_without_a_state_begins_anew_where_that_is_wished(tmp_path: Path, caplog: Any) -> None:
     saver = SaveAt("on_train_batch_end", tmp_path)
     make = partial(iterable_data, allow_stateless=True, shuffle=False)

@@ -59,6 +59,32 @@ class TwoOptimizers(Diary):
         return [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (self.layer, self.other)]
 
 
+class OtherWindows(TwoOptimizers):
+    """The first optimizer steps in each batch, the second after every third, with the gradients of all three."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = Diary.training_step(self, batch, batch_idx) + self.other(batch).pow(2).mean()
+        self.manual_backward(loss)
+        for optimizer, size in zip(self.optimizers(), (1, WINDOW), strict=True):
+            if (batch_idx + 1) % size == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class RarelySteps(TwoOptimizers):
+    """The second optimizer trains on every third batch alone; its gradients stay until it does so again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(Diary.training_step(self, batch, batch_idx))
+        first.step()
+        if (batch_idx + 1) % WINDOW == 0:
+            second.zero_grad()
+            self.manual_backward(self.other(batch).pow(2).mean())
+            second.step()
+
+
 def run(kind: type[Diary], data: Any, *, ckpt_path: Path | None = None, **arguments: Any) -> Diary:
     model = kind()
     quiet_trainer(**arguments).fit(model, data, ckpt_path=ckpt_path)
@@ -93,6 +119,44 @@ def test_each_save_resumes_exactly_inside_windows_and_across_epochs(
         assert counters(resumed) == counters(undisturbed), path
     finished = run(kind, make_data(), ckpt_path=ends.saves[-1][0], max_epochs=2)
     assert finished.events == []
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("lightning_distplus.data")]
+
+
+def test_save_that_leaves_gradients_out_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    undisturbed = run(OtherWindows, map_data(), max_epochs=1, callbacks=[saver])
+    (text,) = warnings_of(caplog)
+    assert text == (
+        "a checkpoint behind batch 0 leaves gradients out: optimizer 1 (AdamW) has summed some since its last step, "
+        "and another one has stepped meanwhile: a run that resumes there takes the next step of the first without "
+        "them. Save where the windows of all optimizers end in the same batch"
+    )
+    by_batch = [path for path, _ in saver.saves[:WINDOW]]
+    exact = [weights_digest(run(OtherWindows, map_data(), ckpt_path=one, max_epochs=1)) for one in by_batch]
+    assert [one == weights_digest(undisturbed) for one in exact] == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", [Accumulates, Flushes, TwoOptimizers, RarelySteps])
+def test_save_that_leaves_nothing_out_says_nothing(
+    kind: type[Diary], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    undisturbed = run(kind, map_data(), max_epochs=1, callbacks=[saver])
+    assert warnings_of(caplog) == []
+    for path, _ in saver.saves:
+        resumed = run(kind, map_data(), ckpt_path=path, max_epochs=1)
+        assert weights_digest(resumed) == weights_digest(undisturbed), path
+    assert warnings_of(caplog) == []
+
+
+def test_saves_at_the_ends_of_all_windows_say_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)  # 1 + 1 + 2 steps
+    run(OtherWindows, map_data(), max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    assert list(tmp_path.glob("*.ckpt"))
+    assert warnings_of(caplog) == []
 
 
 def test_max_steps_counts_the_steps_of_the_optimizers(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +11,16 @@ from torch.optim import lr_scheduler
 
 from lightning_distplus.cli.rehearse import main, rates, reported_steps
 from lightning_distplus.errors import ExitCode
-from tests.recipes import CONFIGS, ROOT, in_root  # noqa: F401
+from tests.recipes import RECIPES, in_root  # noqa: F401
 
 pytest.importorskip("transformers")
 
-BIG = ROOT / "conf" / "tinyllama_1.1b_deepspeed_stage2.yaml"
-TINY = ROOT / "conf" / "tiny_cpu_ddp.yaml"
+BIG = "tinyllama_1.1b_deepspeed_stage2"
+TINY = "tiny_cpu_ddp"
 
 
-def rehearse(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    code = main(["--config", str(path), "--json", "--warn", "checkpoint", *options])
+def rehearse(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> tuple[int, dict[str, Any]]:
+    code = main(["--config", f"recipe:{recipe}", "--json", "--warn", "checkpoint", *options])
     printed = capsys.readouterr().out
     return code, json.loads(printed[printed.index("{\n") :])
 
@@ -31,18 +30,18 @@ def errors(report: dict[str, Any]) -> dict[str, str]:
     return {finding["check"]: finding["subject"] + finding["detail"] for finding in found}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_recipe_can_be_rehearsed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = rehearse(capsys, path)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_can_be_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = rehearse(capsys, recipe)
     assert (code, errors(report)) == (0, {})
-    is_big = "1.1b" in path.name
+    is_big = "1.1b" in recipe
     assert report["ranks"] == (16 if is_big else 2)
     parameters = 1_100_048_384 if is_big else 1_836_160
     batch, steps = (1024, 1_430_512) if is_big else (8, 300)
     assert (report["batch"]["global_batch"], report["batch"]["steps"]) == (batch, steps)
     assert report["batch"]["accumulation"] == (8 if is_big else 1)
     # Weights and both moments; ZeRO adds a float32 copy, and has 16-bit weights in the big recipes.
-    of_each = (14 if is_big else 16) if "deepspeed" in path.name else 12
+    of_each = (14 if is_big else 16) if "deepspeed" in recipe else 12
     assert report["checkpoint"]["bytes"] == pytest.approx(parameters * of_each, rel=1e-3)
     peak = max(row["lr"][0] for row in report["schedule"])
     assert 0.9 * (4e-4 if is_big else 2e-3) < peak <= (4e-4 if is_big else 2e-3)

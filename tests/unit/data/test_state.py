@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_distplus.data import Source
-from lightning_distplus.data.state import first_difference, inventory
+from lightning_distplus.data import Source, TokenDataModule
+from lightning_distplus.data.state import first_difference, inventory, rewritten
 from lightning_distplus.data.token_files import open_source
 from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import SampleDiary, quiet_trainer, token_data, write_tokens
@@ -163,5 +164,111 @@ def test_record_of_another_version_or_of_fewer_sources_says_nothing(tmp_path: Pa
     now = open_source(Source(path=str(tmp_path)), 4).contents()
     other = inventory([{**now, "facts": {"format": "raw"}}])
     assert first_difference(other, 0, now) == "format: 'raw' in the checkpoint, 'npy' in this run"
-    for record in (None, {}, {**other, "version": 2}, inventory([]), inventory([now])):
+    for record in (None, {}, {**other, "version": 3}, inventory([]), inventory([now])):
         assert first_difference(record, 0, now) == ""
+
+
+LARGE = 17 * 2**20  # bytes: above 16 MiB a file enters the fingerprint by samples
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small file, a large one and a checkpoint of a run on both."""
+    folder = tmp_path_factory.mktemp("large")
+    for name, size in (("large.bin", LARGE), ("small.bin", 4096)):
+        (folder / name).write_bytes(np.arange(size // 2, dtype=np.uint16).tobytes())
+        os.utime(folder / name, (1_700_000_000, 1_700_000_000))
+    run_large(folder, max_steps=2).trainer.save_checkpoint(folder / "saved.ckpt")
+    return folder
+
+
+def run_large(folder: Path, *, max_steps: int, load: Path | None = None) -> SampleDiary:
+    sources = [Source(path=str(folder / f"{name}.bin"), dtype="uint16") for name in ("large", "small")]
+    model = SampleDiary()
+    data = TokenDataModule(sources, seq_len=512, micro_batch_size=2)
+    quiet_trainer(max_steps=max_steps, max_epochs=-1).fit(model, data, ckpt_path=load)
+    return model
+
+
+def change_in_place(path: Path, place: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(place)
+        stream.write(b"other")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("lightning_distplus.data")]
+
+
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_change_within_a_large_file_is_told_by_its_time_with_what_was_compared(
+    large: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps_time: bool
+) -> None:
+    folder = Path(shutil.copytree(large, tmp_path / "copy"))
+    change_in_place(folder / "large.bin", LARGE // 2 + 12_345)  # between two samples
+    if keeps_time:
+        os.utime(folder / "large.bin", (1_700_000_000, 1_700_000_000))
+    assert min(run_large(folder, max_steps=4, load=large / "saved.ckpt").steps) == 2
+    found = [one for one in warnings_of(caplog) if "large.bin" in one]
+    if keeps_time:
+        assert not found
+        return
+    (text,) = found
+    assert re.fullmatch(
+        r"source 0 \(.*large\.bin\): file 1, large\.bin was modified at 20\S+ \S+ UTC, and at 2023-11-14 22:13:20 UTC "
+        r"when the checkpoint was written: its size \(17825792 bytes\) and the samples of its content "
+        r"have not changed; what lies between the samples was not compared",
+        text,
+    ), text
+
+
+def test_file_that_is_compared_as_a_whole_may_have_any_time(
+    large: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(large, tmp_path / "copy"))
+    os.utime(folder / "small.bin", (1_600_000_000, 1_600_000_000))
+    assert min(run_large(folder, max_steps=4, load=large / "saved.ckpt").steps) == 2
+    assert not [one for one in warnings_of(caplog) if "modified" in one]
+
+
+def test_change_of_what_is_sampled_is_refused_as_before(large: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(large, tmp_path / "copy"))
+    change_in_place(folder / "large.bin", 100)
+    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content [0-9a-f]{16} in the checkpoint"):
+        run_large(folder, max_steps=4, load=large / "saved.ckpt")
+
+
+def test_record_of_version_1_is_read(large: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = torch.load(large / "saved.ckpt", weights_only=True)
+    record = checkpoint[FILES]
+    assert record["version"] == 2
+    for source in record["sources"]:
+        source["files"] = [row[:3] for row in source["files"]]
+    record["version"] = 1
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    folder = Path(shutil.copytree(large, tmp_path / "copy"))
+    os.utime(folder / "large.bin", (1_600_000_000, 1_600_000_000))
+    assert min(run_large(folder, max_steps=4, load=tmp_path / "old.ckpt").steps) == 2
+    assert not [one for one in warnings_of(caplog) if "modified" in one]
+    change_in_place(folder / "large.bin", 100)
+    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content [0-9a-f]{16} in the checkpoint"):
+        run_large(folder, max_steps=4, load=tmp_path / "old.ckpt")
+
+
+def test_rewritten_files_of_a_folder_are_counted_and_told_which_were_not_looked_into(tmp_path: Path) -> None:
+    for number in range(70):
+        (tmp_path / f"{number:02d}.bin").write_bytes(bytes(300_000))
+    source = Source(path=str(tmp_path), dtype="uint16")
+    before = inventory([open_source(source, 4).contents()])
+    for number in (1, 5):
+        os.utime(tmp_path / f"{number:02d}.bin", (1_700_000_000, 1_700_000_000))
+    text = rewritten(before, 0, open_source(source, 4).contents())
+    assert text.startswith("file 2, 01.bin was modified at 2023-11-14 22:13:20 UTC, and at "), text
+    assert " (and 1 more of 70 files)" in text
+    skipped = [row[0] for row in before["sources"][0]["files"] if not row[2]]
+    os.utime(tmp_path / skipped[0], (1_700_000_000, 1_700_000_000))
+    for number in (1, 5):
+        row = before["sources"][0]["files"][number]
+        os.utime(tmp_path / row[0], ns=(row[3], row[3]))
+    text = rewritten(before, 0, open_source(source, 4).contents())
+    assert text.endswith("its size (300000 bytes) has not changed; its content was not compared"), text

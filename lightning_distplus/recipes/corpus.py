@@ -1,26 +1,44 @@
-"""Text that is on every machine with Python: sources as "code"; docstrings, licences and package texts as "prose"."""
+"""Text that is on every machine with Python: sources as "code"; docstrings, licences and package texts as "prose".
+
+``python -m lightning_distplus.recipes.corpus FOLDER [MEGABYTES]`` writes both.
+"""
 
 import ast
 import json
+import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+__all__ = ["DEFAULT_MB", "build_corpus", "main"]
 
 CODE_BYTES = 16_000_000
 PROSE_BYTES = 6_000_000
+DEFAULT_MB = (CODE_BYTES + PROSE_BYTES) / 1e6
 MIN_CHARACTERS = 200  # a shorter text teaches nothing
 
 _PROSE_SUFFIXES = {".md", ".rst", ".txt"}
 _PROSE_NAMES = ("METADATA", "LICENSE", "LICENCE", "NOTICE", "COPYING", "AUTHORS")
 
 
-def build_corpus(folder: Path, code_bytes: int = CODE_BYTES, prose_bytes: int = PROSE_BYTES) -> dict[str, Path]:
+def main(arguments: Sequence[str]) -> int:
+    """Writes the corpus into the folder that the first argument names; a second one limits its megabytes."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: python -m lightning_distplus.recipes.corpus FOLDER [MEGABYTES]")
+        return 2
+    paths = build_corpus(Path(arguments[0]), float(arguments[1]) if len(arguments) > 1 else DEFAULT_MB)
+    print(*paths.values(), sep="\n")
+    return 0
+
+
+def build_corpus(folder: Path, megabytes: float = DEFAULT_MB) -> dict[str, Path]:
     """Writes ``code.jsonl`` and ``prose.jsonl``, the same for the same installed packages; returns their paths."""
+    share = megabytes / DEFAULT_MB
     folder.mkdir(parents=True, exist_ok=True)
     sources = {
-        "code": (_python_texts(), code_bytes),
-        "prose": (_prose_texts(), prose_bytes),
+        "code": (_python_texts(), int(CODE_BYTES * share)),
+        "prose": (_prose_texts(), int(PROSE_BYTES * share)),
     }
     paths = {}
     for name, (texts, limit) in sources.items():
@@ -79,3 +97,7 @@ def _docstrings(source: str) -> list[str]:
 
 def _is_long_enough(text: str) -> bool:
     return len(text) >= MIN_CHARACTERS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

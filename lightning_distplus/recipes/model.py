@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
+
+__all__ = ["TinyLlama"]
 
 
 class TinyLlama(LightningModule):
@@ -23,6 +26,7 @@ class TinyLlama(LightningModule):
         weight_decay: Applied to matrices only, not to norms.
         betas: Those of AdamW.
         activation_checkpointing: Recompute each layer in the backward pass, which saves memory.
+        compile: Compile each layer in the first step.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class TinyLlama(LightningModule):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         activation_checkpointing: bool = False,
+        compile: bool = False,  # noqa: A002 - the name of the option
     ) -> None:
         super().__init__()
         self.config = LlamaConfig(**config, use_cache=False)
@@ -43,6 +48,7 @@ class TinyLlama(LightningModule):
         self.weight_decay = weight_decay
         self.betas = betas
         self.activation_checkpointing = activation_checkpointing
+        self.is_compiled = compile
         self.model: LlamaForCausalLM | None = None
         self._batch_began = 0.0
 
@@ -54,6 +60,9 @@ class TinyLlama(LightningModule):
         _initialize_partitioned(self.model, std=self.config.initializer_range)
         if self.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.is_compiled:
+            for layer in self.model.model.layers:
+                layer.compile()  # in place: names of parameters stay
         if self.device_mesh is not None:
             for layer in (*self.model.model.layers, self.model):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
@@ -69,6 +78,7 @@ class TinyLlama(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert self.model is not None  # configure_model has built it
         # input_ids, shift_labels: (micro_batch_size, seq_len) int64
         logits = self.model(input_ids=batch["input_ids"]).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
@@ -83,7 +93,7 @@ class TinyLlama(LightningModule):
         self.log("tokens_per_s", num_tokens / (time.perf_counter() - self._batch_began), prog_bar=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW, and a schedule that moves with each optimizer step."""
         # By name: FSDP1 and ZeRO-3 show flattened or empty parameters, whose shape says nothing.
         matrices = [parameter for name, parameter in self.named_parameters() if "norm" not in name]

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import re
+import sys
+import tarfile
+import textwrap
+from importlib.metadata import PathDistribution, metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import lightning_distplus
+from tests.installed import DEEPSPEED, ROOT, Environment, build, environment
+
+SCRIPT = """
+    import sys
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+    import lightning_distplus
+    from lightning_distplus import {name}
+    from torch.distributed.fsdp import fully_shard
+
+    class Model(BoringModel):
+        def configure_model(self):
+            if self.device_mesh is not None:
+                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+    if __name__ == "__main__":
+        assert "{folder}" in lightning_distplus.__file__, lightning_distplus.__file__
+        trainer = Trainer(strategy={name}(timeout="1m"), accelerator="cpu", devices=2, max_steps=3, logger=False,
+                          enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
+        trainer.fit(Model(), BoringDataModule())
+        sys.stdout.write(f"steps {{trainer.global_step}} {{'deepspeed' in sys.modules}}\\n")  # in one piece
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return environment(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def without_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return environment(tmp_path_factory.mktemp("without"), without=DEEPSPEED)
+
+
+def script(folder: Path, name: str, at: Environment) -> str:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT.format(name=name, folder=at.bin.parent)))
+    return str(path)
+
+
+def test_the_installed_command_tells_its_version(installed: Environment, tmp_path: Path) -> None:
+    assert installed.run("distplus", "--version", cwd=tmp_path).stdout == f"distplus {lightning_distplus.__version__}\n"
+
+
+def test_the_installed_command_knows_the_recipes(installed: Environment, tmp_path: Path) -> None:
+    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp"]
+    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
+    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
+    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
+    assert (tmp_path / "tiny_cpu.yaml").exists()
+
+
+def test_two_ranks_train_from_an_empty_folder_with_the_installed_wheel(installed: Environment, tmp_path: Path) -> None:
+    ended = installed.run("python", script(tmp_path, "ResilientDDP", installed), cwd=tmp_path)
+    assert ended.stdout.count("steps 3") == 2
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
+
+
+def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspeed(
+    without_deepspeed: Environment, tmp_path: Path
+) -> None:
+    code = """
+        import importlib, pkgutil
+        import lightning_distplus
+
+        for found in pkgutil.walk_packages(lightning_distplus.__path__, "lightning_distplus."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+        for name in lightning_distplus.__all__:
+            getattr(lightning_distplus, name)
+        try:
+            import deepspeed
+        except ModuleNotFoundError:
+            print("without")
+        try:
+            lightning_distplus.ResilientDeepSpeed()
+        except Exception as error:
+            print(error)
+    """
+    ended = without_deepspeed.run("python", "-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path)
+    first, second = ended.stdout.splitlines()[-2:]
+    assert first == "without"
+    assert "pip install" in second
+    assert "deepspeed" in second
+
+
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
+def test_two_ranks_train_without_deepspeed(name: str, without_deepspeed: Environment, tmp_path: Path) -> None:
+    ended = without_deepspeed.run("python", script(tmp_path, name, without_deepspeed), cwd=tmp_path)
+    assert ended.stdout.count("steps 3 False") == 2
+
+
+def test_the_command_line_works_without_deepspeed(without_deepspeed: Environment, tmp_path: Path) -> None:
+    options = ["--trainer.strategy=resilient_fsdp", "--model=lightning.pytorch.demos.boring_classes.BoringModel"]
+    printed = without_deepspeed.run("distplus", "fit", *options, "--print_config", cwd=tmp_path).stdout
+    assert "strategy: resilient_fsdp" in printed
+    (tmp_path / "note.txt").write_text("a text of a few words\n" * 50)
+    without_deepspeed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
+    without_deepspeed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
+
+
+def test_the_archives_hold_the_package_and_what_it_says_of_itself(tmp_path: Path) -> None:
+    wheel, sdist = (build(tmp_path / kind, kind) for kind in ("wheel", "sdist"))
+    ours = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "lightning_distplus").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with ZipFile(wheel) as opened:
+        inside = {name for name in opened.namelist() if ".dist-info/" not in name}
+        (folder,) = {name.split("/")[0] for name in opened.namelist() if ".dist-info/" in name}
+        opened.extractall(tmp_path)
+    assert inside == ours
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert ours | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
+
+    said = PathDistribution(tmp_path / folder).metadata
+    assert said["Version"] == lightning_distplus.__version__
+    classifiers = said.get_all("Classifier") or []
+    assert f"Programming Language :: Python :: {sys.version_info.major}.{sys.version_info.minor}" in classifiers
+    needed = {re.split(r"[^\w.-]", line)[0] for line in said.get_all("Requires-Dist") or [] if "extra ==" not in line}
+    assert {"torch", "lightning", "deepspeed"} <= needed
+    assert not needed & {"pyarrow", "tokenizers", "transformers"}
+    assert not {"Home-page", "Project-URL", "Author-email"} & set(said)  # no address is invented
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", line) for line in versions[1:])
+    assert f"[{lightning_distplus.__version__}]" in text
+    sections = set(re.findall(r"^### (.*)$", text, flags=re.MULTILINE))
+    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_a_fresh_environment_trains_with_what_pip_brings(kind: str, tmp_path: Path) -> None:
+    fresh = Environment(tmp_path / "venv", with_pip=True)
+    torch = f"torch=={metadata('torch')['Version'].partition('+')[0]}"  # the kind of wheel that is offered here
+    built = build(tmp_path / "dist", kind)
+    fresh.run("python", "-m", "pip", "install", "--quiet", torch, f"{built}[data]", cwd=tmp_path, timeout=800)
+    fresh.run("python", "-m", "pip", "check", cwd=tmp_path)
+    work = tmp_path / "work"
+    work.mkdir()
+    ended = fresh.run("python", script(work, "ResilientDDP", fresh), cwd=work)
+    assert ended.stdout.count("steps 3") == 2
+    fresh.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "deepspeed", cwd=tmp_path)
+    ended = fresh.run("python", script(work, "ResilientFSDP", fresh), cwd=work)
+    assert ended.stdout.count("steps 3 False") == 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_distplus.checkpoint import newest_valid, verify
-    from lightning_distplus.data import ResumableDataModule, TokenDataModule, samplers
+    from lightning_distplus.data import ResumableDataModule, SampleAudit, TokenDataModule, samplers
     from lightning_distplus.divergence import RankDivergenceMonitor, StragglerMonitor
     from lightning_distplus.errors import DistplusError, ExitCode
     from lightning_distplus.gathering import gather
@@ -38,6 +38,7 @@ __all__ = [
     "ResilientFSDP",
     "ResilientModelParallel",
     "ResumableDataModule",
+    "SampleAudit",
     "StragglerMonitor",
     "Timeouts",
     "TokenDataModule",
@@ -58,6 +59,7 @@ _HOMES = {
     "ResilientFSDP": "strategies",
     "ResilientModelParallel": "strategies",
     "ResumableDataModule": "data",
+    "SampleAudit": "data",
     "StragglerMonitor": "divergence",
     "Timeouts": "timeouts",
     "TokenDataModule": "data",
@@ -77,3 +79,5 @@ def __getattr__(name: str) -> Any:
 
 if "lightning.pytorch" in sys.modules:
     importlib.import_module(f"{__name__}.strategies.registry").register_strategies()
+if "pytorch_lightning.strategies" in sys.modules:
+    importlib.import_module(f"{__name__}.strategies.registry").refuse_in_other_lightning()

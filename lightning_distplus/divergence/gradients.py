@@ -355,6 +355,7 @@ def _shortened(values: Sequence[Any]) -> str:
 
 log = logging.getLogger(__name__)
 _SHOWN_RANKS = 8
+_WARN_EVERY = 100  # steps
 
 
 class NonFiniteCheck(Check):
@@ -364,6 +365,9 @@ class NonFiniteCheck(Check):
     rides in the bucket; under every other engine, beside a loss scaler, and beside a communication hook of the user's,
     the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn and step
     without that rank's contribution.
+
+    Where every rank has found something, the ranks do not differ: all leave the step out and go on, with a warning once
+    in 100 steps. A loss scaler gets its gradients back as they were, and leaves the step out by itself.
     """
 
     def __init__(self) -> None:
@@ -372,6 +376,8 @@ class NonFiniteCheck(Check):
         self._handles: list[Any] = []
         self._is_flagged = False
         self._engine: Any = None
+        self._has_scaler = False
+        self._warned_at: int | None = None
         self.is_incomplete = False
         """Whether the sum of this step's gradients lacks what some rank should have contributed."""
 
@@ -385,7 +391,7 @@ class NonFiniteCheck(Check):
         super().attach(run)
         model: Any = run.trainer.strategy.model
         self._engine = model if hasattr(model, "is_gradient_accumulation_boundary") else None
-        may_overflow = getattr(run.trainer.precision_plugin, "scaler", None) is not None
+        may_overflow = self._has_scaler = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         if self._engine is not None:
             may_overflow = bool(self._engine.fp16_enabled())
         self._gradients = LocalGradients(self._describe, gradients_may_overflow=may_overflow)
@@ -486,6 +492,9 @@ class NonFiniteCheck(Check):
         told = self.run.gather("not-finite", mine)
         findings = {rank: NonFinite.from_dict(one) for rank, one in enumerate(told) if one is not None}
         policy = self.run.on_divergence
+        if len(findings) == self.run.plane.world.size and policy != "skip":
+            self._leave_out_alike(optimizer, findings)
+            return
         error = _error(findings, self.run.trainer.global_step, self.run.plane.world.size, policy)
         if policy != "skip":
             self.run.tell(error)
@@ -496,13 +505,43 @@ class NonFiniteCheck(Check):
             self.run.tell(too_many)
         self.run.note("step_skipped", field=error.field, ranks=error.ranks, values=error.values)
         log.warning("rank %d: %s", self.run.rank, error)
-        self._leave_out(optimizer, error)
-
-    def _leave_out(self, optimizer: Any, error: DivergenceError) -> None:
-        if self._engine is None:
-            drop_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
-        elif not _compat.discard_next_deepspeed_step(self._engine):
+        if not self._leave_out(optimizer):
             raise error
+
+    def _leave_out_alike(self, optimizer: Any, findings: dict[int, NonFinite]) -> None:
+        """No rank differs from the others, so that nothing ends; a step of NaN helps nobody."""
+        if self._has_scaler:
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+            return
+        self._leave_out(optimizer)
+        step = self.run.trainer.global_step
+        if self._warned_at is not None and step - self._warned_at < _WARN_EVERY:
+            return
+        self._warned_at = step
+        size, what = len(findings), findings[self.run.rank].describe()
+        self.run.note("not_finite", global_step=step, what=what)
+        if self.run.rank == 0:
+            log.warning(
+                "a loss or a gradient is not finite on all %d ranks in step %d; rank 0: %s. The step is left out and "
+                "training goes on; said once in %d steps. Look at the learning rate, the precision and the data.",
+                size,
+                step,
+                what,
+                _WARN_EVERY,
+            )
+
+    def _leave_out(self, optimizer: Any) -> bool:
+        """Whether it could."""
+        if self._engine is None:
+            drop_gradients(_parameters(optimizer))
+            return True
+        return _compat.discard_next_deepspeed_step(self._engine)
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class _Nothing:
@@ -540,7 +579,7 @@ def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) ->
         f"{who} a {first.what} that is not finite in step {step}; it was kept out of the sum, and {outcome}.",
         *(f"  rank {rank}: {findings[rank].describe()}" for rank in ranks[:_SHOWN_RANKS]),
         f"  the other {size - len(ranks)} of {size} ranks: finite",
-        "  do: look at these samples; on all ranks alike it is rather the learning rate or the precision. "
+        "  do: look at these samples, then at the learning rate and the precision. "
         'on_divergence="skip" leaves such steps out.',
     ]
     values = {rank: findings[rank].describe() if rank in findings else "finite" for rank in range(size)}

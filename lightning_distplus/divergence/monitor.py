@@ -228,7 +228,7 @@ class PlanCheck(Check):
         """Compares the plan, and the generators."""
         self._compare("plan", self._plan())
         if self._odd_weights is not None:  # in a run without a seed they always do
-            self._mention(self._odd_weights, logging.INFO)
+            self._mention(self._odd_weights, logging.DEBUG)
         self._compare_hyperparameters()
         self.epoch_start()
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
     DistplusError,
     ExitCode,
@@ -27,9 +28,12 @@ from lightning_distplus.errors import (
 )
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.phases import Phases
+from lightning_distplus.preemption import PreemptionHandler
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
+from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
+from lightning_distplus.strategies.registry import OTHER_LIGHTNING
 from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
@@ -220,6 +224,10 @@ class ResilientStrategy(_Base):
             in memory with its fingerprint; ``"size"`` compares sizes, ``"off"`` looks at manifest and marker only.
         async_save: Whether a fit goes on as soon as a copy of the state is made, which a thread writes and commits. One
             save is in flight at most; the next one, the end of the fit and a preemption wait for it.
+        monitor: Whether a fit that has no ``RankDivergenceMonitor`` gets one; or the one that it gets. One rank has
+            nothing to compare, and a Trainer with ``barebones=True`` gets none by default.
+        preemption: Whether a fit that has no ``PreemptionHandler`` gets one; or the one that it gets. Without a handler
+            a SIGTERM ends all ranks at the same step with exit code 143, and nothing is saved.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
             fetches from there what the folder of the checkpoints has lost. None: nobody does.
         **kwargs: Everything that the Lightning strategy takes.
@@ -242,18 +250,24 @@ class ResilientStrategy(_Base):
         verify: Verification = "full",
         async_save: bool = False,
         copy_to: str | None = None,
+        monitor: RankDivergenceMonitor | bool = True,
+        preemption: PreemptionHandler | bool = True,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
         require_choice("verify", verify, Verification)
         require_type("async_save", async_save, bool)
         require_type("copy_to", copy_to, str, or_none=True)
+        require_callback("monitor", monitor, RankDivergenceMonitor)
+        require_callback("preemption", preemption, PreemptionHandler)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = read_preflight(preflight)
         self.on_hang: OnHang = on_hang
         self.verify: Verification = verify
         self.async_save = async_save
         self.copy_to = copy_to
+        self.monitor = monitor
+        self.preemption = preemption
         self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
         self.marks = Marks(phase=self._phase)
@@ -266,6 +280,7 @@ class ResilientStrategy(_Base):
         self._gate: BatchGate | None = None
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
+        self._brought: list[Callback] = []
         self._validation_began_at = 0.0
         self._first_step = 0
         self._has_failed = False
@@ -275,6 +290,16 @@ class ResilientStrategy(_Base):
         refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
+
+    def __repr__(self) -> str:
+        """The usual text; ``pytorch_lightning`` asks for it when its Trainer refuses what is no strategy of its own.
+
+        Raises:
+            TypeError: Says so plainly, in the place of that Trainer.
+        """
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("pytorch_lightning."):
+            raise TypeError(OTHER_LIGHTNING)
+        return super().__repr__()
 
     @property
     def plane(self) -> ControlPlane:
@@ -323,6 +348,7 @@ class ResilientStrategy(_Base):
         self._has_failed = self._ends_in_teardown = self._is_torn_down = False
         check_launch(self)
         self.set_world_ranks()
+        show_log(is_global_zero=self.is_global_zero)
         assert self.accelerator is not None
         self._plane = meet(self)
         self._plane.listen()
@@ -352,6 +378,8 @@ class ResilientStrategy(_Base):
             trainer = self.lightning_module.trainer
             _compat.replace_preparation_barrier(trainer, self._preparation_barrier)
             _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
+            if trainer.state.fn == "fit":
+                self._brought = bring_callbacks(self, trainer)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self.marks.set("prepare_data")
@@ -428,6 +456,8 @@ class ResilientStrategy(_Base):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self.collectives.together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
+        if self.is_global_zero:
+            log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind
@@ -621,11 +651,15 @@ class ResilientStrategy(_Base):
         self._ends_in_teardown = True
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
+        exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
+        if isinstance(exception, SIGTERMException):
+            exit_code = exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
+            self._tell_end_without_handler()
         is_own = not isinstance(exception, (PeerError, SystemExit))
         self.note(
             "failed",
             error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],
-            exit_code=int(getattr(exception, "exit_code", ExitCode.FAILED)),
+            exit_code=exit_code,
             global_step=self.marks.global_step,
             samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
         )
@@ -637,6 +671,14 @@ class ResilientStrategy(_Base):
             told = self._plane.report_failure(exception)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+
+    def _tell_end_without_handler(self) -> None:
+        log.warning(
+            "rank %d ends at step %s, asked for by SIGTERM; nothing was saved, because no PreemptionHandler is there "
+            "(preemption=True brings one to a fit). A restart continues from the last committed checkpoint.",
+            self.global_rank,
+            "?" if self.lightning_module is None else self.lightning_module.trainer.global_step,
+        )
 
     def teardown(self) -> None:
         """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""
@@ -712,16 +754,18 @@ class ResilientStrategy(_Base):
             self.collectives.points.end()
             self.collectives.points = None
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            _take_out_of(self.lightning_module._trainer)
+            _take_out_of(self.lightning_module._trainer, self._brought)
+        self._brought = []
         self.note("end", failed=self._has_failed)
         self._close_ledger()
 
 
-def _take_out_of(trainer: Any) -> None:
-    """Takes out what ``_put_into`` has put in, as much of it as is there."""
+def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:
+    """Takes out what ``_put_into`` has put in, as much of it as is there, and the callbacks that were brought."""
     if isinstance(trainer.profiler, MarkingProfiler):
         trainer.profiler = trainer.profiler.inner
-    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, FirstWord)]
+    ours = [callback for callback in trainer.callbacks if isinstance(callback, FirstWord) or callback in brought]
+    trainer.callbacks = [callback for callback in trainer.callbacks if callback not in ours]
     vars(trainer).pop("save_checkpoint", None)
     for callback in trainer.checkpoint_callbacks:
         _compat.restore_checkpoint_link(callback)

@@ -1,4 +1,4 @@
-"""The names under which ``Trainer(strategy="...")`` finds the Resilient strategies."""
+"""The names under which ``Trainer(strategy="...")`` finds the Resilient strategies, and which Trainer that is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import functools
 import importlib
 from typing import Any
 
-__all__ = ["register_strategies"]
+__all__ = ["OTHER_LIGHTNING", "refuse_in_other_lightning", "register_strategies"]
+
+OTHER_LIGHTNING = (
+    "lightning_distplus works with the Trainer of lightning.pytorch; this one is of pytorch_lightning, which has "
+    "classes of its own. Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`."
+)
 
 _NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "resilient_ddp": ("ddp", "ResilientDDP", {}),
@@ -32,6 +37,18 @@ def register_strategies() -> None:
             StrategyRegistry.register(
                 name, functools.partial(_make, module, cls), description=f"{cls} of lightning_distplus", **arguments
             )
+
+
+def refuse_in_other_lightning() -> None:
+    """Registers the names with ``pytorch_lightning``, where using one says what to import instead; idempotent."""
+    registry = importlib.import_module("pytorch_lightning.strategies").StrategyRegistry
+    for name in _NAMES:
+        if name not in registry:
+            registry.register(name, _refuse, description="of lightning_distplus, for lightning.pytorch")
+
+
+def _refuse(**arguments: Any) -> Any:
+    raise TypeError(OTHER_LIGHTNING)
 
 
 def _make(module: str, cls: str, **arguments: Any) -> Any:

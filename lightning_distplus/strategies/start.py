@@ -265,7 +265,8 @@ def check_host(strategy: Any, trainer: Any) -> None:
     )
     is_first = strategy.local_rank == 0
     found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
-    _raise_together(strategy, facts, found)
+    # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
+    _raise_together(strategy, facts, [one for one in found if one.status is not Status.NOTE])
 
 
 def check_folder(strategy: Any, trainer: Any) -> RunLock | None:

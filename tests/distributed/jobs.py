@@ -64,8 +64,14 @@ def loader(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
 
 
 def strategy(name: str, **arguments: Any) -> Any:
-    """A strategy by class name: one of ours, or one of Lightning's."""
+    """A strategy by class name: one of ours, or one of Lightning's.
+
+    Ours come without a monitor unless a test asks for one: `loader` gives all ranks the same samples, and faults are
+    planted that the monitor would name before the part that a test is about.
+    """
     home = lightning_distplus if name.startswith("Resilient") else pl.strategies
+    if home is lightning_distplus:
+        arguments = {"monitor": False, **arguments}
     return getattr(home, name)(**arguments)
 
 

@@ -75,6 +75,20 @@ def test_the_strategies_are_registered_when_lightning_is_there_and_deepspeed_wai
     assert strategy == "ResilientDDP"
 
 
+@pytest.mark.parametrize("strategy", ["lightning_distplus.ResilientDDP()", "'resilient_ddp'"])
+def test_a_trainer_of_pytorch_lightning_ends_in_one_clear_sentence(strategy: str) -> None:
+    printed = run(f"""
+        import pytorch_lightning as pl
+        import lightning_distplus
+        try:
+            pl.Trainer(accelerator="cpu", devices=2, strategy={strategy}, logger=False)
+        except TypeError as error:
+            print(error)
+    """)
+    assert "import lightning.pytorch as pl" in printed
+    assert len(printed.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", lightning_distplus.__all__)
 def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(lightning_distplus, name) is not None

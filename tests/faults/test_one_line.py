@@ -1,0 +1,303 @@
+"""Rows D1 and P6, with nothing but the strategy: what ``Trainer(strategy=Resilient...())`` brings by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_distplus import PreemptionHandler, RankDivergenceMonitor, newest_valid, verify
+from lightning_distplus.errors import ExitCode
+from lightning_distplus.events import read_events
+from lightning_distplus.testing import SpawnResult, spawn
+from tests.distributed import jobs
+from tests.faults.divergences import own_loader
+
+STEP, STEPS = 4, 12
+STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "zero2")
+
+# -- a script of a stranger --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import os, signal
+    import lightning.pytorch as pl, torch
+    from torch.utils.data import DataLoader
+    from lightning_distplus import ResilientDDP
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss, rank, step = self.layer(batch).pow(2).mean(), self.trainer.global_rank, self.trainer.global_step
+            {fault}
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    trainer = pl.Trainer(strategy=ResilientDDP({arguments}), accelerator="cpu", devices=2, max_steps=12)
+    samples = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(Model(), DataLoader(samples, batch_size=4, shuffle=True))
+    print("the script goes on")
+"""
+NAN_ON_RANK_1 = "loss = loss * torch.nan if (rank, step) == (1, 4) else loss"
+NAN_ON_ALL = "loss = loss * torch.nan if step == 4 else loss"
+SIGTERM = "(rank, step) == (1, 4) and os.kill(os.getpid(), signal.SIGTERM)"
+
+
+def run_script(folder: Path, fault: str = "pass", arguments: str = "") -> subprocess.CompletedProcess[str]:
+    """What a shell shows of ``python train.py``, which starts its second rank by itself."""
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, arguments=arguments))
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_a_nan_on_one_rank_of_a_script_ends_it_with_the_code_and_verdict_of_a_divergence(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, NAN_ON_RANK_1)
+    assert ended.returncode == ExitCode.DIVERGENCE, ended.stdout
+    assert "Rank 1 has a loss that is not finite in step 4" in ended.stdout
+    (verdict,) = (tmp_path / "distplus").glob("verdict-*.json")
+    assert json.loads(verdict.read_text())["culprits"] == [1]
+
+
+def test_a_nan_on_all_ranks_of_a_script_is_warned_about_and_the_script_goes_on(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, NAN_ON_ALL)
+    assert ended.returncode == 0, ended.stdout
+    assert "the script goes on" in ended.stdout
+    assert ended.stdout.count("not finite on all 2 ranks") == 1
+    assert not list((tmp_path / "distplus").glob("verdict-*"))
+
+
+def test_a_sigterm_to_a_script_saves_a_checkpoint_and_ends_with_143(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, SIGTERM)
+    assert ended.returncode == ExitCode.PREEMPTED, ended.stdout
+    assert "the script goes on" not in ended.stdout
+    (saved,) = tmp_path.glob("lightning_logs/version_*/checkpoints/preempt-step=5.ckpt")
+    assert verify(saved).ok
+
+
+def test_without_the_handler_a_sigterm_ends_with_143_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, SIGTERM, "preemption=False")
+    assert ended.returncode == ExitCode.PREEMPTED, ended.stdout
+    assert "nothing was saved" in ended.stdout
+    assert not list(tmp_path.glob("**/*.ckpt"))
+
+
+def test_the_script_says_in_one_line_what_it_brings(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, arguments='timeout="5m"')
+    assert ended.returncode == 0, ended.stdout
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("distplus: ")]
+    assert line == (
+        "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
+        "lightning_logs/version_0/checkpoints, events in distplus"
+    )
+
+
+# -- every strategy ----------------------------------------------------------------------------------------------------
+
+
+class Faulty(jobs.Model):
+    """Its loss is NaN in one step on some ranks; or one rank gets a signal then."""
+
+    def __init__(self, ranks: tuple[int, ...], signals: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.signals = signals
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step != STEP:
+            return loss
+        if self.trainer.global_rank in self.signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss * torch.nan if self.trainer.global_rank in self.ranks else loss
+
+
+def make(name: str, folder: str, **arguments: Any) -> pl.Trainer:
+    """A Trainer with nothing but a strategy, and a ModelCheckpoint that has a folder."""
+    options: dict[str, Any] = {"timeout": "30s", "monitor": True, **arguments.pop("strategy", {})}
+    if name == "zero2":
+        name, options["stage"] = "ResilientDeepSpeed", 2
+    saver = ModelCheckpoint(dirpath=f"{folder}/checkpoints", every_n_train_steps=100)
+    callbacks = [saver, *arguments.pop("callbacks", [])]
+    settings = {"max_steps": STEPS, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
+    return jobs.trainer(jobs.strategy(name, **options), 2, folder, **settings)
+
+
+def fit(
+    rank: int, name: str, folder: str, ranks: tuple[int, ...], signals: tuple[int, ...] = (), options: Any = None
+) -> dict[str, Any]:
+    trainer = make(name, folder, strategy=options or {})
+    trainer.fit(Faulty(ranks, signals), own_loader(rank))
+    finite = all(bool(one.isfinite().all()) for one in trainer.strategy.model.parameters())
+    return {"steps": trainer.global_step, "finite": finite, "callbacks": len(trainer.callbacks)}
+
+
+def verdict_in(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "distplus").glob("verdict-*.json")
+    return json.loads(path.read_text())
+
+
+def ends_with(run: SpawnResult, code: ExitCode) -> None:
+    assert run.exit_codes == {0: code, 1: code}, "\n".join(run.logs.values())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_nan_on_one_rank_ends_the_run_as_a_divergence(name: str, tmp_path: Path) -> None:
+    run = spawn(fit, 2, args=(name, str(tmp_path), (1,)))
+    ends_with(run, ExitCode.DIVERGENCE)
+    verdict = verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["field"], verdict["culprits"]) == ("divergence", "loss", [1])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_nan_on_all_ranks_is_left_out_and_warned_about(name: str, tmp_path: Path) -> None:
+    run = spawn(fit, 2, args=(name, str(tmp_path), (0, 1))).check()
+    assert {(found["steps"], found["finite"]) for found in run.results.values()} == {(STEPS, True)}
+    assert run.logs[0].count("not finite on all 2 ranks") == 1
+    assert not list((tmp_path / "distplus").glob("verdict-*"))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_sigterm_to_one_rank_leaves_one_committed_checkpoint(name: str, tmp_path: Path) -> None:
+    run = spawn(fit, 2, args=(name, str(tmp_path), (), (1,)))
+    ends_with(run, ExitCode.PREEMPTED)
+    (saved,) = (tmp_path / "checkpoints").glob(f"preempt-step={STEP + 1}.ckpt")
+    assert newest_valid(tmp_path / "checkpoints") == saved
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_a_handler_a_sigterm_ends_all_ranks_with_143_and_nothing_saved(name: str, tmp_path: Path) -> None:
+    run = spawn(fit, 2, args=(name, str(tmp_path), (), (0,), {"preemption": False}))
+    ends_with(run, ExitCode.PREEMPTED)
+    assert not list(tmp_path.glob("checkpoints/*.ckpt"))
+    for log in run.logs.values():
+        assert f"ends at step {STEP + 1}, asked for by SIGTERM; nothing was saved" in log
+    ended = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "failed"]
+    assert {event["exit_code"] for event in ended} == {ExitCode.PREEMPTED}
+
+
+def fit_with_often_nan(rank: int, folder: str) -> int:
+    class Often(jobs.Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.nan if self.trainer.global_step % 2 else loss
+
+    trainer = make("ResilientDDP", folder, max_steps=130)
+    trainer.fit(Often(), own_loader(rank, 4 * 130))
+    return trainer.global_step
+
+
+def test_values_that_are_often_not_finite_on_all_ranks_are_warned_about_once_in_100_steps(tmp_path: Path) -> None:
+    run = spawn(fit_with_often_nan, 2, args=(str(tmp_path),)).check()
+    assert run.results == {0: 130, 1: 130}
+    assert run.logs[0].count("not finite on all 2 ranks") == 2
+
+
+# -- whose callback ----------------------------------------------------------------------------------------------------
+
+
+class Sees(Callback):
+    """The callbacks of ours that are there, and how each came to be."""
+
+    def __init__(self) -> None:
+        self.seen: list[Callback] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.seen = [one for one in trainer.callbacks if isinstance(one, (PreemptionHandler, RankDivergenceMonitor))]
+
+
+def callbacks_of_a_fit(options: dict[str, Any], users: list[Callback], **arguments: Any) -> list[Callback]:
+    sees = Sees()
+    folder = arguments.pop("folder")
+    trainer = make("ResilientDDP", folder, strategy=options, callbacks=[sees, *users], max_steps=1, **arguments)
+    before = {id(one) for one in trainer.callbacks}
+    trainer.fit(jobs.Model(), own_loader(trainer.global_rank))
+    assert {id(one) for one in trainer.callbacks} == before, "what a strategy brings leaves with the run"
+    return sees.seen
+
+
+def callbacks_of_barebones(folder: str) -> list[Callback]:
+    """Such a Trainer takes no argument that asks for a feature, not even to leave it out."""
+    sees = Sees()
+    strategy = jobs.strategy("ResilientDDP", monitor=True)
+    named = {"accelerator": "cpu", "devices": 2, "default_root_dir": folder, "use_distributed_sampler": False}
+    trainer = pl.Trainer(strategy=strategy, barebones=True, max_steps=1, callbacks=[sees], **named)
+    trainer.fit(jobs.Model(), own_loader(trainer.global_rank))
+    return sees.seen
+
+
+def see_whose(folder: str) -> dict[str, Any]:
+    handler, monitor = PreemptionHandler(keep=2), RankDivergenceMonitor(every_n_steps=2)
+    users = [PreemptionHandler(keep=3), RankDivergenceMonitor(every_n_steps=3)]
+    taken = callbacks_of_a_fit({"preemption": handler, "monitor": monitor}, [], folder=folder)
+    kept = callbacks_of_a_fit({"preemption": handler, "monitor": monitor}, users, folder=folder)
+    return {
+        "by default": sorted(type(one).__name__ for one in callbacks_of_a_fit({}, [], folder=folder)),
+        "instances": {id(one) for one in taken} == {id(handler), id(monitor)},
+        "the user's": {id(one) for one in kept} == {id(one) for one in users},
+        "none": callbacks_of_a_fit({"preemption": False, "monitor": False}, [], folder=folder),
+        "barebones": callbacks_of_barebones(folder),
+    }
+
+
+def test_a_users_callback_wins_an_instance_is_taken_and_false_leaves_it_out(tmp_path: Path) -> None:
+    (found, other) = spawn(see_whose, 2, args=(str(tmp_path),)).check().results.values()
+    assert found == other
+    assert found == {
+        "by default": ["PreemptionHandler", "RankDivergenceMonitor"],
+        "instances": True,
+        "the user's": True,
+        "none": [],
+        "barebones": [],
+    }
+
+
+def see_one_rank(folder: str) -> list[str]:
+    sees = Sees()
+    trainer = jobs.trainer(jobs.strategy("ResilientDDP", monitor=True), 1, folder, max_steps=1, callbacks=[sees])
+    trainer.fit(jobs.Model(), jobs.loader())
+    return [type(one).__name__ for one in sees.seen]
+
+
+def test_one_rank_has_nothing_to_compare_and_stops_when_asked(tmp_path: Path) -> None:
+    assert spawn(see_one_rank, 1, args=(str(tmp_path),)).check().results == {0: ["PreemptionHandler"]}
+
+
+def save_and_resume(rank: int, folder: str, saves_with: dict[str, Any], resumes_with: dict[str, Any]) -> int:
+    path = f"{folder}/saved.ckpt"
+    trainer = make("ResilientDDP", folder, strategy=saves_with, max_steps=2)
+    trainer.fit(jobs.Model(), own_loader(rank))
+    trainer.save_checkpoint(path)
+    trainer = make("ResilientDDP", folder, strategy=resumes_with, max_steps=4)
+    trainer.fit(jobs.Model(), own_loader(rank), ckpt_path=path)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("is_saved_with", [True, False])
+def test_a_checkpoint_with_or_without_their_state_is_resumed(is_saved_with: bool, tmp_path: Path) -> None:
+    on, off = {"monitor": True}, {"monitor": False, "preemption": False}
+    args = (str(tmp_path), *((on, off) if is_saved_with else (off, on)))
+    assert spawn(save_and_resume, 2, args=args).check().results == {0: 4, 1: 4}

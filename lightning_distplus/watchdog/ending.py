@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending", "describe_next", "duration_in_words", "print_block"]
 
-_WIDTH = 80
 _LABEL = re.compile(r"  (\w+): ")
 
 
@@ -93,13 +92,12 @@ def duration_in_words(seconds: float) -> str:
 
 
 def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> None:
-    """Prints a verdict and what to do next: 30 lines at most, coloured on a terminal, 80 columns wide elsewhere."""
+    """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
     stream = stream or sys.stderr
     console = Console(file=stream, soft_wrap=True, highlight=False)
-    width = min(console.width, 120) if console.is_terminal else _WIDTH
     goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
     lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
-    wrapped = [part for line in lines for part in _wrap(line, width)]
+    wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
     if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
         wrapped = lines
     text = Text("\n")

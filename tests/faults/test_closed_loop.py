@@ -55,12 +55,12 @@ def flipping(name: str, *, on_disk: bool, **arguments: Any) -> Any:
     class Flips(getattr(lightning_distplus, name)):
         num_flipped = 0
 
-        def _write(self, checkpoint: Any, stage: Path, storage_options: Any, writes: Any) -> None:
+        def write_checkpoint(self, checkpoint: Any, stage: Path, storage_options: Any, writes: Any) -> None:
             if on_disk or self.global_rank:
-                super()._write(checkpoint, stage, storage_options, writes)
+                super().write_checkpoint(checkpoint, stage, storage_options, writes)
             else:
                 writes.digested = FlippingWrites(writes.digested, self.needle())
-                super()._write(checkpoint, stage, storage_options, writes)
+                super().write_checkpoint(checkpoint, stage, storage_options, writes)
                 self.num_flipped += writes.digested.num_flipped
             self.barrier("written")
             if on_disk and self.global_rank == 0:

@@ -64,7 +64,8 @@ def measure(size: int, num_blocks: int) -> Taken:
     with tempfile.TemporaryDirectory() as folder:
         timed = _Timed(num_blocks)
         trainer = pl.Trainer(
-            strategy=ResilientDDP(preflight=False), accelerator="cpu", devices=size, default_root_dir=folder,
+            strategy=ResilientDDP(preflight=False, monitor=False, preemption=False),
+            accelerator="cpu", devices=size, default_root_dir=folder,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             max_steps=1, callbacks=[timed],
         )  # fmt: skip

@@ -142,7 +142,7 @@ class _AfterSteps(Callback):
 
 
 def _fit(name: str, folder: str, layers: int, callback: _AfterSteps, **arguments: Any) -> None:
-    strategy = getattr(lightning_distplus, name)(**arguments)
+    strategy = getattr(lightning_distplus, name)(monitor=False, preemption=False, **arguments)
     steps = callback.steps + 2
     trainer = jobs.trainer(strategy, folder, max_steps=steps, callbacks=[callback])
     trainer.fit(_Wide(layers), DataLoader([torch.randn(_WIDTH) for _ in range(2 * steps)], batch_size=2))

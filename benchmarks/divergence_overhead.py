@@ -100,7 +100,9 @@ def _fit(rank: int, alternations: int, work_s: float, folder: str) -> tuple[list
     toggle = _Toggle(schedule, monitor)
     num_steps = len(schedule) + 2
     data = torch.randn(8 * num_steps, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(rank))
-    trainer = jobs.trainer(ResilientDDP(), folder, max_steps=num_steps, callbacks=[monitor, toggle])
+    trainer = jobs.trainer(
+        ResilientDDP(monitor=False, preemption=False), folder, max_steps=num_steps, callbacks=[monitor, toggle]
+    )
     trainer.fit(jobs.Model(work_s), DataLoader(data, batch_size=8))
     return blocks, toggle.marks
 

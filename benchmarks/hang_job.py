@@ -77,7 +77,7 @@ def main(arm: str, fault: str, folder: Path, deadline_s: float) -> None:
     if arm in ("ours", "warm", "cold"):
         from lightning_distplus import ResilientDDP
 
-        strategy = ResilientDDP(timeout={"step": deadline_s, "setup": "60s"})
+        strategy = ResilientDDP(timeout={"step": deadline_s, "setup": "60s"}, monitor=False, preemption=False)
     if arm == "nvrx":
         from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback
 

@@ -77,7 +77,9 @@ def count(rank: int) -> float:
     """Marks in a step of this rank, on average."""
     counting = _Counting()
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
-        trainer = jobs.trainer(ResilientDDP(), folder, max_steps=_STEPS, callbacks=[counting])
+        trainer = jobs.trainer(
+            ResilientDDP(monitor=False, preemption=False), folder, max_steps=_STEPS, callbacks=[counting]
+        )
         trainer.fit(jobs.Model(), DataLoader(torch.randn(8 * _STEPS, jobs.NUM_FEATURES), batch_size=8))
     first, last = counting.numbers[2], counting.numbers[-1]
     return (last - first) / (len(counting.numbers) - 3)

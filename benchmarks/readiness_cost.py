@@ -111,7 +111,14 @@ def ready(rank: int, steps: int) -> tuple[list[float], float]:
 
     hooks = Hooks()
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
-        _fit(jobs.trainer(ResilientDDP(), folder, max_steps=steps, callbacks=[handler, _AtTrainStart(attach), hooks]))
+        _fit(
+            jobs.trainer(
+                ResilientDDP(monitor=False, preemption=False),
+                folder,
+                max_steps=steps,
+                callbacks=[handler, _AtTrainStart(attach), hooks],
+            )
+        )
     return answers[0].took_us[_WARM_UP:], hooks.us
 
 

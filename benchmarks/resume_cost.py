@@ -94,12 +94,12 @@ def _save_at(position: int, folder: str) -> None:
     """Writes a checkpoint one step after ``position``: a run that is told that it stands there, trains, and saves."""
     steps = position // _GLOBAL_BATCH
     first = _data()
-    trainer = jobs.trainer(ResilientDDP(), folder, max_steps=1)
+    trainer = jobs.trainer(ResilientDDP(monitor=False, preemption=False), folder, max_steps=1)
     trainer.fit(_Model(), datamodule=first)
     here = {"batches": steps, "offset": position, "consumed_samples": position, "total_batches": steps}
     data = _data()
     data.load_state_dict({**first.state_dict(), "epoch": 0, **here})
-    trainer = jobs.trainer(ResilientDDP(), folder, max_steps=1)
+    trainer = jobs.trainer(ResilientDDP(monitor=False, preemption=False), folder, max_steps=1)
     trainer.fit(_Model(), datamodule=data)
     trainer.save_checkpoint(_path(folder, position))
 
@@ -111,7 +111,7 @@ def _resume_at(position: int, folder: str, started_at: float) -> dict[str, float
     logging.getLogger(_LOG).addHandler(heard)
     logging.getLogger(_LOG).setLevel(logging.INFO)
     data, model = _data(), _Model()
-    trainer = jobs.trainer(ResilientDDP(), folder, max_steps=2)
+    trainer = jobs.trainer(ResilientDDP(monitor=False, preemption=False), folder, max_steps=2)
     trainer.fit(model, datamodule=data, ckpt_path=_path(folder, position))
     assert data.consumed_samples == position + 2 * _GLOBAL_BATCH, "the run went on where the checkpoint was made"
     return {

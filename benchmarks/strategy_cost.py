@@ -131,7 +131,7 @@ def _fit(
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
     toggle = kind([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
-    strategy = getattr(lightning_distplus, name)(**STRATEGIES[name])
+    strategy = getattr(lightning_distplus, name)(monitor=False, preemption=False, **STRATEGIES[name])
     trainer = jobs.trainer(strategy, folder, max_steps=num_steps, callbacks=[toggle])
     trainer.fit(jobs.Model(work_s), DataLoader(torch.randn(8 * num_steps, jobs.NUM_FEATURES), batch_size=8))
     return blocks, toggle.marks

@@ -80,7 +80,7 @@ def flipping(name: str, *, on_disk: bool, **arguments: Any) -> Any:
             return local.detach().reshape(-1)[:4].numpy().tobytes()
 
     Flips.__name__ = name
-    return Flips(**arguments)
+    return Flips(monitor=False, **arguments)  # all ranks have the same samples
 
 
 def save_and_load(rank: int, name: str, on_disk: bool, folder: str) -> dict[str, Any]:

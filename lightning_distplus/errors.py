@@ -202,7 +202,7 @@ _REMOVED = {
     "lengths": "pass sampler=samplers.by_length(lengths, global_batch=...)",
     "column": "read Arrow and Parquet by the datasets library, as a data set of ResumableDataModule",
     "max_epochs_per_source": "compare the steps of the run, times the weight of a source, with its samples",
-    "combine": "pass one data set that returns a dict; docs/data.md, Several data sets, has it in ten lines",
+    "combine": "pass one data set that returns a dict; docs/guides/data.md, Several data sets, has it in ten lines",
     "rampup_batch_size": "keep the global batch constant, and warm the learning rate up by a scheduler",
     "scale_lr": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",
     "base_global_batch_size": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",

@@ -146,7 +146,7 @@ def require_data(dataset: Any, stage: str) -> None:
     if stage == "train" and (type(dataset) is dict or isinstance(dataset, CombinedLoader)):
         raise ValueError(
             f"The training data is a {type(dataset).__name__}, and training reads one data set. Pass one whose samples "
-            "are dicts with a sample of each: docs/data.md, Several data sets."
+            "are dicts with a sample of each: docs/guides/data.md, Several data sets."
         )
     if isinstance(dataset, Mapping) and type(dataset) is not dict:
         raise ValueError(

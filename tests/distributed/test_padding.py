@@ -14,7 +14,7 @@ from tests.distributed.resume_jobs import SampleDiary, map_data, quiet_trainer
 
 
 class Weighted(SampleDiary):
-    """Takes means as docs/data.md says."""
+    """Takes means as docs/guides/data.md says."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ SIZES = {"long": 9, "short": 5}
 
 
 class SideBySide(Dataset):
-    """As in docs/data.md."""
+    """As in docs/guides/data.md."""
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts

@@ -178,7 +178,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_each_of_the_43_faults_is_in_the_list_with_what_plants_it() -> None:
-    page = (TESTS.parent / "docs" / "divergence-faults.md").read_text()
+    page = (TESTS.parent / "docs" / "evidence" / "divergence-faults.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
     assert [int(row[0]) for row in rows] == list(range(1, 44))
     names = {name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}

@@ -77,7 +77,7 @@ class Divergence:
     row: str
     """Of the failure table."""
     number: int
-    """In the list of docs/divergence-faults.md; 0 where it is not one of the 43."""
+    """In the list of docs/evidence/divergence-faults.md; 0 where it is not one of the 43."""
     plant: Callable[[Run], None]
     field: str
     """What the error's field begins with; "" where the ranks agree and go on."""

@@ -33,6 +33,7 @@ from tests.distributed.resume_jobs import (
     token_data,
     write_tokens,
 )
+from tests.pairs import in_turn
 
 CASES: dict[str, dict[str, Any]] = {
     "three epochs": {"max_epochs": 3, "num_samples": 9},
@@ -107,19 +108,18 @@ def test_weights_lengths_and_the_global_batch_of_their_groups_are_part_of_the_id
 
 
 @pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_start",
-        "on_before_optimizer_step",
-        "on_validation_batch_end",
-        "on_validation_end",
-        "on_train_epoch_start",
-        "on_train_epoch_end",
-    ],
-)
-@pytest.mark.parametrize(
-    "case",
-    ["limited by steps", "validation inside windows", pytest.param("accumulation", marks=pytest.mark.soak)],
+    ("case", "hook"),
+    in_turn(
+        ["limited by steps", "validation inside windows", "accumulation"],
+        [
+            "on_train_batch_start",
+            "on_validation_batch_end",
+            "on_before_optimizer_step",
+            "on_train_epoch_start",
+            "on_validation_end",
+            "on_train_epoch_end",
+        ],
+    ),
 )
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
     make_data, arguments = arguments_of(case)

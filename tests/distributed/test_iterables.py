@@ -41,6 +41,7 @@ from tests.distributed.resume_jobs import (
     map_data,
     quiet_trainer,
 )
+from tests.pairs import in_turn
 
 CASES: dict[str, dict[str, Any]] = {
     "three epochs": {"max_epochs": 3, "num_samples": 9},
@@ -80,9 +81,12 @@ def test_save_after_each_batch_resumes_exactly(case: str, style: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "hook", ["on_train_batch_start", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end"]
+    ("case", "hook"),
+    in_turn(
+        ["limit and validation inside the epoch", "accumulation, last window cut"],
+        ["on_train_batch_start", "on_train_epoch_start", "on_validation_end", "on_train_epoch_end"],
+    ),
 )
-@pytest.mark.parametrize("case", ["accumulation, last window cut", "limit and validation inside the epoch"])
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
     arguments = dict(CASES[case])
     num_samples = arguments.pop("num_samples", 17)

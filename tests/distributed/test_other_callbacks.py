@@ -19,6 +19,7 @@ from lightning_distplus.data import ResumableDataModule
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
+from tests.pairs import in_turn, kept
 
 
 class Model(pl.LightningModule):
@@ -145,7 +146,13 @@ def fit_and_resume(rank: int, strategy: str, which: str, folder: str) -> list[An
     return [first.global_step, second.global_step, *digests]
 
 
-@pytest.mark.parametrize("which", [which for which in CALLBACKS if which != "BaseFinetuning"])
+@pytest.mark.parametrize(
+    "which",
+    kept(
+        [which for which in CALLBACKS if which != "BaseFinetuning"],
+        ("StochasticWeightAveraging", "LearningRateFinder", "all that watch"),
+    ),
+)
 def test_a_run_and_its_resume_are_those_of_stock_ddp(which: str, tmp_path: Path) -> None:
     found = {}
     for strategy in ("DDPStrategy", "ResilientDDP"):
@@ -175,8 +182,9 @@ def test_what_is_unfrozen_under_ddp_is_named_before_the_ranks_differ(tmp_path: P
 STEPS = {"GradientAccumulationScheduler": [6, 9], "LearningRateFinder": [8, 12], "all that watch": [8, 12]}
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "ResilientFSDP", "ResilientModelParallel"])
-@pytest.mark.parametrize("which", STEPS)
+@pytest.mark.parametrize(
+    ("strategy", "which"), in_turn(["DDPStrategy", "ResilientFSDP", "ResilientModelParallel"], list(STEPS))
+)
 def test_shards_are_trained_and_resumed_for_as_many_steps(strategy: str, which: str, tmp_path: Path) -> None:
     run = spawn(fit_and_resume, 2, args=(strategy, which, str(tmp_path))).check()
     assert [found[:2] for found in run.results.values()] == [STEPS[which]] * 2

@@ -1,0 +1,27 @@
+"""What of a product runs for each commit: every value of each side once; the whole product runs in the soak."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+__all__ = ["in_turn", "kept"]
+
+
+def kept(values: Sequence[Any], each_commit: Collection[Any]) -> list[Any]:
+    """The values for ``parametrize``: those of ``each_commit`` always, the others in the soak."""
+    assert set(each_commit) <= set(values)
+    return [value if value in each_commit else pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """The pairs of a product: each value of both sides once in each commit, all pairs in the soak."""
+    count = max(len(first), len(second))
+    now = {(index % len(first), index % len(second)) for index in range(count)}
+    return [
+        pytest.param(first[one], second[other], marks=() if (one, other) in now else pytest.mark.soak)
+        for one, other in product(range(len(first)), range(len(second)))
+    ]

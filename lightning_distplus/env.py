@@ -173,7 +173,7 @@ DISTPLUS_QUARANTINE = Variable(
     "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"
 )
 DISTPLUS_SECRET = Variable(
-    "DISTPLUS_SECRET", "what only the launchers of this job know, the same on all its hosts: signs what they agree on"
+    "DISTPLUS_SECRET", "what only the processes of this job know, the same on all its hosts: signs what they tell"
 )
 DISTPLUS_FAULTS = Variable("DISTPLUS_FAULTS", "the fault plan of a test, as JSON; set by testing.spawn")
 

@@ -12,6 +12,7 @@ from lightning_distplus import _compat
 from lightning_distplus.calibration import AUTO, Calibration
 from lightning_distplus.choices import require_choice, require_type
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.ending import install_exit_codes
 from lightning_distplus.errors import DistplusError, ExitCode, PeerError, Preempted, message_of
 from lightning_distplus.events import EventLog, folder_of_run
@@ -72,6 +73,10 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             save is in flight at most; the next one, the end of the fit and a preemption wait for it.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
             fetches from there what the folder of the checkpoints has lost. None: nobody does.
+        data: ``"exact"``: a run that is resumed inside an epoch goes on in the training ``DataLoader`` at the batch at
+            which the checkpoint was saved; ``"as_is"`` leaves loaders to Lightning, which begins the epoch anew.
+        seed_samples: With ``data="exact"``: seed python's, numpy's and torch's generators for each sample from its
+            place in the order, so that a random augmentation is exact too, with any number of workers.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -88,12 +93,16 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         verify: Verification = "full",
         async_save: bool = False,
         copy_to: str | None = None,
+        data: Literal["exact", "as_is"] = "exact",
+        seed_samples: bool = True,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
         require_choice("verify", verify, Verification)
         require_type("async_save", async_save, bool)
         require_type("copy_to", copy_to, str, or_none=True)
+        require_choice("data", data, Literal["exact", "as_is"])
+        require_type("seed_samples", seed_samples, bool)
         self._calibration = Calibration() if timeout == AUTO else None
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = read_preflight(preflight)
@@ -102,6 +111,9 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
         self._failing_saves = FailingSaves(on_save_failure)
         self.async_save = async_save
         self.copy_to = copy_to
+        self.data = data
+        self.seed_samples = seed_samples
+        self._loaders: LoaderResume | None = None
         self.phases = Phases(self.timeouts, on_hang, self._note_left)
         self._plane: ControlPlane | None = None
         self._points: Points | None = None
@@ -186,7 +198,15 @@ class ResilientStrategy(ChecksCollectives, CommitsCheckpoints):
             super().setup_environment()
         self.phases.apply()
         if self.lightning_module is not None:
-            bound_preparation(self.lightning_module.trainer, self._preparation_barrier, self._agree_on_resume)
+            trainer = self.lightning_module.trainer
+            bound_preparation(trainer, self._preparation_barrier, self._agree_on_resume)
+            resume = LoaderResume.add_to(trainer, seeds_samples=self.seed_samples) if self.data == "exact" else None
+            self._loaders = resume
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The parent's part; a training loader then resumes exactly."""
+        processed = super().process_dataloader(dataloader)
+        return processed if self._loaders is None else self._loaders.take(processed)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self._marks.set("prepare_data")

@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import TensorDataset
 
-from lightning_distplus import PreemptionHandler, ResilientDDP, ResumableDataModule, newest_valid
+from lightning_distplus import ResilientDDP, ResumableDataModule
 
 
 class Regression(LightningModule):
@@ -36,6 +36,6 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         max_steps=1000,
-        callbacks=[saves, PreemptionHandler()],
+        callbacks=[saves],
     )
-    trainer.fit(Regression(), data, ckpt_path=newest_valid("checkpoints"))
+    trainer.fit(Regression(), data, ckpt_path="auto")

@@ -331,6 +331,8 @@ class Watchdog:
             self.tell_failure(first)
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
+                if self._ending.is_full:
+                    say(first.describe())
                 self._leave(ExitCode.DIVERGENCE)
 
     def _leave(self, code: ExitCode) -> None:

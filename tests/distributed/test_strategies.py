@@ -181,7 +181,7 @@ def test_fit_validate_test_predict_and_a_second_fit_run_in_one_process(name: str
 
 
 def fit_by_name(name: str, folder: str) -> str:
-    trainer = jobs.trainer(name, 2, folder, max_steps=2)
+    trainer = jobs.trainer(name, 2, folder, max_steps=2, use_distributed_sampler=True)  # it brings its monitor
     trainer.fit(jobs.Model(), jobs.loader())
     return type(trainer.strategy).__name__
 

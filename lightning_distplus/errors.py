@@ -42,7 +42,6 @@ __all__ = [
     "DatasetMismatch",
     "DistplusError",
     "DivergenceError",
-    "ErrorDisplay",
     "ExitCode",
     "HangDetected",
     "PeerError",

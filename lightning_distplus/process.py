@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -31,6 +33,7 @@ __all__ = [
     "catches_signal",
     "children",
     "end_with_parent",
+    "end_workers",
     "forks",
     "host_answers",
     "is_attended",
@@ -347,6 +350,13 @@ def _gpus() -> dict[str, Any]:
 _WORKER_OUTLIVES_S = 300
 
 
+def end_workers() -> None:
+    """Ends the data workers of this process, which ends itself."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
 class StopRequests:
     """Takes signals, remembers the first one, and hands each on to the handler that was there before.
 
@@ -377,6 +387,8 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             log.warning("signals do not stop this run: it does not run on the main thread, which alone gets them")
             return
+        if self._pid == 0:  # data workers outlive a SIGTERM, which is how multiprocessing ends them at the exit
+            multiprocessing.util.Finalize(None, end_workers, exitpriority=0)
         self._pid = os.getpid()
         for number in self._signals:
             previous = signal.getsignal(number)

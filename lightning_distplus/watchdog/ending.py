@@ -137,7 +137,8 @@ class Ending:
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
         show_errors_with(self)
-        multiprocessing.util.Finalize(self, self._show_block, exitpriority=0)  # where no hook is asked: in a notebook
+        # Where no hook is asked: in a notebook, or where the script goes on after the error.
+        multiprocessing.util.Finalize(self, self._show_block, kwargs={"waits": False}, exitpriority=0)
 
     @property
     def is_full(self) -> bool:
@@ -160,17 +161,19 @@ class Ending:
             text = fold_traceback(printed) if known is None else self._line(known.exit_code, known)
             if known is None and path is not None:
                 text += f"\n(whole traceback: {path})"
-        has_verdict = self._telling.find_verdict() is not None
-        if known is not None and not has_verdict and self._telling.speaks_for_host():
+        found = self._telling.find_verdict()
+        if known is not None and found is None and self._telling.speaks_for_host():
             self._telling.await_others()
             text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
-        _say(text)
+        if known is None or found is None or not self._telling.is_shown(found[1]):  # the verdict comes last
+            _say(text)
         self._show_block()
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
-        if not self._show_block():
+        found = self._telling.find_verdict()
+        if not self._show_block() and (found is None or not self._telling.is_shown(found[1])):
             _say(self._line(code))
 
     def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
@@ -180,7 +183,7 @@ class Ending:
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
-    def _show_block(self) -> bool:
+    def _show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
         if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
             return False
@@ -188,9 +191,11 @@ class Ending:
         with suppress(Exception):  # the process ends
             found = self._telling.find_verdict()
             if found is not None and self._telling.speaks_for_host(found[0].silent):
-                self._telling.await_others(found[0].silent)
-                print_block(*found)
-                return True
+                if waits:
+                    self._telling.await_others(found[0].silent)
+                if self._telling.claim_showing(found[1]):
+                    print_block(*found)
+                    return True
         return False
 
 

@@ -171,7 +171,7 @@ class Verdict:
 
     def _place(self) -> str:
         """Where the first culprit stands; a batch is named by the step below."""
-        operation = _BATCH.sub("", self.operation).rpartition("]")[2] if self.operation else ""
+        operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
         where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
         if self.location is None:
             return where

@@ -30,6 +30,7 @@ from lightning_distplus.process import (
     ProcessState,
     catches_signal,
     end_with_parent,
+    end_workers,
     forks,
     is_traced,
     running_time,
@@ -530,11 +531,29 @@ class Telling:
         return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
 
     def await_others(self, silent: Iterable[int] = ()) -> None:
-        """Waits until the other ranks of this host have ended, and so said what they have to say; a few seconds."""
+        """Waits until the other ranks of this host have ended, and so said what they have to say.
+
+        Not for as long as a peer has to end by itself: one that stands in a collective with this rank is let go only
+        when this process ends.
+        """
         others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
-        end = running_time() + _SPOKEN_S
+        end = running_time() + _PEER_GRACE_S / 2
         while any(peer.state() is not ProcessState.GONE for peer in others) and running_time() < end:
             time.sleep(_LOOK_S)
+
+    def is_shown(self, path: Path) -> bool:
+        """Whether a rank of this host has printed the verdict in this file."""
+        return self._mark_of(path).exists()
+
+    def claim_showing(self, path: Path) -> bool:
+        """Whether this rank is the one that prints the verdict in this file: the first that asks."""
+        with suppress(FileExistsError):
+            self._mark_of(path).touch(exist_ok=False)
+            return True
+        return False
+
+    def _mark_of(self, path: Path) -> Path:
+        return path.with_name(f".{path.stem}.shown")
 
     def find_verdict(self) -> tuple[Verdict, Path] | None:
         """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
@@ -730,9 +749,7 @@ def end_process(code: ExitCode) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    end_workers()
     os._exit(int(code))
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "require_choice",
     "require_type",
     "show_errors_with",
+    "stop_showing_errors_with",
 ]
 
 
@@ -294,6 +295,11 @@ class ErrorDisplay(Protocol):
 def show_errors_with(display: ErrorDisplay) -> None:
     """From now on, uncaught errors are shown by this display, and by no earlier one."""
     _displays[:] = [display]
+
+
+def stop_showing_errors_with(display: ErrorDisplay) -> None:
+    """Lets go of a display."""
+    _displays[:] = [one for one in _displays if one is not display]
 
 
 def install_exit_codes() -> None:

@@ -42,6 +42,7 @@ from lightning_distplus._compat.lightning import (
     restore_sigterm_notifier,
     restore_worker_signals,
     skips_backward,
+    stop_child_observer,
     synced_metrics,
     validates_now,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "settle_ddp_buckets",
     "skips_backward",
     "state_dict_name",
+    "stop_child_observer",
     "synced_metrics",
     "tensor_parallel_size",
     "validates_now",

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from lightning_distplus import env
+from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with
+from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with, stop_showing_errors_with
 from lightning_distplus.events import read_ledger
 from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
 from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict
@@ -120,6 +120,16 @@ def _wrap(line: str, width: int) -> list[str]:
 # -- the end of this process -------------------------------------------------------------------------------------------
 
 
+_is_armed: list[bool] = []
+_shown_at_exit: list[Ending] = []
+"""That of the last run of this process."""
+
+
+def _show_at_exit() -> None:
+    for ending in _shown_at_exit:
+        ending.show_block(waits=False)
+
+
 class Ending:
     """Shows how the run ends on this rank.
 
@@ -137,8 +147,16 @@ class Ending:
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
         show_errors_with(self)
-        # Where no hook is asked: in a notebook, or where the script goes on after the error.
-        multiprocessing.util.Finalize(self, self._show_block, kwargs={"waits": False}, exitpriority=0)
+        _compat.stop_child_observer()
+        if not _is_armed:  # where no hook is asked: in a notebook, or where the script goes on after the error
+            multiprocessing.util.Finalize(None, _show_at_exit, exitpriority=0)
+            _is_armed.append(True)
+        _shown_at_exit[:] = [self]
+
+    def disarm(self) -> None:
+        """The run has ended well: nothing is left to show."""
+        stop_showing_errors_with(self)
+        _shown_at_exit[:] = [one for one in _shown_at_exit if one is not self]
 
     @property
     def is_full(self) -> bool:
@@ -167,13 +185,13 @@ class Ending:
             text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
         if known is None or found is None or not self._telling.is_shown(found[1]):  # the verdict comes last
             _say(text)
-        self._show_block()
+        self.show_block()
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         found = self._telling.find_verdict()
-        if not self._show_block() and (found is None or not self._telling.is_shown(found[1])):
+        if not self.show_block() and (found is None or not self._telling.is_shown(found[1])):
             _say(self._line(code))
 
     def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
@@ -183,7 +201,7 @@ class Ending:
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
-    def _show_block(self, *, waits: bool = True) -> bool:
+    def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
         if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
             return False

@@ -174,6 +174,8 @@ class Watchdog:
 
     def stop(self) -> None:
         """Ends both threads; nothing is judged any more."""
+        if self._plane.first_error is None:
+            self._ending.disarm()
         self._stopping.set()
         self._thread.join(timeout=_JOIN_S)
         self._board.stop()

@@ -73,7 +73,8 @@ def test_each_job_has_its_own_verdict_exit_code_and_ledger(tmp_path: Path) -> No
             one.kill()
     assert (tmp_path / "hangs-fired").exists()
     assert {how: one.returncode for how, one in launchers.items()} == {"hangs": 170, "raises": 1}, texts
-    assert ": rank 0, exit code 1 (failed)" in texts["raises"].splitlines()[-2]
+    last = [line for line in texts["raises"].splitlines() if line.startswith("distplus launch: ")][-2]
+    assert ": rank 0, exit code 1 (failed)" in last
     verdicts = [json.loads(path.read_text()) for path in (tmp_path / "distplus").glob("verdict-*.json")]
     runs = {one["kind"]: one["run_id"] for one in verdicts}
     assert sorted((one["kind"], one["culprits"]) for one in verdicts) == [("exception", [0]), ("hang", [1])]
@@ -89,7 +90,8 @@ def test_each_job_has_its_own_verdict_exit_code_and_ledger(tmp_path: Path) -> No
             [sys.executable, "-m", "lightning_distplus.cli", "report", str(tmp_path), "--run-id", run_id],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-        assert [line.partition(":")[0] for line in shown.splitlines() if line.startswith("===")] == [f"=== {kind}"]
+        (headline,) = (line for line in shown.splitlines() if line.startswith("RANK "))
+        assert headline.startswith({"hang": "RANK 1 HANGS", "exception": "RANK 0 FAILED"}[kind])
 
 
 if __name__ == "__main__":

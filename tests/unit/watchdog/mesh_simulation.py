@@ -207,7 +207,10 @@ class Mesh:
                 return
             one, cost = program[self.next[rank]], self.costs[rank][self.next[rank]]
             if one[0] in ("item", "sync"):
-                waits = [*self.tails[rank], *([self.handles[rank, one[1]]] if one[0] == "item" else [])]
+                waits = [
+                    *self.tails[rank],
+                    *([self.handles[rank, one[1]]] if one[0] == "item" else self._streams(rank)),
+                ]
                 unfinished = next((node for node in waits if node.done is None), None)
                 if unfinished is not None:
                     self.asleep[id(unfinished)].append(rank)
@@ -224,6 +227,10 @@ class Mesh:
                 self._collective(rank, *one[1:])
             elif one[0] == "p2p":
                 self._batch(rank, one[1], one[2])
+
+    def _streams(self, rank: int) -> list[Node]:
+        """The last kernel of every stream: `torch.cuda.synchronize()` waits for all of the device, not for one."""
+        return [node for (owner, _), node in self.streams.items() if owner == rank]
 
     def _put(self, node: Node, deps: list[Node]) -> Node:
         node.ready = self.clock[node.rank]
@@ -386,7 +393,19 @@ class Mesh:
         return folder
 
     def _status(self, rank: int) -> dict[str, dict[str, str]]:
-        return {name: {"last_enqueued_collective": str(seq)} for name, seq in self.enqueued[rank].items()}
+        ended: dict[str, tuple[float, int]] = {}
+        for entry in self.entries[rank]:
+            if entry["state"] is not None and entry["state"].done is not None:
+                name, seq = entry["process_group"][0], entry["p2p_seq_id"] or entry["collective_seq_id"]
+                ended[name] = max(ended.get(name, (0.0, 0)), (entry["state"].done, seq))
+        return {
+            name: {
+                "last_enqueued_collective": str(seq),
+                "last_started_collective": "-1",
+                "last_completed_collective": str(ended[name][1] if name in ended else -1),
+            }
+            for name, seq in self.enqueued[rank].items()
+        }
 
     def _entries(self, rank: int) -> list[dict[str, Any]]:
         return [found for entry in self.entries[rank][-self.ring :] if (found := self._entry(entry, rank)) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,51 @@ def test_a_call_that_others_have_ended_says_that_the_rank_itself_stands() -> Non
     assert found is not None
     assert (found.culprits, found.is_decided) == ([0], True)
     assert "which rank 1 ended" in found.reasons[0]
+
+
+def test_a_call_in_flight_that_the_ring_has_overwritten_on_another_rank_was_not_ended_there() -> None:
+    ran_ahead = [call("tp0", 3), call("dp1", 1)]
+    found = followed(r0=[call("tp0", 1)], r1=ran_ahead, r2=[], r3=[call("dp1", 1)])
+    assert found is not None
+    assert 0 not in found.reasons or not found.is_decided
+
+
+def stage(stands: int, *, earlier: int = 0) -> Ends | None:
+    """Four ranks of one stage: one stands behind a call after which its like went on, one has an empty record.
+
+    Args:
+        stands: The rank that stands.
+        earlier: How often it has gone on at once from such a call before.
+    """
+    groups = {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2, 3]}
+    rounds = [
+        replace(call(group, seq, done=True), created_ns=1000 * (2 * seq + (group == "b")))
+        for seq in range(1, earlier + 1)
+        for group in "ab"
+    ]
+    before = [*rounds, replace(call("a", earlier + 1), created_ns=10**6)]
+    after = [*before, replace(call("b", earlier + 1), created_ns=10**6 + 1000)]
+    records = {
+        rank: Recording(calls=before if rank == stands else after, groups=groups, roles={"a": "a", "b": "b"})
+        for rank in range(4)
+    }
+    return follow({**records, 4: Recording(groups={"a": groups["a"]})})
+
+
+def test_a_rank_that_stands_where_its_like_went_on_with_the_same_calls_in_flight_is_to_blame() -> None:
+    found = stage(1)
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([1, 4], True)
+
+
+def test_the_first_or_last_rank_of_a_stage_may_wait_alone_unless_earlier_rounds_show_that_it_does_not() -> None:
+    for rank in (0, 3):
+        found = stage(rank)
+        assert found is not None
+        assert (found.culprits, found.is_decided) == ([rank, 4], False)
+        found = stage(rank, earlier=3)
+        assert found is not None
+        assert (found.culprits, found.is_decided) == ([rank, 4], True)
 
 
 def test_a_short_message_that_was_sent_before_its_receiver_came_to_it_makes_nobody_wait() -> None:

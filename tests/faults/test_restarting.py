@@ -160,8 +160,9 @@ def test_samples_that_fail_every_time_are_set_apart_and_the_order_of_all_others_
     options = ("--max-restarts", "9", "--same-step", "2", "--quarantine")
     code, log = launch(tmp_path, str(tmp_path), "0", "2", options=options)
     assert code == 0, log
-    for rank in (0, 1):  # each shows the error of each attempt once
-        assert len(re.findall(rf"^\[{rank}\] ArithmeticError: this batch is poison$", log, flags=re.MULTILINE)) == 2
+    # The rank that raised shows the error of each attempt once; the other one says because of whom it stopped.
+    assert len(re.findall(r"^\[1\] ArithmeticError: this batch is poison$", log, flags=re.MULTILINE)) == 2
+    assert len(re.findall(r"^\[0\] rank 0 stopped because of rank 1, exit 171$", log, flags=re.MULTILINE)) == 2
     events = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "quarantine"]
     ((samples, where),) = [(event["samples"], (event["culprit"], event["global_step"])) for event in events]
     assert where == (1, 2)

@@ -1,4 +1,7 @@
-"""A checkpoint on another number of ranks, and in another strategy: parameters and AdamW's moments are the same."""
+"""A checkpoint on another number of ranks, and in another strategy: parameters and AdamW's moments are the same.
+
+Row R9.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exact resume with a real Trainer: samples, augmentation, validations and counters as if nothing had happened."""
+"""Exact resume with a real Trainer: samples, augmentation, validations and counters as if nothing had happened.
+
+Rows R6 and R8.
+"""
 
 from __future__ import annotations
 

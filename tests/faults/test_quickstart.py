@@ -1,4 +1,4 @@
-"""The README's first story, from an empty folder: `distplus init`, train, kill a process, train again."""
+"""The README's first story, from an empty folder: `distplus init`, train, kill a process, train again (row P8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs in which nothing is wrong, with everything that may rightly differ between ranks: the monitor says nothing."""
+"""Runs in which nothing is wrong, with everything that may rightly differ between ranks: the monitor says nothing.
+
+Rows D1 to D15.
+"""
 
 from __future__ import annotations
 

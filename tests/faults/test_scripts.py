@@ -1,4 +1,4 @@
-"""Row P4 for a user's script: in an empty folder, killed by SIGKILL, restarted, it goes on from what it had saved."""
+"""Rows P4 and P8: a user's script in an empty folder, killed by SIGKILL, goes on from what it had saved."""
 
 from __future__ import annotations
 

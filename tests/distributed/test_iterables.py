@@ -333,18 +333,26 @@ def test_trainer_that_fits_again_goes_on_and_another_one_begins_anew() -> None:
     assert numbers(fit(data, max_steps=2)) == numbers(whole)[:4]
 
 
-@pytest.mark.usefixtures("_worker_handler")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_of_litdata_resumes_exactly(num_workers: int, tmp_path: Path) -> None:
-    litdata = pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Forty tensors as litdata writes them."""
+    pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+    folder = str(tmp_path_factory.mktemp("litdata") / "chunks")
     write = (
         "import litdata; from tests.distributed.iterable_jobs import tensor_of; "
-        f"litdata.optimize(tensor_of, list(range(40)), {str(tmp_path / 'chunks')!r}, chunk_bytes=64, num_workers=1)"
+        f"litdata.optimize(tensor_of, list(range(40)), {folder!r}, chunk_bytes=64, num_workers=1)"
     )
     subprocess.run([sys.executable, "-c", write], check=True, timeout=50)  # it changes its process for good
+    return folder
+
+
+@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_of_litdata_resumes_exactly(num_workers: int, chunks: str, tmp_path: Path) -> None:
+    import litdata
 
     def make_data() -> Any:
-        data = litdata.StreamingDataset(str(tmp_path / "chunks"), shuffle=True, drop_last=True, seed=1)
+        data = litdata.StreamingDataset(chunks, shuffle=True, drop_last=True, seed=1)
         return iterable_data(litdata.StreamingDataLoader(data, batch_size=2, num_workers=num_workers))
 
     saver = SaveAt("on_train_batch_end", tmp_path)

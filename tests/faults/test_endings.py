@@ -117,6 +117,7 @@ def test_what_all_ranks_raise_alike_is_shown_once_and_without_frames(tmp_path: P
     assert lines.count("rank 1 stopped with PreflightError, exit 173") <= 1
 
 
+@pytest.mark.soak
 def test_all_tracebacks_are_shown_to_who_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(

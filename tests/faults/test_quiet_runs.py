@@ -21,7 +21,7 @@ from tests.distributed import jobs
 from tests.faults.divergences import own_loader
 from tests.faults.test_diverging import fit
 
-STEPS = 100
+STEPS = 40
 SOAK_STEPS = 2000
 
 Alarms = dict[str, float]

@@ -96,9 +96,9 @@ def assert_comes_back(folder: Path, *kills: tuple[int, int, str], start: str = "
         )
 
 
-@pytest.mark.deadline(240)  # four starts of two interpreters
+@pytest.mark.deadline(240)  # three starts of two interpreters
 def test_killed_ranks_come_back_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    assert_comes_back(tmp_path, (1, 2, "before_optimizer_step"), (0, 6, "after_backward"), (1, 9, "batch_start"))
+    assert_comes_back(tmp_path, (1, 2, "before_optimizer_step"), (0, 6, "after_backward"))
 
 
 @pytest.mark.soak

@@ -626,7 +626,7 @@ class Telling:
         def claim() -> None:
             with suppress(PeerError, RuntimeError):
                 told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
-                self._line.append(_SETTLED, f"{self._world.rank},".encode())
+                self._line.sign_in(_SETTLED)
 
         _within(_TOLD_S, claim)
         return Verdict.from_json(told[0]) if told else verdict
@@ -639,8 +639,7 @@ class Telling:
         end = running_time() + _SPOKEN_S
         with suppress(PeerError, RuntimeError):
             while running_time() < end:
-                told = (self._line.read(_SETTLED) or b"").split(b",")
-                if others <= {int(rank) for rank in told if rank}:
+                if others <= self._line.signed_in(_SETTLED):
                     return
                 time.sleep(_LOOK_S)
 

@@ -118,18 +118,17 @@ class Listener:
     """Waits for the first error on a thread and a connection of its own, without traffic while nothing happens.
 
     The thread waits for a key of its own rank, its bell; whoever reports an error sets that key for every rank. A ring
-    is believed only where an error follows that this job has signed. The connections are made when the thread starts:
+    is believed only where an error follows that this job has signed. The connection is made when the thread starts:
     most control planes of a process never listen, and one host serves those of all ranks.
 
     Args:
-        store: The job's store.
+        store: The job's store; who reports, or ends the thread, does it over this connection.
         world: This process.
         secret: Signs this attempt's messages.
     """
 
     def __init__(self, store: Store, world: World, secret: Secret) -> None:
         self._store = store
-        self._connection: Store | None = None
         self._world = world
         self._secret = secret
         self._heard_by = secret.entries(_HEARD_BY)
@@ -144,7 +143,6 @@ class Listener:
             return
         self._rounds += 1
         self._is_stopping = False
-        self._connect()  # now: when there is something to report, it may take too long
         self._thread = threading.Thread(
             target=self._listen, args=(self._store.clone(),), name="distplus-control", daemon=True
         )
@@ -157,11 +155,11 @@ class Listener:
         self._is_stopping = True
         bell = self._bell(self._world.rank, self._rounds)
         with suppress(RuntimeError):
-            speaker, listens = self._connect(), self._thread.is_alive()
-            speaker.set(bell, b"stop")
+            listens = self._thread.is_alive()
+            self._store.set(bell, b"stop")
             self._thread.join(timeout=_JOIN_S)
             if listens and not self._thread.is_alive():  # the store answers; one that is silent would hold us for ever
-                speaker.delete_key(bell)
+                self._store.delete_key(bell)
         self._thread = None
 
     def report(self, error: FirstError, *, is_host: bool) -> FirstError:
@@ -174,26 +172,19 @@ class Listener:
         Returns:
             The error that won.
         """
-        speaker = self._connect()
-        winner = SignedStore(speaker, self._secret).claim(_KEY, json.dumps(asdict(error)).encode())
+        winner = SignedStore(self._store, self._secret).claim(_KEY, json.dumps(asdict(error)).encode())
         self.heard = FirstError(**words_of(winner))
         if self.heard.rank == self._world.rank:
             for rank in self._world.ranks:
                 for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
-                    speaker.set(self._bell(rank, number), b"error")
-            speaker.check([_KEY])  # a round trip: what was set before it has arrived
+                    self._store.set(self._bell(rank, number), b"error")
+            self._store.check([_KEY])  # a round trip: what was set before it has arrived
         else:  # it has heard now, and may end before its thread can say so
-            self._say_heard(speaker)
+            self._say_heard(self._store)
         if is_host:
             culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
-            self._await_listeners(speaker, set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
+            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
-
-    def _connect(self) -> Store:
-        """The connection of whoever reports."""
-        if self._connection is None:
-            self._connection = self._store.clone()
-        return self._connection
 
     def _bell(self, rank: int, number: int) -> str:
         return f"bell/{rank}/{number}"
@@ -216,10 +207,10 @@ class Listener:
     def _say_heard(self, store: Store) -> None:
         store.append(_HEARD_BY, self._secret.entries(_HEARD_BY).entry(b"%d" % self._world.rank))
 
-    def _await_listeners(self, speaker: Store, ranks: set[int]) -> None:
+    def _await_listeners(self, ranks: set[int]) -> None:
         end = running_time() + _HEARD_BY_ALL_S
-        speaker.append(_HEARD_BY, "")  # so that it is there
+        self._store.append(_HEARD_BY, "")  # so that it is there
         while running_time() < end:
-            if ranks <= {int(rank) for rank in self._heard_by.read(bytes(speaker.get(_HEARD_BY)))}:
+            if ranks <= {int(rank) for rank in self._heard_by.read(bytes(self._store.get(_HEARD_BY)))}:
                 return
             time.sleep(_HEARD_POLL_S)

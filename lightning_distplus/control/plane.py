@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -141,6 +142,8 @@ class ControlPlane:
         self._store = store
         self.secret = secret or Secret()
         self._signed = SignedStore(store, self.secret)
+        self._second: Store | None = None
+        self._connecting = threading.Lock()
         self.host_rank = host_rank
         self._parent = os.getppid()
         self._peers: dict[int, Peer] = {}
@@ -163,8 +166,14 @@ class ControlPlane:
         return PrefixStore(name, self._store.clone())
 
     def second_line(self) -> ControlPlane:
-        """The same plane over another connection, for another thread."""
-        line = ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank, secret=self.secret)
+        """The same plane over another connection, for other threads.
+
+        A rank has four: that of its training, over which errors are reported too; this one, so that no step waits
+        behind the watchdog or a save; the listener's and the default process group's, which wait in the store.
+        """
+        with self._connecting:
+            self._second = self._second or self._store.clone()
+        line = ControlPlane(self._second, self.world, host_rank=self.host_rank, secret=self.secret)
         line.run_id = self.run_id
         line._peers = self._peers  # what one has learnt, the others know when the store is gone
         return line

@@ -30,7 +30,7 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "open_slate", "read_slate"]
+__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "has_slate", "open_slate", "read_slate"]
 
 log = logging.getLogger(__name__)
 
@@ -387,6 +387,14 @@ def open_slate(pid: int) -> int | None:
                 if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
                     return os.open(path, os.O_RDONLY)
     return None
+
+
+def has_slate(pid: int) -> bool:
+    """Whether a process of this user is a rank under a watchdog."""
+    if (descriptor := open_slate(pid)) is None:
+        return False
+    os.close(descriptor)
+    return True
 
 
 def read_slate(descriptor: int) -> dict[str, Any] | None:

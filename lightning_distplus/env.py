@@ -179,7 +179,7 @@ DISTPLUS_QUARANTINE = Variable(
     "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"
 )
 DISTPLUS_SECRET = Variable(
-    "DISTPLUS_SECRET", "what only the launchers of this job know, the same on all its hosts: signs what they agree on"
+    "DISTPLUS_SECRET", "what only the processes of this job know, the same on all its hosts: signs what they tell"
 )
 DISTPLUS_TRACEBACK = Variable(
     "DISTPLUS_TRACEBACK", "full: every rank prints its whole traceback; else the user's frames, of the rank that raised"

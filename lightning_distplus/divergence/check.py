@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import ControlPlane, GateRecord
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DivergenceError, install_exit_codes
 from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.run_access import Host, host_of
@@ -70,7 +71,7 @@ class MonitoredRun:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
         packed = json.dumps(value).encode()
-        return [json.loads(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience())]
+        return [words_of(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience())]
 
 
 class Check:

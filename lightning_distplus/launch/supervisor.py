@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import signal
 import socket
 import sys
@@ -352,7 +353,7 @@ class _Supervisor:
 
     def run(self) -> int:
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
-        self._ask_for_secret()
+        self._give_secret()
         hosts, number = self._job.hosts, 0
         try:
             if hosts.max_nodes > 1:
@@ -384,9 +385,13 @@ class _Supervisor:
         env.DISTPLUS_HOME_FILE.set(str(self._home_file))
         env.DISTPLUS_RUN_ID.set(run_id)
 
-    def _ask_for_secret(self) -> None:
-        """Between hosts only the user can give all launchers the same one."""
-        if self._job.hosts.max_nodes > 1 and env.DISTPLUS_SECRET.get() is None:
+    def _give_secret(self) -> None:
+        """Makes one for the ranks of one host; between hosts only the user can give all launchers the same one."""
+        if env.DISTPLUS_SECRET.get() is not None:
+            return
+        if self._job.hosts.max_nodes == 1:
+            env.DISTPLUS_SECRET.set(secrets.token_hex(32))
+        else:
             self._say(
                 f"DISTPLUS_SECRET is not set: who can reach {self._job.hosts.rdzv} can end or stop this job. Set it to "
                 "the same random text on all hosts (openssl rand -hex 32), a new one for each job"

@@ -39,7 +39,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.ending import Ending, print_block
 from lightning_distplus.watchdog.evidence import Evidence, Witness
-from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting
+from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting, has_slate
 from lightning_distplus.watchdog.progress import Marks, Progress
 from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_debugged
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
@@ -626,7 +626,7 @@ class Telling:
         def claim() -> None:
             with suppress(PeerError, RuntimeError):
                 told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
-                self._line.append(_SETTLED, f"{self._world.rank},".encode())
+                self._line.sign_in(_SETTLED)
 
         _within(_TOLD_S, claim)
         return Verdict.from_json(told[0]) if told else verdict
@@ -639,8 +639,7 @@ class Telling:
         end = running_time() + _SPOKEN_S
         with suppress(PeerError, RuntimeError):
             while running_time() < end:
-                told = (self._line.read(_SETTLED) or b"").split(b",")
-                if others <= {int(rank) for rank in told if rank}:
+                if others <= self._line.signed_in(_SETTLED):
                     return
                 time.sleep(_LOOK_S)
 
@@ -756,8 +755,8 @@ def end_process(code: ExitCode) -> None:
 
 
 def end_peer(peer: Peer) -> None:
-    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended."""
-    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
+    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended, or is none."""
+    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(peer.pid):  # it is here
         for pid in (*forks(peer.pid), peer.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

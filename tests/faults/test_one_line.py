@@ -112,7 +112,7 @@ def test_the_script_says_in_one_line_what_it_brings(tmp_path: Path) -> None:
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("distplus: ")]
     assert line == (
         "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
-        "lightning_logs/version_0/checkpoints, events in distplus"
+        "lightning_logs/version_0/checkpoints, data: exact resume (DataLoader), events in distplus"
     )
 
 

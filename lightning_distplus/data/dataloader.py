@@ -101,7 +101,8 @@ class ExactLoader(DataLoader[Any]):
         """Makes one of a loader of any class that iterates as torch's does."""
         exact: Any = copy.copy(loader)
         exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, (cls, type(loader)), {})
-        exact._iterator = None
+        for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
+            del vars(exact)[name]  # what runs over the original, with its workers, where they persist
         exact.distplus_order = _Order(exact, fit)
         return exact  # type: ignore[no-any-return]
 
@@ -166,7 +167,8 @@ class _Order:
             self._drawn_from |= {"python": random, "numpy": np.random}
         self._passes: list[_Pass] = []
         self._seeds: Callable[[int], int] | None = None
-        self._has_begun = False  # a pass, in this process or in an earlier one
+        self._has_begun = False  # a pass, in this process
+        self._has_begun_before = False  # in an earlier one
 
     # -- what a checkpoint holds
 
@@ -188,7 +190,7 @@ class _Order:
             **self.identity(),
             "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
             "generators": _states_of(self._own),
-            "has_begun": self._has_begun,
+            "has_begun": self._has_begun or self._has_begun_before,
             "passes": [
                 *(self._state_of(one, position.batches - one.first_batch) for one in found[-1:]),
                 *(self._state_of(one, 0) for one in later),
@@ -211,7 +213,7 @@ class _Order:
         """Takes over from a checkpoint what lasts longer than a pass."""
         if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
             self.sampler.seed = state["seed"]
-        self._has_begun = state["has_begun"]
+        self._has_begun_before = state["has_begun"]
         _set_states(self._own, state["generators"])
 
     # -- a pass
@@ -229,7 +231,7 @@ class _Order:
             this.number, this.skip = saved["number"], saved["batch"]
             if this.skip >= len(self.loader):
                 return iter(())
-        if self.loader.persistent_workers and self._has_begun and self.loader._iterator is None:
+        if self.loader.persistent_workers and self._has_begun_before and not self._has_begun:
             this.rewinds_to = _states_of(self._own | {"torch": torch.default_generator})
         self._has_begun = True
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}

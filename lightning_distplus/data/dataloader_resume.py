@@ -346,7 +346,8 @@ def _why_not(loader: Any) -> str | None:
         return None
     if not isinstance(loader, DataLoader):
         return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
+    if type(loader).__iter__ is not DataLoader.__iter__ or not is_usual:
         return f"{name} iterates in a way of its own. {_TWO_LINES}"
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__qualname__} is iterable. {_TWO_LINES}"

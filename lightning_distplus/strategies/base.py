@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
     DistplusError,
@@ -230,6 +231,10 @@ class ResilientStrategy(_Base):
             a SIGTERM ends all ranks at the same step with exit code 143, and nothing is saved.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
             fetches from there what the folder of the checkpoints has lost. None: nobody does.
+        data: ``"exact"``: a run that is resumed inside an epoch goes on in the training ``DataLoader`` at the batch at
+            which the checkpoint was saved; ``"as_is"`` leaves loaders to Lightning, which begins the epoch anew.
+        seed_samples: With ``data="exact"``: whether python's, numpy's and torch's generators are seeded for each sample
+            from its place in the order, so that a random augmentation is exact too, with any number of workers.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -252,6 +257,8 @@ class ResilientStrategy(_Base):
         copy_to: str | None = None,
         monitor: RankDivergenceMonitor | bool = True,
         preemption: PreemptionHandler | bool = True,
+        data: Literal["exact", "as_is"] = "exact",
+        seed_samples: bool = True,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
@@ -260,6 +267,8 @@ class ResilientStrategy(_Base):
         require_type("copy_to", copy_to, str, or_none=True)
         require_callback("monitor", monitor, RankDivergenceMonitor)
         require_callback("preemption", preemption, PreemptionHandler)
+        require_choice("data", data, Literal["exact", "as_is"])
+        require_type("seed_samples", seed_samples, bool)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = read_preflight(preflight)
         self.on_hang: OnHang = on_hang
@@ -268,6 +277,8 @@ class ResilientStrategy(_Base):
         self.copy_to = copy_to
         self.monitor = monitor
         self.preemption = preemption
+        self.data = data
+        self.seed_samples = seed_samples
         self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
         self.marks = Marks(phase=self._phase)
@@ -281,6 +292,7 @@ class ResilientStrategy(_Base):
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
+        self._loaders: LoaderResume | None = None
         self._validation_began_at = 0.0
         self._first_step = 0
         self._has_failed = False
@@ -380,6 +392,12 @@ class ResilientStrategy(_Base):
             _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
             if trainer.state.fn == "fit":
                 self._brought = bring_callbacks(self, trainer)
+                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The parent's part; a training loader then resumes exactly."""
+        processed = super().process_dataloader(dataloader)
+        return processed if self._loaders is None else self._loaders.take(processed)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self.marks.set("prepare_data")
@@ -755,7 +773,7 @@ class ResilientStrategy(_Base):
             self.collectives.points = None
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
-        self._brought = []
+        self._brought, self._loaders = [], None
         self.note("end", failed=self._has_failed)
         self._close_ledger()
 

@@ -93,7 +93,7 @@ def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_rank
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("distplus: ")]
     assert line == (
         "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
-        "lightning_logs/version_0/checkpoints, events in distplus"
+        "lightning_logs/version_0/checkpoints, data: exact resume (DataLoader), events in distplus"
     )
 
 

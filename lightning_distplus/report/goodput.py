@@ -173,7 +173,10 @@ def find_attempts(
     for index, attempt in enumerate(found):
         until = found[index + 1].began if index + 1 < len(found) else math.inf
         told = of_attempt[attempt.run_id, attempt.number]
-        judged = [one for one in verdicts if attempt.began <= one["at"] < until and one["kind"] in _FATAL]
+        last_window = attempt.windows[-1] if attempt.windows else None
+        went_on_at = last_window.end - last_window.seconds if last_window else 0.0  # as with on_hang="report"
+        since = max(attempt.began, went_on_at)
+        judged = [one for one in verdicts if since <= one["at"] < until and one["kind"] in _FATAL]
         launcher = [one for one in of_launcher if attempt.began <= one["time"] < until + 1]
         is_heard = now - attempt.last < quiet_s
         _find_end(attempt, told, judged, launcher, until if math.isfinite(until) else None, is_heard=is_heard)
@@ -218,7 +221,7 @@ def _find_end(
     last = attempt.last
     attempt.ended = attempt.detected = last
     if preempted:
-        attempt.end, attempt.why = "preempted", str(preempted[0].get("reason", ""))
+        attempt.end, attempt.why = "preempted", str(preempted[0].get("reason") or "")
         attempt.ended = attempt.detected = preempted[0]["time"]
     elif ended_well and not failed:
         attempt.end = "done"

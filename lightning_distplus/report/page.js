@@ -197,7 +197,7 @@ function lossOf(job) {
   const lines = job.loss;
   if (!lines.length) return null;
   const points = lines.flatMap((line) => line.points);
-  const [left, right, top, bottom, width, height] = [56, 8, 10, 26, WIDTH, 280];
+  const [left, right, top, bottom, width, height] = [62, 8, 10, 26, WIDTH, 280];
   const bounds = (values) => [Math.min(...values), Math.max(...values)];
   const [first, last] = bounds(points.map((point) => point[0])), [low, high] = bounds(points.map((point) => point[1]));
   const x = (step) => left + ((step - first) / (last - first || 1)) * (width - left - right);
@@ -207,7 +207,7 @@ function lossOf(job) {
   for (const share of [0, 0.5, 1]) {
     const value = low + share * (high - low);
     svg.append(h("svg:line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
-      h("svg:text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value.toPrecision(3)));
+      h("svg:text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value && Math.abs(value) < 0.01 ? value.toExponential(1) : value.toPrecision(3)));
   }
   for (const share of [0, 0.5, 1]) {
     const step = Math.round(first + share * (last - first));

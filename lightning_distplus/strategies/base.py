@@ -668,6 +668,7 @@ class ResilientStrategy(_Base):
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
         self._ends_in_teardown = True
+        self.times.write()
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
         exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
@@ -675,7 +676,6 @@ class ResilientStrategy(_Base):
             exit_code = exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
             self._tell_end_without_handler()
         is_own = not isinstance(exception, (PeerError, SystemExit))
-        self.times.write()
         self.note(
             "failed",
             error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],

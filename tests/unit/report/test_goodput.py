@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.report.goodput import best_interval
-from lightning_distplus.report.run import describe_runs, read_ledgers
-from tests.unit.report.ledgers import Job, a_job_that_hung_once
+from lightning_distplus.report.run import describe_job, describe_runs, read_ledgers
+from tests.unit.report.ledgers import BEGAN, Job, a_job_that_hung_once
 
 
 def goodput_of(job: Job, mtbf_s: float | None = None) -> dict:
@@ -47,6 +47,18 @@ def test_what_a_rank_waited_for_a_dead_peer_in_its_last_window_is_detection(tmp_
     found = goodput_of(job)
     assert found["detection"] == pytest.approx(18)
     assert found["training"] == pytest.approx(22)
+
+
+def test_a_hang_that_was_only_reported_is_no_incident(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    job.train(10, 0, 20)
+    job.hang(50, silence_s=18, step=22)
+    job.train(60, 20, 60)
+    told = describe_job(read_ledgers(job.home), now=BEGAN + 105)
+    assert told["state"] == "running"
+    assert told["goodput"]["incidents"] == []
+    assert len(told["verdicts"]) == 1
 
 
 def test_between_two_jobs_of_one_line_of_checkpoints_is_the_queue(tmp_path: Path) -> None:

@@ -93,6 +93,52 @@ def test_a_job_that_is_even_has_no_straggler(tmp_path: Path) -> None:
     assert describe_runs(read_ledgers(a_job_that_hung_once(tmp_path).home))[0]["stragglers"] == []
 
 
+# Uses the page as a person does, and leaves in its title what happened.
+PERSON = """
+<script>
+const told = [];
+addEventListener("error", (event) => told.push(`error: ${event.message}`));
+document.addEventListener("securitypolicyviolation", (event) => told.push(`request: ${event.blockedURI}`));
+for (const svg of document.querySelectorAll("svg")) {
+  const output = svg.parentElement.querySelector("output");
+  svg.focus();
+  svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
+  told.push(output.textContent);
+  const box = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 9 }));
+  told.push(output.textContent);
+}
+const folded = document.querySelectorAll("details")[0];
+folded.querySelector("summary").click();
+told.push(`open: ${folded.open}`, `sections: ${document.querySelectorAll("section").length}`);
+told.push(`requests: ${performance.getEntriesByType("resource").length}`);
+told.push(`wider than the screen: ${document.documentElement.scrollWidth > document.documentElement.clientWidth}`);
+document.title = told.join(" | ");
+</script>
+"""
+
+
+@pytest.mark.soak  # needs Chromium
+@pytest.mark.parametrize("size", ["1280,900", "390,844"])
+def test_a_person_can_use_the_page_in_a_browser(size: str, tmp_path: Path) -> None:
+    page = write_page(a_job_that_hung_once(tmp_path).home)
+    page.write_text(page.read_text().replace("</body>", f"{PERSON}</body>"))
+    browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [*browser, "--enable-logging=stderr", f"--window-size={size}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr
+    title = re.findall("<title>(.*?)</title>", shown.stdout)[0]
+    told = title.split(" | ")
+    assert [text for text in told if text.startswith(("error", "request:"))] == []
+    assert told[-4:] == ["open: true", "sections: 7", "requests: 0", "wider than the screen: false"]
+    assert re.fullmatch(r"rank 0, 1970-01-12 13:\d\d:\d\d UTC: (\d+ ms a step|no steps)", told[0])
+    assert told[0] != told[1]
+    assert re.fullmatch(r"step \d+: loss 0\.\d+", told[2])
+    assert told[2] != told[3]
+
+
 LARGE = """
 import sys, time, resource
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -357,7 +358,10 @@ def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]])
     end = max(window.end for window in every)
     ranks = sorted({rank for of_ranks in windows.values() for rank in of_ranks})
     per_row = math.ceil(len(ranks) / _ROWS)
-    columns = min(_COLUMNS, max(max(len(of) for ranks_of in windows.values() for of in ranks_of.values()), 1))
+    num_windows: Counter[int] = Counter()
+    for of_ranks in windows.values():
+        num_windows.update({rank: len(of_rank) for rank, of_rank in of_ranks.items()})
+    columns = min(_COLUMNS, max(num_windows.values()))
     width = max(end - begin, 1e-6) / columns
     rows = []
     for first in range(0, len(ranks), per_row):

@@ -470,7 +470,7 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
-        self.times.begin(trainer, reads_loss=self.is_global_zero)
+        self.times.begin(trainer.global_step)
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind
         self._gate.is_late = lambda: self.measured.is_late
@@ -528,7 +528,10 @@ class ResilientStrategy(_Base):
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""
-        return self.collectives.step("training_step", super().training_step, *arguments, **named)
+        output = self.collectives.step("training_step", super().training_step, *arguments, **named)
+        if self.is_global_zero:
+            self.times.take_loss(output)
+        return output
 
     def backward(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""

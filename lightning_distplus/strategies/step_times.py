@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
+
+import torch
 
 __all__ = ["StepTimes"]
 
@@ -31,13 +32,19 @@ class StepTimes:
         self._window_at = 0.0
         self._window_step = 0
         self._step = 0
-        self._read_loss: Callable[[], float | None] = lambda: None
+        self._loss: torch.Tensor | None = None
 
-    def begin(self, trainer: Any, *, reads_loss: bool) -> None:
+    def begin(self, global_step: int) -> None:
         """Training starts: the first window begins when the first step is done, which belongs to the set-up."""
         self._began_at = None
-        self._step = self._window_step = trainer.global_step
-        self._read_loss = (lambda: _logged_loss(trainer)) if reads_loss else lambda: None
+        self._step = self._window_step = global_step
+        self._loss = None
+
+    def take_loss(self, output: Any) -> None:
+        """Keeps the loss that a ``training_step`` has returned, to be read once a window."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        # Of a DTensor the value is a matter of all ranks.
+        self._loss = loss.detach() if type(loss) is torch.Tensor and loss.numel() == 1 else None
 
     def add(self, part: str, seconds: float) -> None:
         """A part of a step, such as ``"forward"``, has taken so long; also what stands between steps."""
@@ -60,13 +67,15 @@ class StepTimes:
         age = now - self._began_at
         is_due = now - self._window_at >= max(_SHORTEST_S, min(age / 100, _LONG_S), age / 2000)
         if is_due and global_step - self._window_step >= _LEAST_STEPS:
-            self.write()
+            # Only here: it waits for the device, which may stand still where a run ends.
+            self.write(loss=None if self._loss is None else self._loss.item())
 
-    def write(self, global_step: int | None = None) -> None:
+    def write(self, global_step: int | None = None, *, loss: float | None = None) -> None:
         """Writes what is there of the window, and begins the next one.
 
         Args:
             global_step: Steps that are done, where training has ended; by default those of the last gate.
+            loss: Of the last step, where it is known.
         """
         now = time.monotonic()
         self._step = self._step if global_step is None else global_step
@@ -78,7 +87,6 @@ class StepTimes:
                 inner = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
                 seconds["optimizer"] = max(seconds["optimizer"] - inner, 0.0)
             parts = {f"{part}_s": value for part, took in seconds.items() if (value := round(took, _MILLISECOND))}
-            loss = self._read_loss()
             self._note(
                 "steps",
                 global_step=self._step,
@@ -92,12 +100,3 @@ class StepTimes:
     def _open_window(self, now: float, global_step: int) -> None:
         self._window_at, self._window_step, self._step = now, global_step, global_step
         self._seconds = {}
-
-
-def _logged_loss(trainer: Any) -> float | None:
-    """The newest training loss that the model has logged; None where there is none, or reading it may fail."""
-    with suppress(Exception):
-        metrics = trainer.logged_metrics
-        names = [name for name in metrics if "loss" in name and not name.startswith(("val", "test"))]
-        return float(metrics[min(names, key=len)]) if names else None
-    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,9 +120,10 @@ def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_wher
     with EventLog(tmp_path, 63, attempt=9, run_id="0123456789ab") as log:
         times = StepTimes(log.write)
         profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
-        times.begin(SimpleNamespace(global_step=100, logged_metrics={"train_loss": 0.123456789}), reads_loss=True)
+        times.begin(100)
         for step in range(100, 120):
             times.pass_gate(step, waited_s=0.001)
+            times.take_loss({"loss": torch.tensor(0.123456789, requires_grad=True)})
             profiler.start("[_TrainingEpochLoop].train_dataloader_next")
             profiler.stop("[_TrainingEpochLoop].train_dataloader_next")
             with (
@@ -138,17 +138,17 @@ def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_wher
     assert sum(one["steps"] for one in windows) == 18  # the first step belongs to the set-up, the last one is not done
     assert windows[-1]["global_step"] == 119
     assert log.path.stat().st_size / 18 <= 100
+    assert windows[0]["loss"] == 0.123457
     assert sum(one["wait_s"] for one in windows) == pytest.approx(0.018)
     for one in windows:
         assert one["forward_s"] == pytest.approx(0.06 * one["steps"], rel=0.5)
-        assert one["loss"] == 0.123457
         assert "optimizer_s" not in one  # it took no time of its own
 
 
 def test_the_times_of_a_step_cost_40_microseconds_at_most() -> None:
     times = StepTimes(lambda *_, **__: None)
     profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
-    times.begin(SimpleNamespace(global_step=0, logged_metrics={}), reads_loss=True)
+    times.begin(0)
     began = time.thread_time()
     for step in range(2000):
         times.pass_gate(step, 0.0)

@@ -41,7 +41,8 @@ COMMANDS = {
     "preflight": Command("preflight", "meet all ranks, and check every host", "run_preflight"),
     "rehearse": Command("rehearse", "what a configuration would do on many ranks"),
     "doctor": Command("preflight", "what would go wrong on this host", "run_doctor"),
-    "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
+    "report": Command("report", "show a run: attempts, goodput, verdicts, checkpoints"),
+    "top": Command("report", "show what each rank does, as the run goes on", "run_top"),
     "verify": Command("checkpoints", "check every checkpoint in a folder", "run_verify"),
     "export": Command("checkpoints", "write a sharded checkpoint as one file", "run_export"),
 }

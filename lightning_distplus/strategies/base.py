@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_distplus import _compat
+from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
 from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
@@ -27,9 +28,11 @@ from lightning_distplus.errors import (
     require_choice,
     require_type,
 )
-from lightning_distplus.events import EventLog, folder_of_run
+from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
+from lightning_distplus.process import age_of_process
+from lightning_distplus.report import leave_page
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
 from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
@@ -53,6 +56,7 @@ from lightning_distplus.strategies.start import (
     samples_in_hand,
     tell_launcher,
 )
+from lightning_distplus.strategies.step_times import StepTimes
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -283,6 +287,7 @@ class ResilientStrategy(_Base):
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
         self.marks = Marks(phase=self._phase)
         self.transfer = Transfer()
+        self.times = StepTimes(self.note)
         self.collectives = Collectives(self.marks)
         self.loads = LoadHooks(self)
         self.saves = SaveHooks(self, on_save_failure)
@@ -294,6 +299,7 @@ class ResilientStrategy(_Base):
         self._brought: list[Callback] = []
         self._loaders: LoaderResume | None = None
         self._validation_began_at = 0.0
+        self._saved_before_s = 0.0
         self._first_step = 0
         self._has_failed = False
         self._ends_in_teardown = False
@@ -424,7 +430,7 @@ class ResilientStrategy(_Base):
 
     def _put_into(self, trainer: Any) -> None:
         """Puts in the profiler that sets marks, the callback that speaks first, and committed links and saves."""
-        trainer.profiler = MarkingProfiler(trainer.profiler, self.marks, self._on_last_hook)
+        trainer.profiler = MarkingProfiler(trainer.profiler, self.marks, self.times, self._on_last_hook)
         trainer.callbacks.insert(0, FirstWord(self))
         for callback in trainer.checkpoint_callbacks:
             _compat.replace_checkpoint_link(callback, self.saves.link)
@@ -441,6 +447,7 @@ class ResilientStrategy(_Base):
             ends_run=self.on_hang == "abort",
             folder=self.home,
             last_deadline=lambda: self.phases.last_deadline,
+            on_shown=leave_page,
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
@@ -455,6 +462,10 @@ class ResilientStrategy(_Base):
             tell_launcher(self.home)
         self.note(
             "start",
+            ledger=LEDGER_VERSION,
+            began_at=round(time.time() - age_of_process(), 3),
+            host=self.plane.world.host,
+            pid=os.getpid(),
             function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
@@ -477,6 +488,7 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
+        self.times.begin(trainer.global_step)
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind
         self._gate.is_late = lambda: self.measured.is_late
@@ -489,6 +501,8 @@ class ResilientStrategy(_Base):
         if all(record.wishes & Wish.SAVED for record in records):
             self.saves.settle()
         self.measured.review(records)
+        assert self._gate is not None
+        self.times.pass_gate(records[0].global_step, self._gate.waited_s)
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
 
@@ -499,12 +513,15 @@ class ResilientStrategy(_Base):
             SaveFailed: The last save of the run failed, and none has succeeded since.
         """
         super().on_train_end()
+        assert self.lightning_module is not None
+        self.times.write(self.lightning_module.trainer.global_step)
         self.saves.settle()
         self.saves.failing.end()
 
     def on_validation_start(self) -> None:
         """Enters the validation phase."""
         self._validation_began_at = time.monotonic()
+        self._saved_before_s = self.times.within("checkpoint")
         self.phases.enter(Phase.VALIDATION)
         super().on_validation_start()
 
@@ -512,6 +529,8 @@ class ResilientStrategy(_Base):
         """Notes how long the validation took."""
         super().on_validation_end()
         self.measured.note(Phase.VALIDATION, self._validation_began_at)
+        saved_s = self.times.within("checkpoint") - self._saved_before_s  # by a callback, at the end of the validation
+        self.times.add("validation", time.monotonic() - self._validation_began_at - saved_s)
 
     def on_test_start(self) -> None:
         """Enters the validation phase."""
@@ -527,7 +546,10 @@ class ResilientStrategy(_Base):
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""
-        return self.collectives.step("training_step", super().training_step, *arguments, **named)
+        output = self.collectives.step("training_step", super().training_step, *arguments, **named)
+        if self.is_global_zero:
+            self.times.take_loss(output)
+        return output
 
     def backward(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""
@@ -667,6 +689,7 @@ class ResilientStrategy(_Base):
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
         self._ends_in_teardown = True
+        self.times.write()
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
         exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
@@ -776,6 +799,9 @@ class ResilientStrategy(_Base):
         self._brought, self._loaders = [], None
         self.note("end", failed=self._has_failed)
         self._close_ledger()
+        is_told_by_others = self._has_failed and self.world_size > 1  # who prints the verdict, or the launcher
+        if self.is_global_zero and not is_told_by_others and not env.DISTPLUS_HOME_FILE.get():
+            leave_page(self.home)
 
 
 def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:

@@ -104,6 +104,7 @@ class Watchdog:
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
         last_deadline: The longest silence of a rank that is alone, because others have ended their run.
+        on_shown: Told the folder of the artefacts once this rank has printed the verdict; never raises.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Watchdog:
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
         last_deadline: Callable[[], timedelta | None] = lambda: None,
+        on_shown: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
@@ -134,7 +136,7 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._ending = Ending(plane, self._telling)
+        self._ending = Ending(plane, self._telling, on_shown)
         self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()

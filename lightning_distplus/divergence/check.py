@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import ControlPlane, GateRecord
-from lightning_distplus.errors import DivergenceError, install_exit_codes
+from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
 from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.run_access import Host, host_of
 from lightning_distplus.trainer_gate import BatchGate
@@ -366,6 +366,7 @@ class GateMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connects the control plane where the strategy has none; the rest follows when the strategy is set up."""
+        refuse_other_trainer(trainer)
         if stage != "fit" or trainer.world_size == 1:
             return
         install_exit_codes()

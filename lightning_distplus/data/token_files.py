@@ -691,14 +691,7 @@ def _read_npy_header(path: Path, place: str) -> tuple[Part, np.dtype[Any]]:
 _PKDS_MAGIC = b"LITPKDS"
 _PKDS_HEADER = struct.Struct("<7sQBQ")  # magic, version, dtype code, tokens in the file
 _PKDS_VERSION = 1
-_PKDS_DTYPES: dict[int, type[np.integer[Any]]] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    8: np.uint16,
-}
+_PKDS_DTYPES = _MEGATRON_DTYPES  # lit-gpt has taken Megatron's codes
 _FLOATS = {6: "float32", 7: "float64"}
 _REMEDY = "Write it again with lit-gpt's PackedDatasetBuilder, or remove it from the folder."
 

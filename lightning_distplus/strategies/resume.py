@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_distplus import env
 from lightning_distplus.checkpoint.resume import AUTO, JobSaves, newest_in, num_fits
 from lightning_distplus.events import folder_of_run
+from lightning_distplus.preemption import checkpoint_folder
 
-__all__ = ["Search", "checkpoint_folder", "choose_checkpoint", "newest_checkpoint"]
+__all__ = ["Search", "choose_checkpoint", "newest_checkpoint", "settle_checkpoint_folder"]
 
 log = logging.getLogger(__name__)
 
@@ -78,25 +79,21 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     Raises:
         CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
-    folder = checkpoint_folder(trainer)
+    folder = settle_checkpoint_folder(trainer)
     if not isinstance(trainer.strategy, SearchesTogether):
         return newest_in(folder, allow_fresh=allow_fresh)
     trainer.strategy.search = Search(folder, allow_fresh)
     return newest_in(folder, verify="size", allow_fresh=allow_fresh)
 
 
-def checkpoint_folder(trainer: Any) -> Path:
-    """The folder that ``auto`` looks in: that of the first ModelCheckpoint, else ``<default_root_dir>/checkpoints``.
+def settle_checkpoint_folder(trainer: Any) -> Path:
+    """The folder that ``auto`` looks in, which the first ModelCheckpoint takes where it has none.
 
-    A ModelCheckpoint without a folder would save below the logger's next version, where no later start looks; it gets
-    this one.
+    It would save below the logger's next version, where no later start looks.
     """
-    folder = Path(trainer.default_root_dir) / "checkpoints"
-    savers = _savers(trainer)
-    if savers and savers[0].dirpath:
-        return Path(savers[0].dirpath)
-    for saver in savers[:1]:
-        saver.dirpath = str(folder)
+    folder = checkpoint_folder(trainer)
+    for saver in _savers(trainer)[:1]:
+        saver.dirpath = saver.dirpath or str(folder)
     return folder
 
 

@@ -166,23 +166,37 @@ def test_one_rank_alone_passes_everything(make_ranks, soon) -> None:
 
 
 @pytest.mark.deadline(300)
-def test_a_thousand_ranks_complete_a_barrier_within_three_seconds_of_a_core(make_ranks) -> None:
+def test_a_thousand_ranks_complete_a_barrier_by_few_calls_each(make_ranks) -> None:
+    """Seconds stand in ``benchmarks/control_gate``: here is what they come from, which no load of a host moves."""
     ranks = make_ranks(1000, num_nodes=1000)  # a rank also looks after the processes of its host: here its own alone
     all_started = threading.Event()
     deadline = timedelta(seconds=120)
 
-    def meet(plane) -> None:
+    def meet(plane) -> tuple[int, int, float]:
+        asked, others, call = 0, 0, plane._call
+
+        def count(what, method, *arguments):
+            nonlocal asked, others
+            asked, others = (asked + 1, others) if method == plane._store.check else (asked, others + 1)
+            return call(what, method, *arguments)
+
+        plane._call = count
         all_started.wait(deadline.total_seconds())
+        begin = time.monotonic()
         plane.barrier("x", deadline)
+        return asked, others, time.monotonic() - begin
 
     threading.stack_size(256 << 10)
     try:
         futures = ranks.start(meet)
     finally:
         threading.stack_size(0)
-    begin = time.process_time()
     all_started.set()
 
-    assert [future.result(200) for future in futures] == [None] * 1000
-    assert time.process_time() - begin < 3
+    asked, others, seconds = zip(*[future.result(200) for future in futures], strict=True)
+    shortest_pause_s, shortest_look_s = 50e-6 * (1000 - 16), 0.2
+    for questions, waited in zip(asked, seconds, strict=True):
+        assert questions <= 2 + waited / shortest_pause_s
+    looks = sum(seconds) / shortest_look_s  # who waits longer asks for the process that it looks after
+    assert sum(others) <= 4 * 1000 + looks  # a rank comes, is counted, leaves, is counted; the last one clears up
     assert ranks.num_keys() == 0

@@ -13,7 +13,7 @@ from lightning_distplus.checkpoint import SaveInfo, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
-from lightning_distplus.strategies.resume import Search, checkpoint_folder, choose_checkpoint, newest_checkpoint
+from lightning_distplus.strategies.resume import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
 
 
 def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
@@ -30,12 +30,12 @@ def save(path: Path, step: int) -> Path:
 
 def test_auto_looks_where_the_first_model_checkpoint_saves(tmp_path: Path) -> None:
     savers = [ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint(dirpath=tmp_path / "b", monitor="x")]
-    assert checkpoint_folder(trainer(tmp_path, *savers)) == tmp_path / "a"
+    assert settle_checkpoint_folder(trainer(tmp_path, *savers)) == tmp_path / "a"
 
 
 def test_a_model_checkpoint_without_a_folder_gets_the_one_that_auto_looks_in(tmp_path: Path) -> None:
     saver = ModelCheckpoint()
-    assert checkpoint_folder(trainer(tmp_path, saver)) == tmp_path / "checkpoints"
+    assert settle_checkpoint_folder(trainer(tmp_path, saver)) == tmp_path / "checkpoints"
     assert saver.dirpath == str(tmp_path / "checkpoints")
 
 

@@ -19,6 +19,7 @@ from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, 
 from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
+    OTHER_LIGHTNING,
     DistplusError,
     ExitCode,
     PeerError,
@@ -37,7 +38,6 @@ from lightning_distplus.strategies.collectives import Collectives, cause_of, is_
 from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
-from lightning_distplus.strategies.registry import OTHER_LIGHTNING
 from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (

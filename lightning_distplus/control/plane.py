@@ -57,6 +57,7 @@ _LONGEST_PAUSE_S = 0.5
 _FIRST_LOOK_S = 0.2
 _LOOK_SHARE = 0.1  # a longer wait looks less often
 _LOOK_AT_LEAST_EVERY_S = 1.0
+_ASK_LAUNCHER_EVERY_S = 1.0
 _READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
 
@@ -146,6 +147,7 @@ class ControlPlane:
         self._connecting = threading.Lock()
         self.host_rank = host_rank
         self._parent = os.getppid()
+        self._ask_launcher_at = 0.0
         self._peers: dict[int, Peer] = {}
         self.on_wait: Callable[[float], None] | None = None
         """Called between two looks of every wait, with the seconds that it has lasted."""
@@ -446,6 +448,16 @@ class ControlPlane:
                 f"own: it was killed {by}. Look at the last lines of its log and at dmesg.",
                 gone,
             )
+
+    def raise_if_launcher_gone(self) -> None:
+        """Asks the store, once a second, where a launcher serves it: shared memory does not tell of its end.
+
+        Raises:
+            PeerLost: The launcher is gone.
+        """
+        if self.host_rank is None and (now := time.monotonic()) >= self._ask_launcher_at:
+            self._ask_launcher_at = now + _ASK_LAUNCHER_EVERY_S
+            self.read("launcher")
 
     def peers_nearby(self) -> dict[int, Peer]:
         """The ranks of whose processes this host may know; among more than 64 those of this node."""

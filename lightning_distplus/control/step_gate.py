@@ -245,6 +245,7 @@ class _DirectGate:
     def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
         """The records of all ranks, in rank order; the errors are those of ``ControlPlane.poll``."""
         posted: dict[int, bytes] = {}
+        self._plane.raise_if_launcher_gone()
         self._slots.linger(number)
 
         def is_complete() -> bool:

@@ -27,6 +27,7 @@ NAMES = (
     "mark_cost",
     "readiness_cost",
     "strategy_cost",
+    "one_line_cost",
     "divergence_overhead",
     "checkpoint_cost",
 )

@@ -50,11 +50,17 @@ def run(quick: bool) -> list[Figure]:
 
 
 def measure(
-    name: str, alternations: int, work_s: float = _WORK_S, toggle: type[Toggle] | None = None
+    name: str,
+    alternations: int,
+    work_s: float = _WORK_S,
+    toggle: type[Toggle] | None = None,
+    *,
+    brings_callbacks: bool = False,
 ) -> dict[int, Blocks]:
     """Per rank: what a step of each block took, in its order."""
     with tempfile.TemporaryDirectory(prefix="distplus-bench-") as folder:
-        result = spawn(_fit, 2, args=(name, alternations, work_s, folder, toggle or Toggle), deadline="10m").check()
+        arguments = (name, alternations, work_s, folder, toggle or Toggle, brings_callbacks)
+        result = spawn(_fit, 2, args=arguments, deadline="10m").check()
     return {rank: blocks_of(*result.results[rank]) for rank in sorted(result.results)}
 
 
@@ -122,7 +128,7 @@ class Toggle(Callback):
 
 
 def _fit(
-    rank: int, name: str, alternations: int, work_s: float, folder: str, kind: type[Toggle]
+    rank: int, name: str, alternations: int, work_s: float, folder: str, kind: type[Toggle], brings_callbacks: bool
 ) -> tuple[list[str], list[Any]]:
     """One rank: the arm of each step, and the marks."""
     cores = sorted(os.sched_getaffinity(0))
@@ -131,9 +137,12 @@ def _fit(
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
     toggle = kind([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
-    strategy = getattr(lightning_distplus, name)(monitor=False, preemption=False, **STRATEGIES[name])
-    trainer = jobs.trainer(strategy, folder, max_steps=num_steps, callbacks=[toggle])
-    trainer.fit(jobs.Model(work_s), DataLoader(torch.randn(8 * num_steps, jobs.NUM_FEATURES), batch_size=8))
+    options = {"monitor": brings_callbacks, "preemption": brings_callbacks, **STRATEGIES[name]}
+    trainer = jobs.trainer(
+        getattr(lightning_distplus, name)(**options), folder, max_steps=num_steps, callbacks=[toggle]
+    )
+    data = torch.randn(8 * num_steps, jobs.NUM_FEATURES, generator=torch.Generator().manual_seed(rank))
+    trainer.fit(jobs.Model(work_s), DataLoader(data, batch_size=8))
     return blocks, toggle.marks
 
 

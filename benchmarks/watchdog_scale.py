@@ -166,8 +166,9 @@ class _Job:
         """All watchdogs watch; the training thread of the guilty rank hangs, those of the others wait for it."""
         lines = [PrefixStore("job", self._server.clone()) for _ in range(NUM_READERS + _NUM_PLAYERS)]
         ranks = range(len(self._sent))
+        plane = ControlPlane(lines[0], World(rank=0, size=len(self._sent)))
         for rank in ranks:
-            lines[0].set(f"hello/{rank}", Peer(host=f"node{rank // _PER_NODE}", pid=rank).to_json())
+            plane.send(f"hello/{rank}", Peer(host=f"node{rank // _PER_NODE}", pid=rank).to_json().encode())
 
         def watch(some: Sequence[int], then: Callable[[], None]) -> None:
             ready = threading.Event()

@@ -38,6 +38,7 @@ __all__ = [
     "OMPI_COMM_WORLD_SIZE",
     "OMP_NUM_THREADS",
     "PET_NNODES",
+    "PL_GLOBAL_SEED",
     "PMI_RANK",
     "PMI_SIZE",
     "PYTHONBREAKPOINT",
@@ -121,6 +122,7 @@ NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "network interfaces that NCC
 GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "network interfaces that gloo uses, by their whole names")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of one process on the CPU")
 DS_ACCELERATOR = Variable("DS_ACCELERATOR", 'DeepSpeed\'s device; set to "cpu" by us when the accelerator is the CPU')
+PL_GLOBAL_SEED = Variable("PL_GLOBAL_SEED", "the seed of Lightning's seed_everything")
 TORCH_EXTENSIONS_DIR = Variable("TORCH_EXTENSIONS_DIR", "where torch keeps the extensions that it has compiled")
 TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD = Variable(
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1 lets torch run what a checkpoint's pickle names, where nobody forbids it"
@@ -179,7 +181,7 @@ DISTPLUS_QUARANTINE = Variable(
     "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"
 )
 DISTPLUS_SECRET = Variable(
-    "DISTPLUS_SECRET", "what only the launchers of this job know, the same on all its hosts: signs what they agree on"
+    "DISTPLUS_SECRET", "what only the processes of this job know, the same on all its hosts: signs what they tell"
 )
 DISTPLUS_TRACEBACK = Variable(
     "DISTPLUS_TRACEBACK", "full: every rank prints its whole traceback; else the user's frames, of the rank that raised"

@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import Any, Protocol, get_args
 
 __all__ = [
+    "OTHER_LIGHTNING",
     "CheckpointCorrupt",
     "CheckpointMismatch",
     "CheckpointUnsafe",
@@ -53,6 +54,7 @@ __all__ = [
     "RendezvousError",
     "SaveFailed",
     "install_exit_codes",
+    "refuse_other_trainer",
     "refuse_unknown_arguments",
     "require_choice",
     "require_type",
@@ -248,6 +250,22 @@ def require_type(name: str, value: object, kind: type, *, or_none: bool = False)
     if not isinstance(value, kind) and not (or_none and value is None):
         expected = {bool: "True or False", str: "a text", int: "a whole number"}.get(kind, kind.__name__)
         raise TypeError(f"{name} is {value!r}; it is {expected}{' or None' if or_none else ''}.")
+
+
+OTHER_LIGHTNING = (
+    "lightning_distplus works with the Trainer of lightning.pytorch; this one is of pytorch_lightning, which has "
+    "classes of its own. Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`."
+)
+
+
+def refuse_other_trainer(trainer: object) -> None:
+    """Refuses the Trainer of ``pytorch_lightning``: it calls the hooks of our callbacks, and their parts are missing.
+
+    Raises:
+        TypeError: Says what to import.
+    """
+    if any(base.__module__.startswith("pytorch_lightning.") for base in type(trainer).__mro__):
+        raise TypeError(OTHER_LIGHTNING)
 
 
 def refuse_unknown_arguments(owner: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["EventLog", "folder_of_run", "read_events"]
+__all__ = ["LEDGER_VERSION", "EventLog", "folder_of_run", "read_events"]
 
 logger = logging.getLogger(__name__)
 
+LEDGER_VERSION = 1
+"""Stands in each ``start``. A field that is added later needs no new version; another meaning of one does."""
 _REQUIRED = frozenset({"time", "rank", "attempt", "seq", "kind"})
 _RESERVED = _REQUIRED | {"run_id"}  # older ledgers have none
 
@@ -140,11 +142,12 @@ def read_events(directory: str | Path, *, run_id: str | None = None) -> list[dic
 
 def read_ledger(file: Path) -> list[dict[str, Any]]:
     """One rank's events, as they were written. Torn lines are left out."""
-    parsed = (_parse(line) for line in file.read_bytes().split(b"\n"))
+    parsed = (parse_event(line) for line in file.read_bytes().split(b"\n"))
     return [event for event in parsed if event is not None]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One line of a ledger; None where it is torn."""
     try:
         event = json.loads(line)
     except ValueError:

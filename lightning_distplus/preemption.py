@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord, StepGate, Wish
-from lightning_distplus.errors import Preempted
+from lightning_distplus.errors import Preempted, refuse_other_trainer
 from lightning_distplus.process import StopRequests
 from lightning_distplus.timeouts import Duration, parse_duration
 
@@ -165,7 +165,9 @@ class PreemptionHandler(Callback):
 
         Raises:
             ValueError: The strategy has no gate at which the ranks could agree.
+            TypeError: The Trainer is of ``pytorch_lightning``.
         """
+        refuse_other_trainer(trainer)
         if trainer.world_size > 1 and not hasattr(trainer.strategy, "phases"):
             raise ValueError(
                 f"PreemptionHandler works with the Resilient strategies; {type(trainer.strategy).__name__} has no gate "

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ __all__ = [
     "ProcessState",
     "StopRequests",
     "address_towards",
+    "age_of_process",
     "boot_id",
     "catches_signal",
     "children",
@@ -105,6 +107,14 @@ def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; tells it from a later one with the same number."""
     fields = _stat(pid)
     return int(fields[_START_TIME]) if fields else None
+
+
+def age_of_process() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    started = start_time(os.getpid())
+    if started is None:
+        return 0.0
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0)
 
 
 def process_state(pid: int, started: int | None) -> ProcessState:

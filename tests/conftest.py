@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -39,15 +40,26 @@ UPSTREAM_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
 }
+OF_EVERY_RANK = (
+    "data",
+    "divergence",
+    "preemption",
+    "strategies.ddp",
+    "strategies.fsdp",
+    "strategies.model_parallel",
+    "testing.callbacks",
+    "testing.oracles",
+)
 OWN_LOGGERS = ("root", "lightning_distplus", "tests")
 KEPT_BY_MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-TCP_LISTEN = "0A"
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=100, database=None)
 settings.load_profile("suite")
 
 stderr_fd: int | None = None  # standard error outside pytest's capture
 checkout: Path | None = None
+listings: dict[str, tuple[int, set[str], list[str]]] = {}
+TICK_NS = 100_000_000
 MADE_BY_TOOLS = ("__pycache__", "build", "dist", "site")  # and hidden ones
 
 
@@ -181,12 +193,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def preload_engines() -> None:
-    """Lets the forkserver import once what every rank of these tests imports.
+    """Lets the forkserver import once what every rank of these tests imports, this package included.
 
     DeepSpeed imports torch's compiler at its first step: six seconds for each rank, or once. It also chooses its device
     when it is imported; where there is a GPU that must wait until a rank has said that it wants the CPU.
     """
     preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.data.distributed", "xxhash")
+    preload("pytest", *(f"lightning_distplus.{module}" for module in OF_EVERY_RANK))
     if not Path("/dev/nvidiactl").exists():
         preload("deepspeed.runtime.engine", "torch._inductor.compile_fx")
 
@@ -255,26 +268,30 @@ def _counts(thread: threading.Thread) -> bool:
 
 def _descendants() -> dict[int, str]:
     """Living children, grandchildren and so on, without what multiprocessing keeps for the length of this process."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            letter, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue
-        if letter not in "ZX":
-            parents[int(stat.parent.name)] = int(parent)
     commands: dict[int, str] = {}
-    family = {os.getpid()}
-    while fresh := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
-        family |= fresh
-    for pid in family - {os.getpid()}:
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        except OSError:
-            continue
-        if parents[pid] != os.getpid() or not any(name in command for name in KEPT_BY_MULTIPROCESSING):
-            commands[pid] = command
+    family = [os.getpid()]
+    for parent in family:
+        for child in _children(parent):
+            try:
+                state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
+            except (OSError, IndexError):
+                continue
+            family.append(child)
+            if state not in "ZX" and not (
+                parent == os.getpid() and any(name in command for name in KEPT_BY_MULTIPROCESSING)
+            ):
+                commands[child] = command
     return commands
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _log_handlers() -> dict[tuple[str, int], logging.Handler]:
@@ -292,24 +309,42 @@ def _log_handlers() -> dict[tuple[str, int], logging.Handler]:
 def _files_of_the_checkout() -> set[str]:
     """Those of the folder in which the tests run: a run that is told no folder writes there."""
     found: set[str] = set()
-    for folder, folders, files in os.walk(checkout or "."):
-        folders[:] = [name for name in folders if name not in MADE_BY_TOOLS and not name.startswith(".")]
-        found.update(str(Path(folder, name)) for name in files if not name.startswith("."))
+    folders = [str(checkout or ".")]
+    for folder in folders:
+        names, below = _listed(folder)
+        found |= names
+        folders += below
     return found
+
+
+def _listed(folder: str) -> tuple[set[str], list[str]]:
+    """Files and folders in a folder, read again only when the folder has changed."""
+    try:
+        changed = Path(folder).stat().st_mtime_ns
+        if listings.get(folder, (0,))[0] != changed:
+            if time.time_ns() - changed < TICK_NS:  # a file of this very moment may leave the time as it is
+                changed = 0
+            with os.scandir(folder) as entries:
+                visible = [entry for entry in entries if not entry.name.startswith(".")]
+            listings[folder] = (
+                changed,
+                {entry.path for entry in visible if not entry.is_dir(follow_symlinks=False)},
+                [e.path for e in visible if e.is_dir(follow_symlinks=False) and e.name not in MADE_BY_TOOLS],
+            )
+    except OSError:  # it has just been removed
+        return set(), []
+    return listings[folder][1:]
 
 
 def _listening_sockets() -> dict[str, str]:
     """TCP sockets of this process that listen, by inode."""
-    inodes = set()
-    for link in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone
-            inodes.add(str(link.readlink()))
     listening: dict[str, str] = {}
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        if not Path(table).exists():
-            continue
-        for line in Path(table).read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == TCP_LISTEN and f"socket:[{columns[9]}]" in inodes:
-                listening[columns[9]] = f"port {int(columns[1].rpartition(':')[2], 16)}"
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone
+            link = str(descriptor.readlink())
+            if not link.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor.name))) as opened:
+                if opened.family != socket.AF_UNIX and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening[link] = f"port {opened.getsockname()[1]}"
     return listening

@@ -157,6 +157,7 @@ class Runner:
             "weights identical": f"no: {len(differences)} differ" if differences else f"yes ({num_tensors} tensors)",
             "seconds lost": "-" if regained is None else f"{regained - kill.time:.1f}",
             "loss plot": _plot(self.out / "loss.png", receipt.losses_of(theirs), disturbed, kill),
+            "report": disturbed.folder / "distplus" / "report.html",
         }
         faults = {
             "the killed rank did not start again": restarted.number == 0 or regained is None,

@@ -25,6 +25,8 @@ from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
 from lightning_distplus.checkpoint.files import discard, leftovers_of, new_nonce, universal_for
 
 __all__ = [
+    "CONFIG",
+    "config_in",
     "convert",
     "converted_beside",
     "is_sharded",
@@ -41,6 +43,8 @@ __all__ = [
 
 _META = "meta.pt"  # where Lightning puts everything but weights and moments
 _WEIGHTS = ("model", "state_dict")  # what FSDPStrategy and ModelParallelStrategy call them
+CONFIG = "llama_config"
+"""Where a checkpoint of ``recipes.model.TinyLlama`` says how that is configured."""
 _BATCH_BYTES = 256 << 20
 _ALIGNMENT_BYTES = 8
 _DTYPES = {
@@ -146,6 +150,16 @@ def weights_of_file(path: Path, *, weights_only: bool = True) -> tuple[dict[str,
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     return weights, ({name: tensor} for name, tensor in weights.items())
+
+
+def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """How the model of a recipe is configured, as its checkpoint says; empty where it does not."""
+    states = sorted((path / _TAG).glob("*model_states.pt"))
+    file = path if not path.is_dir() else path / _META if is_sharded(path) else next(iter(states), None)
+    if file is None:
+        return {}
+    config: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only).get(CONFIG, {})
+    return config
 
 
 def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:

@@ -36,14 +36,16 @@ COMMANDS = {
     "test": Command("training", "run the test loop", keeps_name=True),
     "predict": Command("training", "run the prediction loop", keeps_name=True),
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
-    "prepare": Command("data", "turn text or JSONL into token files", "run_prepare"),
+    "prepare": Command("data", "turn text, JSONL or Parquet into token files", "run_prepare"),
     "audit": Command("data", "check that every sample was trained on once", "run_audit"),
     "preflight": Command("preflight", "meet all ranks, and check every host", "run_preflight"),
     "rehearse": Command("rehearse", "what a configuration would do on many ranks"),
     "doctor": Command("preflight", "what would go wrong on this host", "run_doctor"),
-    "report": Command("report", "show what went wrong in a run, and its measured deadlines"),
+    "report": Command("report", "show a run: attempts, goodput, verdicts, checkpoints"),
+    "top": Command("report", "show what each rank does, as the run goes on", "run_top"),
     "verify": Command("checkpoints", "check every checkpoint in a folder", "run_verify"),
-    "export": Command("checkpoints", "write a sharded checkpoint as one file", "run_export"),
+    "import": Command("importing", "make a checkpoint of another program one to resume from", "run_import"),
+    "export": Command("checkpoints", "write a checkpoint as one file, or for another program", "run_export"),
 }
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -29,11 +33,14 @@ from lightning_distplus.checkpoint.files import quarantined_in
 from lightning_distplus.checkpoint.resume import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
-__all__ = ["run_export", "run_verify"]
+__all__ = ["TRUST_BY_HAND", "print_rows", "run_export", "run_verify"]
 
 # -- distplus verify ---------------------------------------------------------------------------------------------------
 
 TRUST = "If you trust whoever wrote it, repeat this with --trust."
+TRUST_BY_HAND = (
+    "If you trust whoever wrote it, read it with torch.load(..., weights_only=False) and save its tensors alone."
+)
 TRUST_HELP = "read pickles that name more than tensors and plain data, and run whatever they name"
 
 
@@ -161,6 +168,23 @@ def _facts(report: Report) -> list[str]:
 # -- distplus export ---------------------------------------------------------------------------------------------------
 
 _WEIGHTS = ".safetensors"
+_EXPORT_EPILOG = """examples:
+  distplus export step=10.ckpt whole.ckpt                shards as one file, moments and all
+  distplus export step=10.ckpt weights.safetensors       the weights, by their names in the module
+  distplus export --to hf step=10.ckpt tinyllama/        for transformers: config.json and model.safetensors
+  distplus export --to litgpt step=10.ckpt tinyllama/    for litgpt: model_config.yaml and lit_model.pth
+"""
+
+
+def print_rows(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """Says of each part of a checkpoint what is there and what becomes of it; a line each where nobody looks on."""
+    if not sys.stdout.isatty():
+        print(title, *(f"  {part}: {there}: {becomes}" for part, there, becomes in rows), sep="\n")
+        return
+    table = Table("part", "in the source", "what becomes of it", title=title)
+    for part, there, becomes in rows:
+        table.add_row(part, there, f"[yellow]{becomes}" if becomes.startswith("left out") else becomes)
+    Console().print(table)
 
 
 def run_export(argv: Sequence[str]) -> int:
@@ -174,6 +198,9 @@ def run_export(argv: Sequence[str]) -> int:
     if target.exists():
         print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
         return 1
+    if arguments.universal and arguments.to:
+        print("distplus export: --universal and --to name two forms. Leave one out.", file=sys.stderr)
+        return 2
     _check(source)
     if arguments.trust:
         _export(arguments)
@@ -190,7 +217,9 @@ def _export(arguments: argparse.Namespace) -> None:
     source, target, weights_only = arguments.checkpoint, arguments.target, not arguments.trust
     if arguments.universal:
         _export_universal(source, target)
-    elif target.suffix == _WEIGHTS:
+    elif arguments.to in ("hf", "litgpt"):
+        _export_for(arguments.to, source, target, weights_only, arguments.config)
+    elif arguments.to == "safetensors" or target.suffix == _WEIGHTS:
         _export_weights(source, target, weights_only)
     else:
         _export_whole(source, target, weights_only)
@@ -199,10 +228,19 @@ def _export(arguments: argparse.Namespace) -> None:
 def _exports_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distplus export",
-        description="Writes a sharded checkpoint as one file: the whole state (.ckpt) or the weights (.safetensors).",
+        description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
+        "folder of another program.",
+        epilog=_EXPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
     parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    parser.add_argument(
+        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
+    )
     parser.add_argument(
         "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
     )
@@ -231,18 +269,67 @@ def _export_universal(source: Path, target: Path) -> None:
 
 
 def _export_weights(source: Path, target: Path, weights_only: bool) -> None:
+    from lightning_distplus.checkpoint.export import write_safetensors
+
+    write_safetensors(target, *_weights_of(source, weights_only))
+
+
+def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """Names and shapes, and the same with content, some at a time."""
     from lightning_distplus.checkpoint import export as consolidating
 
     if not source.is_dir():
-        weights, parts = consolidating.weights_of_file(source, weights_only=weights_only)
-    elif consolidating.is_sharded(source):
-        weights, parts = consolidating.weights_of_shards(source)
-    else:
-        from lightning_distplus.checkpoint.export import weights_of_zero
+        return consolidating.weights_of_file(source, weights_only=weights_only)
+    if consolidating.is_sharded(source):
+        return consolidating.weights_of_shards(source)
+    weights = consolidating.weights_of_zero(source)
+    return weights, iter([weights])
 
-        weights = weights_of_zero(source)
-        parts = iter([weights])
-    consolidating.write_safetensors(target, weights, parts)
+
+def _export_for(program: str, source: Path, target: Path, weights_only: bool, named: str | None) -> None:
+    """Writes the folder of another program; it is there whole or not at all.
+
+    Raises:
+        CheckpointMismatch: The model is no ``TinyLlama`` of the recipes, or nothing says how it is configured.
+    """
+    import torch
+    import yaml
+
+    from lightning_distplus.checkpoint import foreign
+    from lightning_distplus.checkpoint.export import config_in, write_safetensors
+    from lightning_distplus.cli.importing import configuration
+
+    config = configuration(named).get("config") if named else config_in(source, weights_only=weights_only)
+    weights, parts = _weights_of(source, weights_only)
+    if not config or not all(name.startswith(foreign.PREFIX) for name in weights):
+        raise CheckpointMismatch(
+            f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "
+            "configuration with --config, or export the weights alone: --to safetensors."
+        )
+    print_rows(
+        f"{source} -> {target} ({program})",
+        [
+            ("weights", f"{len(weights)} tensors", "kept"),
+            ("moments, step, schedule, position, random states", "of this run", f"left out: {program} has no place"),
+            ("tokenizer", "in no checkpoint", "left out: copy tokenizer.json beside the weights"),
+        ],
+    )
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
+    try:
+        fresh.chmod(0o755)
+        if program == "hf":
+            names = {name: name.removeprefix(foreign.PREFIX) for name in weights}
+            (fresh / "config.json").write_text(json.dumps(foreign.hf_config(config), indent=2) + "\n")
+            renamed = {names[name]: one for name, one in weights.items()}
+            write_safetensors(fresh / "model.safetensors", renamed, parts)
+        else:
+            whole = {name: one for part in parts for name, one in part.items()}
+            torch.save({"model": foreign.to_litgpt(whole)}, fresh / "lit_model.pth")
+            (fresh / "model_config.yaml").write_text(yaml.safe_dump(foreign.litgpt_config(config, target.name)))
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _export_whole(source: Path, target: Path, weights_only: bool) -> None:

@@ -21,8 +21,12 @@ __all__ = ["run_audit", "run_prepare"]
 
 # -- distplus prepare --------------------------------------------------------------------------------------------------
 
-_LABELS = {"tokenizer": "training the tokenizer", "tokens": "writing tokens"}
+_LABELS = {"tokenizer": "training the tokenizer", "tokens": "writing tokens", "shuffle": "shuffling"}
 _PLAIN_LINE_EVERY_S = 5.0
+_EPILOG = """examples:
+  distplus prepare notes.txt --output data/notes --vocab_size 4096
+  distplus prepare slimpajama/train/ --output data/slimpajama --tokenizer llama2/ --append_eod --shuffle_seed 1
+"""
 
 
 def run_prepare(argv: Sequence[str]) -> int:
@@ -54,22 +58,33 @@ def run_prepare(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distplus prepare", description="Turns text into a Megatron .bin/.idx pair.")
+    parser = argparse.ArgumentParser(
+        prog="distplus prepare",
+        description="Turns text into a Megatron .bin/.idx pair.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, JSONL or Parquet files, or folders of them (read in sorted order)",
+        help="text, JSONL (both also .gz, .zst, .bz2, .xz) or Parquet files, or folders of them (read in sorted order)",
     )
     add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with one; default: train one")
     add("--vocab_size", type=int, metavar="N", help="size of the vocabulary to train; default: 32000")
     add("--format", choices=("auto", "text", "jsonl", "parquet"), default="auto", help="auto: by suffix")
-    add("--text_key", default="text", metavar="NAME", help="field of a JSON line, or Parquet column; default: text")
+    add("--text_key", metavar="NAME", help="field of a JSON line, or Parquet column; default: text, or content")
     add("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="auto: uint16 where the ids fit")
     add("--append_eod", action="store_true", help="end every document with the tokenizer's end token")
     add("--max_bytes", type=int, metavar="N", help="stop before the document that would exceed N bytes of text")
+    add(
+        "--shuffle_seed",
+        type=int,
+        metavar="N",
+        help="shuffle the documents, in files beside the output: every order is equally likely (default: as they come)",
+    )
     add("--overwrite", action="store_true", help="replace an existing pair")
     return parser
 

@@ -1,21 +1,29 @@
-"""``distplus report``: the verdicts of a run, its errors and deadlines; or a verdict from torch's own dumps."""
+"""``distplus report``: what a run has left behind, for a terminal, as a page or as data; or a verdict from dumps."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_distplus.events import read_events
+from rich.console import Console, Group
+from rich.live import Live
+
+from lightning_distplus.report import artefacts_of, describe_runs, read_ledgers, write_page
+from lightning_distplus.report.live import LiveRun
+from lightning_distplus.report.terminal import show_job
+from lightning_distplus.timeouts import parse_duration
 from lightning_distplus.watchdog.dumps import judge_dumps
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
-__all__ = ["main"]
+__all__ = ["main", "run_top"]
 
-_VERSION = 1
+_EVERY_S = 2.0
+_WIDTH_OF_A_FILE = 200
 _MANY_FILES = 32  # from so many on, reading takes long enough to say how far it is
 
 
@@ -29,31 +37,77 @@ def main(argv: Sequence[str]) -> int:
         verdict = judge_dumps(arguments.dumps, on_file=_say_how_far)
         print(verdict.to_json() if arguments.json else verdict.render())
         return 0
-    if arguments.json:
-        parser.error("--json goes with --dumps; the verdicts of a run are JSON files already")
-    home = _artefacts_of(arguments.run)
-    events = read_events(home, run_id=arguments.run_id)
-    verdicts = find_verdicts(home, run_id=arguments.run_id)
-    if not events and not verdicts:
+    mtbf_s = None
+    if arguments.mtbf is not None:
+        try:
+            mtbf_s = parse_duration(arguments.mtbf, field="--mtbf").total_seconds()
+        except ValueError as error:
+            parser.error(str(error))
+    home = artefacts_of(arguments.run)
+    jobs = _read(home, arguments, mtbf_s)
+    if not jobs:
         print(
             f"distplus report: {home} holds neither events nor verdicts. A Resilient strategy writes them below the "
             "default_root_dir of its Trainer.",
             file=sys.stderr,
         )
         return 1
-    runs = list(dict.fromkeys(str(one.get("run_id", "")) for one in (*events, *verdicts)))
-    for run_id in runs:
-        if len(runs) > 1:
-            print(f"run {run_id or '(without an id)'}:")
-        of_run = [event for event in events if event["run_id"] == run_id]
-        told = [one for one in verdicts if one.get("run_id", "") == run_id]
-        for line in (*_history(of_run), *_deadlines(of_run), *_incidents(told)):
-            print(line)
+    if arguments.follow:
+        return _follow(home, arguments, mtbf_s)
+    if arguments.json:
+        print(json.dumps(jobs, default=str, indent=1))
+    else:
+        Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE).print(_shown(jobs))
+    if arguments.html is not None:
+        print(f"distplus report: wrote {write_page(home, arguments.html, jobs)}", file=sys.stderr)
     return 0
 
 
-def _artefacts_of(run: Path) -> Path:
-    return run / "distplus" if (run / "distplus").is_dir() else run
+def run_top(argv: Sequence[str]) -> int:
+    """Shows the ranks of a run as it goes on; exit code 0 at its end, or after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="distplus top", description="Shows what each rank does, from any host that sees the folder of the run."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="default_root_dir of the run, or its folder distplus")
+    parser.add_argument("--every", type=float, default=_EVERY_S, metavar="SECONDS", help="default: %(default)g")
+    parser.add_argument("--once", action="store_true", help="show it once, as for a log")
+    arguments = parser.parse_args(argv)
+    live_run = LiveRun(artefacts_of(arguments.run))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live_run.refresh()
+            live.update(live_run.show(), refresh=True)
+            if arguments.once or live_run.is_over:
+                break
+            time.sleep(arguments.every)
+    return 0
+
+
+def _read(home: Path, arguments: argparse.Namespace, mtbf_s: float | None) -> list[dict[str, Any]]:
+    ledgers = read_ledgers(home, arguments.run_id)
+    is_empty = not (ledgers.events or ledgers.windows or ledgers.verdicts or ledgers.strange)
+    return [] if is_empty else describe_runs(ledgers, mtbf_s)
+
+
+def _follow(home: Path, arguments: argparse.Namespace, mtbf_s: float | None) -> int:
+    """Shows the run anew until nothing of it goes on, or until Ctrl-C."""
+    with suppress(KeyboardInterrupt), Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            jobs = _read(home, arguments, mtbf_s)
+            live.update(_shown(jobs), refresh=True)
+            if arguments.html is not None:
+                write_page(home, arguments.html, jobs)
+            if all(job["state"] != "running" for job in jobs):
+                break
+            time.sleep(_EVERY_S)
+    return 0
+
+
+def _shown(jobs: Sequence[dict[str, Any]]) -> Group:
+    titles = [f"run {', '.join(job['runs']) or '(without an id)'}:" if len(jobs) > 1 else "" for job in jobs]
+    parts = [(title, show_job(job)) for title, job in zip(titles, jobs, strict=True)]
+    return Group(*(part for title, shown in parts for part in ((title, shown) if title else (shown,))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +125,16 @@ def _parser() -> argparse.ArgumentParser:
         help="give the verdict on a job that did not use this package: FOLDER holds one dump of torch's Flight "
         "Recorder per rank (nccl_trace_rank_0, ...), pickled or JSON, format 2.x",
     )
-    parser.add_argument("--json", action="store_true", help="with --dumps: print all fields of the verdict")
+    parser.add_argument(
+        "--json", action="store_true", help="print the data of the report; with --dumps all fields of the verdict"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as one page, which needs no network"
+    )
+    parser.add_argument("--follow", action="store_true", help="show it anew every 2 s while the run goes on")
+    parser.add_argument(
+        "--mtbf", metavar="DURATION", help="mean time between failures, such as 12h, for the advice on checkpoints"
+    )
     parser.add_argument("--run-id", help="one run only, where several have written to that folder (default: all)")
     return parser
 
@@ -79,44 +142,3 @@ def _parser() -> argparse.ArgumentParser:
 def _say_how_far(number: int, count: int) -> None:
     if count >= _MANY_FILES and (number % max(count // 10, 1) == 0 or number == count):
         print(f"distplus report: {number} of {count} dumps read", file=sys.stderr)
-
-
-def _history(events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """When the run was alive, and what ended ranks."""
-    if not events:
-        return
-    ranks, attempts = ({event[name] for event in events} for name in ("rank", "attempt"))
-    yield (
-        f"{len(ranks)} ranks, {len(attempts)} attempts, from {_moment(events[0])} to {_moment(events[-1])} UTC; "
-        f"{sum(event['kind'] == 'saved' and event['rank'] == 0 for event in events)} checkpoints saved"
-    )
-    for event in events:
-        if event["kind"] == "failed":
-            error = str(event.get("error", "")).partition("\n")[0]
-            yield f"rank {event['rank']} failed at {_moment(event)}, attempt {event['attempt']}: {error}"
-
-
-def _deadlines(events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What ``timeout="auto"`` has found last, each value with its reason."""
-    calibrated = [event for event in events if event["kind"] == "calibrated"]
-    if not calibrated:
-        return
-    last = calibrated[-1]
-    yield f"deadlines of timeout='auto', attempt {last['attempt']}:"
-    for phase, seconds in sorted(last["deadlines_s"].items()):
-        yield f"  {phase:<12}{seconds:>8g} s   {last.get('reasons', {}).get(phase, '')}".rstrip()
-
-
-def _incidents(verdicts: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Each verdict as it was printed, oldest first."""
-    for told in verdicts:
-        path: Path = told["path"]
-        if told.get("version") != _VERSION:
-            yield f"{path}: version {told.get('version')} of a verdict; this program reads version {_VERSION}."
-            continue
-        yield Verdict.from_json(path.read_text()).render()
-        yield f"  file:  {path}"
-
-
-def _moment(event: dict[str, Any]) -> str:
-    return f"{datetime.fromtimestamp(event['time'], tz=timezone.utc):%Y-%m-%d %H:%M:%S}"

@@ -313,6 +313,8 @@ class Points:
         self._thread = threading.get_ident()
         self._tally: Tally | SharedTally = Tally(plane, f"points/{self._name}")
         self._points = 0
+        self.passed = 0
+        """How many points all ranks have come to together."""
         self._gates = 0
         self._backward = ("", 0)
         """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
@@ -343,6 +345,11 @@ class Points:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
             return
+
+    @property
+    def name(self) -> str:
+        """Of the run, alike on all ranks."""
+        return self._name
 
     @property
     def num_calls(self) -> int:
@@ -376,6 +383,7 @@ class Points:
         finally:
             self._place = None
         self._tally.passed(self._points)
+        self.passed = self._points
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
@@ -407,9 +415,7 @@ class Points:
 
     def _all_agree(self) -> bool:
         num_ranks = self._tally.look()
-        if num_ranks is None:
-            self._settle_difference()
-        return num_ranks == self._plane.world.size
+        return self._have_all_said_so() if num_ranks is None else num_ranks == self._plane.world.size
 
     def _arrived(self) -> set[int]:
         """The ranks that have come to this rank's point: whoever waits there for long has said so."""
@@ -441,12 +447,22 @@ class Points:
         if self._has_stood(_SETTLE_S):
             raise self._decided(self._places())
 
-    def _settle_difference(self) -> None:
-        """Two ranks do different things at this point: waits a moment for the others, whose number decides."""
+    def _have_all_said_so(self) -> bool:
+        """The digests do not add up: the ranks do different things here, or a stranger has added one of his own.
+
+        What the ranks have signed tells; where they differ, one waits a moment for the others, whose number decides.
+        """
         self._publish()
+        others = set(self._plane.world.ranks) - {self._plane.world.rank}
         places = self._places()
-        if len(places) == self._plane.world.size or self._has_stood(_SETTLE_S):
-            raise self._decided(places)
+        further = {rank for rank, one in places.items() if one.place is Place.POINT and one.points > self._points}
+        further |= self._have_passed(self._points, others - set(places))
+        here = {rank: one for rank, one in places.items() if rank not in further}
+        if len({(one.place, one.point) for one in here.values()}) == 1:
+            return len(here) + len(further) == self._plane.world.size
+        if len(here) == self._plane.world.size or self._has_stood(_SETTLE_S):
+            raise self._decided(here)
+        return False
 
     def _has_stood(self, seconds: float) -> bool:
         now = running_time()
@@ -467,10 +483,19 @@ class Points:
 
     def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
-        beats = self._plane.read_each([beat_key(rank) for rank in ranks])
-        told = [words_of(beat).get("whereabouts") for beat in beats if beat is not None]
-        found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self._name]
+        told = [beat["whereabouts"] for beat in self._beats(ranks).values() if beat.get("whereabouts") is not None]
+        found = [Whereabouts.from_plain(one) for one in told if one.pop("run") == self._name]
         return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
+
+    def _have_passed(self, number: int, ranks: Iterable[int]) -> set[int]:
+        """Those that have been at this point with this rank and do not wait any more, by their last beats."""
+        passed = {rank: beat.get("passed") or ["", 0] for rank, beat in self._beats(ranks).items()}
+        return {rank for rank, (name, count) in passed.items() if name == self._name and count >= number}
+
+    def _beats(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        asked = list(ranks)
+        beats = self._plane.read_each([beat_key(rank) for rank in asked])
+        return {rank: words_of(beat) for rank, beat in zip(asked, beats, strict=True) if beat is not None}
 
     def _is_present(self, one: Whereabouts) -> bool:
         """Whether a word is of a place that this rank has not passed; every other one may be old."""

@@ -15,13 +15,16 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import xxhash
+
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
+from lightning_distplus.control.secret import Entries
 from lightning_distplus.process import boot_id
 
-__all__ = ["BELL_BYTES", "HEAD_BYTES", "Bell", "CountedGate", "SharedTally", "Slots", "Tally"]
+__all__ = ["BELL_BYTES", "HEAD_BYTES", "Bell", "CountedGate", "SharedRecords", "SharedTally", "Slots", "Tally"]
 
 _NUM_SLOTS = 3
-_HEAD = struct.Struct("<IIH")  # the number of the gate, the rank, the length of the record
+_HEAD = struct.Struct("<II")  # the number of the gate, and the rank
 _NUMBERS = 1 << 32  # one key holds two neighbouring gates at most: their numbers differ in this as well
 HEAD_BYTES = _HEAD.size
 
@@ -33,6 +36,8 @@ class Slots:
     when all have entered gate n, so that three keys are enough: once all have entered gate n, nobody reads the key of
     gate n - 1 any more, and nobody writes to it before its owner has entered gate n + 1. The owner empties it between.
 
+    Every record is signed: what a stranger writes between them is skipped.
+
     Args:
         plane: The control plane.
         name: What the keys begin with; the same on all ranks of the group.
@@ -41,36 +46,40 @@ class Slots:
 
     def __init__(self, plane: ControlPlane, name: str, *, is_owner: bool) -> None:
         self._plane = plane
-        self._name = name
+        self._keys = [f"{name}/{number}" for number in range(_NUM_SLOTS)]
+        self._entries: list[Entries | None] = [None] * _NUM_SLOTS
         self._is_owner = is_owner
         if is_owner:
-            for number in range(_NUM_SLOTS):
-                plane.send(self._key(number), b"")
+            for key in self._keys:
+                plane.send_unsigned(key, b"")
 
     def post(self, number: int, packed: bytes) -> None:
         """Shows this rank's record; never waits."""
-        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank, len(packed))
-        self._plane.append(self._key(number), head + packed)
+        slot = number % _NUM_SLOTS
+        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank)
+        self._plane.append(self._keys[slot], self._entries_of(slot).entry(head + packed))
 
     def read(self, number: int) -> dict[int, bytes]:
         """The record of each rank of the group that has entered the gate; never waits."""
-        data = self._plane.read(self._key(number)) or b""
+        slot = number % _NUM_SLOTS
         found: dict[int, bytes] = {}
-        start = 0
-        while start < len(data):
-            posted, rank, length = _HEAD.unpack_from(data, start)
-            start += _HEAD.size + length
+        for entry in self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b""):
+            posted, rank = _HEAD.unpack_from(entry)
             if posted == number % _NUMBERS:
-                found[rank] = data[start - length : start]
+                found[rank] = entry[HEAD_BYTES:]
         return found
+
+    def linger(self, number: int) -> None:
+        """Nothing wakes this rank when the others have come: it asks the store."""
 
     def passed(self, number: int) -> None:
         """All have entered the gate: the key of the one before it is emptied, for the one after the next."""
         if self._is_owner:
-            self._plane.send(self._key(number + 2), b"")
+            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_SLOTS], b"")
 
-    def _key(self, number: int) -> str:
-        return f"{self._name}/{number % _NUM_SLOTS}"
+    def _entries_of(self, slot: int) -> Entries:
+        entries = self._entries[slot] = self._entries[slot] or self._plane.secret.entries(self._keys[slot])
+        return entries
 
 
 # -- equal records of many ranks, counted ------------------------------------------------------------------------------
@@ -129,16 +138,18 @@ class CountedGate:
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        word = b""
+        are_equal = False
+        records: dict[int, bytes] = {}
 
         def is_open() -> bool:
-            nonlocal word
+            nonlocal are_equal
             word = self._word(number)
-            return bool(word)
+            are_equal = word == _EQUAL
+            if word and not are_equal:  # a stranger can count, but not sign
+                records.update(self._read_all(number))
+            return are_equal or len(records) == self._plane.world.size
 
         self._plane.poll(is_open, deadline, what=what, arrived=lambda: set(self._read_all(number)))
-        are_equal = word == _EQUAL
-        records = {} if are_equal else self._read_all(number)
         self._own_slots.passed(number)
         if self._plane.world.rank == 0:
             for digest in {self._digest(record) for record in records.values()} or {self._digest(self._packed)}:
@@ -233,7 +244,7 @@ class Tally:
     def passed(self, number: int) -> None:
         """All have come: the key of the number before is emptied, for the one after the next."""
         if self._plane.world.rank == 0:
-            self._plane.send(self._keys[(number + 2) % _NUM_KEYS], b"0")
+            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"0")
 
 
 # -- a word of memory on which processes wait --------------------------------------------------------------------------
@@ -284,15 +295,158 @@ class Bell:
         self._call(_FUTEX, self._at, _WAIT, ctypes.c_uint32(rung), at_most, None, 0)
 
 
+# -- memory that the ranks of a host share -----------------------------------------------------------------------------
+
+
+_NAME = "distplus-shared"
+_NUM_SETS = 2
+_LINGER_S = 0.02  # longer than ranks that train in step wait for each other
+
+
+class SharedRecords:
+    """The records of ranks that share a host, where ``Slots`` has them in the store: a look asks nobody.
+
+    Each rank writes into a place of its own, in one of two sets that are used in turn: a rank enters gate n + 1 only
+    when all have entered gate n, so that whoever still looks at n finds its records. One that is read while it is
+    written does not fit its sum, and counts as not there yet. Nobody but this user can write.
+
+    Args:
+        memory: Shared by all ranks, and empty.
+        rank: This rank.
+        size: The number of ranks.
+    """
+
+    PLACE = struct.Struct("<QQH")  # the number of the gate, the sum of number and record, the length of the record
+    PLACE_BYTES = 256
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._size = size
+        self._bell = Bell(memory, _NUM_SETS * size * self.PLACE_BYTES)
+
+    @classmethod
+    def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> SharedRecords | None:
+        """Meets all ranks; see ``share_memory``."""
+        memory = share_memory(plane, name, _NUM_SETS * plane.world.size * cls.PLACE_BYTES + BELL_BYTES, deadline)
+        return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
+
+    def post(self, number: int, packed: bytes) -> None:
+        """Shows this rank's record; never waits."""
+        place = self.PLACE.pack(number, _sum(number, packed), len(packed)) + packed
+        if len(place) > self.PLACE_BYTES:
+            raise ValueError(
+                f"A record has {len(packed)} bytes; it takes at most {self.PLACE_BYTES - self.PLACE.size}."
+            )
+        start = self._start(number, self._rank)
+        self._memory[start : start + len(place)] = place
+
+    def read(self, number: int) -> dict[int, bytes]:
+        """The record of each rank that has entered the gate; never waits."""
+        found: dict[int, bytes] = {}
+        for rank in range(self._size):
+            start = self._start(number, rank)
+            posted, summed, length = self.PLACE.unpack_from(self._memory, start)
+            if posted == number:
+                start += self.PLACE.size
+                packed = self._memory[start : start + length]
+                if summed == _sum(number, packed):
+                    found[rank] = packed
+        return found
+
+    def linger(self, number: int) -> None:
+        """Gives the others a moment to come."""
+        _linger(self._bell, number, lambda: len(self.read(number)) == self._size)
+
+    def passed(self, number: int) -> None:
+        """All have come: nothing has to be emptied."""
+
+    def _start(self, number: int, rank: int) -> int:
+        return (number % _NUM_SETS * self._size + rank) * self.PLACE_BYTES
+
+
+def _sum(number: int, packed: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(packed, seed=number)
+
+
+def share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: timedelta) -> mmap.mmap | None:
+    """Meets all ranks; makes memory where all of them can map it.
+
+    Args:
+        plane: The control plane.
+        name: Of the meeting.
+        num_bytes: How much, all of it zero.
+        deadline: How long to wait for the slowest rank.
+
+    Returns:
+        None on all ranks alike, where they run on several hosts, may not look at each other, or are many.
+
+    Raises:
+        PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+    """
+    if plane.world.size > DIRECT_RANKS:
+        plane.barrier(name, deadline)
+        return None
+    descriptor, offer = _offer(num_bytes) if plane.world.rank == 0 else (None, {})
+    try:
+        offers = plane.gather_json(name, offer, deadline)
+        memory = _map(offers[0], num_bytes)
+        all_have = all(one["has"] for one in plane.gather_json(name, {"has": memory is not None}, deadline))
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return memory if all_have else None
+
+
+def _offer(num_bytes: int) -> tuple[int | None, dict[str, object]]:
+    """New memory, and where the others find it; nothing where this system has none to give."""
+    memory = f"{_NAME}-{secrets.token_hex(8)}"
+    with suppress(OSError):
+        descriptor = os.memfd_create(memory)
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor, {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "memory": memory, "boot": boot_id()}
+    return None, {}
+
+
+def _map(offer: dict[str, object], num_bytes: int) -> mmap.mmap | None:
+    """The memory of an offer; None where it is of another host, or may not be looked at."""
+    path = str(offer.get("path", ""))
+    with suppress(OSError, ValueError):
+        is_here = bool(offer) and Bell.is_available() and offer["boot"] == boot_id()
+        # Another process may have that number here: what it holds open must not be touched.
+        if is_here and str(Path(path).readlink()).startswith(f"/memfd:{offer['memory']}"):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                return mmap.mmap(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+    return None
+
+
+def _linger(bell: Bell, number: int, have_come: Callable[[], bool]) -> None:
+    """Returns when all have come, or a moment has passed; whoever comes last wakes the others.
+
+    Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the moment
+    passes.
+    """
+    until = time.monotonic() + _LINGER_S
+    rung = bell.rung
+    if have_come():
+        bell.ring(number)
+        return
+    while (left := until - time.monotonic()) > 0:
+        bell.wait(rung, left)
+        rung = bell.rung
+        if have_come():
+            return
+
+
 # -- digests in memory that the ranks of a host share ------------------------------------------------------------------
 
 
-_NAME = "distplus-tally"
 _RECORD = struct.Struct("<QQ")  # the digest; the digest and the number, mixed
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers are mixed alike
 _WORD = (1 << 64) - 1
-_NUM_SETS = 2
-_LINGER_S = 0.02  # longer than ranks that train in step wait for each other
 
 
 class SharedTally:
@@ -321,26 +475,9 @@ class SharedTally:
 
     @classmethod
     def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> SharedTally | None:
-        """Meets all ranks; makes the memory where all of them can map it.
-
-        Returns:
-            None on all ranks alike, where they run on several hosts, may not look at each other, or are many.
-
-        Raises:
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-        """
-        if plane.world.size > DIRECT_RANKS:
-            plane.barrier(name, deadline)
-            return None
-        descriptor, offer = _offer(plane.world.size) if plane.world.rank == 0 else (None, {})
-        try:
-            offers = plane.gather_json(name, offer, deadline)
-            memory = _map(offers[0], plane.world.size)
-            all_have = all(one["has"] for one in plane.gather_json(name, {"has": memory is not None}, deadline))
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-        return cls(memory, plane.world.rank, plane.world.size) if memory is not None and all_have else None
+        """Meets all ranks; see ``share_memory``."""
+        memory = share_memory(plane, name, _NUM_SETS * plane.world.size * _RECORD.size + BELL_BYTES, deadline)
+        return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
 
     def enter(self, number: int, digest: bytes) -> None:
         """Says this rank's part, and gives the others a moment to say theirs.
@@ -356,7 +493,7 @@ class SharedTally:
         self._complete = record * self._size
         own = self._start + self._rank * _RECORD.size
         self._memory[own : own + _RECORD.size] = record
-        self._await_others(number)
+        _linger(self._bell, number, lambda: self._records() == self._complete)
 
     def look(self) -> int | None:
         """How many ranks have come, this one included; None where they do not all say the same; never waits."""
@@ -369,51 +506,5 @@ class SharedTally:
     def passed(self, number: int) -> None:
         """All have come: nothing has to be emptied."""
 
-    def _await_others(self, number: int) -> None:
-        """Returns when all have come, or a moment has passed; whoever comes last wakes the others.
-
-        Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the moment
-        passes.
-        """
-        until = time.monotonic() + _LINGER_S
-        rung = self._bell.rung
-        if self._records() == self._complete:
-            self._bell.ring(number)
-            return
-        while (left := until - time.monotonic()) > 0:
-            self._bell.wait(rung, left)
-            rung = self._bell.rung
-            if self._records() == self._complete:
-                return
-
     def _records(self) -> bytes:
         return self._memory[self._start : self._start + self._set_bytes]
-
-
-def _num_bytes(size: int) -> int:
-    return _NUM_SETS * size * _RECORD.size + BELL_BYTES
-
-
-def _offer(size: int) -> tuple[int | None, dict[str, object]]:
-    """New memory, and where the others find it; nothing where this system has none to give."""
-    memory = f"{_NAME}-{secrets.token_hex(8)}"
-    with suppress(OSError):
-        descriptor = os.memfd_create(memory)
-        os.ftruncate(descriptor, _num_bytes(size))
-        return descriptor, {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "memory": memory, "boot": boot_id()}
-    return None, {}
-
-
-def _map(offer: dict[str, object], size: int) -> mmap.mmap | None:
-    """The memory of an offer; None where it is of another host, or may not be looked at."""
-    path = str(offer.get("path", ""))
-    with suppress(OSError, ValueError):
-        is_here = bool(offer) and Bell.is_available() and offer["boot"] == boot_id()
-        # Another process may have that number here: what it holds open must not be touched.
-        if is_here and str(Path(path).readlink()).startswith(f"/memfd:{offer['memory']}"):
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                return mmap.mmap(descriptor, _num_bytes(size))
-            finally:
-                os.close(descriptor)
-    return None

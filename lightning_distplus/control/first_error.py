@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_distplus._compat import Store
-from lightning_distplus.control.secret import words_of
+from lightning_distplus.control.secret import Secret, SignedStore, words_of
 from lightning_distplus.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -50,6 +50,7 @@ _FOR_EVER = timedelta(days=3650)
 _JOIN_S = 2.0
 _HEARD_BY_ALL_S = 2.0
 _HEARD_POLL_S = 0.01
+_FORGED_PAUSE_S = 0.1  # between two rings of a bell that no error follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +117,24 @@ def _differs(error: DivergenceError) -> dict[str, Any]:
 class Listener:
     """Waits for the first error on a thread and a connection of its own, without traffic while nothing happens.
 
-    The thread waits for a key of its own rank; whoever reports an error sets that key for every rank. Its connections
-    are made when it starts: most control planes of a process never listen, and one host serves those of all ranks.
+    The thread waits for a key of its own rank, its bell; whoever reports an error sets that key for every rank. A ring
+    is believed only where an error follows that this job has signed. The connection is made when the thread starts:
+    most control planes of a process never listen, and one host serves those of all ranks.
+
+    Args:
+        store: The job's store; who reports, or ends the thread, does it over this connection.
+        world: This process.
+        secret: Signs this attempt's messages.
     """
 
-    def __init__(self, store: Store, world: World) -> None:
+    def __init__(self, store: Store, world: World, secret: Secret) -> None:
         self._store = store
-        self._connection: Store | None = None
         self._world = world
+        self._secret = secret
+        self._heard_by = secret.entries(_HEARD_BY)
         self._thread: threading.Thread | None = None
         self._rounds = 0
+        self._is_stopping = False
         self.heard: FirstError | None = None
 
     def start(self) -> None:
@@ -133,7 +142,7 @@ class Listener:
         if self._thread is not None or self.heard is not None:
             return
         self._rounds += 1
-        self._connect()  # now: when there is something to report, it may take too long
+        self._is_stopping = False
         self._thread = threading.Thread(
             target=self._listen, args=(self._store.clone(),), name="distplus-control", daemon=True
         )
@@ -143,13 +152,14 @@ class Listener:
         """Ends the thread; idempotent, and quiet when the store is gone."""
         if self._thread is None:
             return
+        self._is_stopping = True
         bell = self._bell(self._world.rank, self._rounds)
         with suppress(RuntimeError):
-            speaker, listens = self._connect(), self._thread.is_alive()
-            speaker.set(bell, b"stop")
+            listens = self._thread.is_alive()
+            self._store.set(bell, b"stop")
             self._thread.join(timeout=_JOIN_S)
             if listens and not self._thread.is_alive():  # the store answers; one that is silent would hold us for ever
-                speaker.delete_key(bell)
+                self._store.delete_key(bell)
         self._thread = None
 
     def report(self, error: FirstError, *, is_host: bool) -> FirstError:
@@ -162,41 +172,45 @@ class Listener:
         Returns:
             The error that won.
         """
-        speaker = self._connect()
-        winner = speaker.compare_set(_KEY, "", json.dumps(asdict(error)))
+        winner = SignedStore(self._store, self._secret).claim(_KEY, json.dumps(asdict(error)).encode())
         self.heard = FirstError(**words_of(winner))
         if self.heard.rank == self._world.rank:
             for rank in self._world.ranks:
                 for number in (self._rounds, self._rounds + 1):  # a peer may be one run ahead
-                    speaker.set(self._bell(rank, number), b"error")
-            speaker.check([_KEY])  # a round trip: what was set before it has arrived
+                    self._store.set(self._bell(rank, number), b"error")
+            self._store.check([_KEY])  # a round trip: what was set before it has arrived
         else:  # it has heard now, and may end before its thread can say so
-            speaker.append(_HEARD_BY, f"{self._world.rank},")
+            self._say_heard(self._store)
         if is_host:
             culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
-            self._await_listeners(speaker, set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
+            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
-
-    def _connect(self) -> Store:
-        """The connection of whoever reports."""
-        if self._connection is None:
-            self._connection = self._store.clone()
-        return self._connection
 
     def _bell(self, rank: int, number: int) -> str:
         return f"bell/{rank}/{number}"
 
     def _listen(self, store: Store) -> None:
+        bell = self._bell(self._world.rank, self._rounds)
         with suppress(RuntimeError):  # the store is gone: the calling thread finds out where it asks for something
-            store.wait([self._bell(self._world.rank, self._rounds)], _FOR_EVER)
-            if store.check([_KEY]):
-                self.heard = FirstError(**words_of(store.get(_KEY)))
-                store.append(_HEARD_BY, f"{self._world.rank},")
+            while self.heard is None and not self._is_stopping:
+                store.wait([bell], _FOR_EVER)
+                if self._is_stopping:
+                    return
+                store.delete_key(bell)  # before the look: an error is there before it is rung for
+                word = SignedStore(store, self._secret).read(_KEY)
+                if word is None:  # a stranger rings
+                    time.sleep(_FORGED_PAUSE_S)
+                    continue
+                self.heard = FirstError(**words_of(word))
+                self._say_heard(store)
 
-    def _await_listeners(self, speaker: Store, ranks: set[int]) -> None:
+    def _say_heard(self, store: Store) -> None:
+        store.append(_HEARD_BY, self._secret.entries(_HEARD_BY).entry(b"%d" % self._world.rank))
+
+    def _await_listeners(self, ranks: set[int]) -> None:
         end = running_time() + _HEARD_BY_ALL_S
-        speaker.append(_HEARD_BY, "")  # so that it is there
+        self._store.append(_HEARD_BY, "")  # so that it is there
         while running_time() < end:
-            if ranks <= {int(rank) for rank in speaker.get(_HEARD_BY).split(b",") if rank}:
+            if ranks <= {int(rank) for rank in self._heard_by.read(bytes(self._store.get(_HEARD_BY)))}:
                 return
             time.sleep(_HEARD_POLL_S)

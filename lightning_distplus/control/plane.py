@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_distplus._compat import PrefixStore, Store
 from lightning_distplus.control.first_error import FirstError, Listener
-from lightning_distplus.control.secret import words_of
+from lightning_distplus.control.secret import ENTRY_BYTES, Entries, Secret, SignedStore, words_of
 from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
 from lightning_distplus.process import (
     ProcessState,
@@ -50,13 +53,18 @@ _PAUSE_FLOOR_PER_RANK_S = 50e-6
 _PAUSE_CEILING_PER_RANK_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.5
 
-_NOTHING = b"\0nothing"
 # One who waits looks whether the others' processes are still there: a look takes some 30 microseconds a process.
 _FIRST_LOOK_S = 0.2
 _LOOK_SHARE = 0.1  # a longer wait looks less often
 _LOOK_AT_LEAST_EVERY_S = 1.0
 _READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
+
+_RANK = struct.Struct("<I")
+_SIGNED_RANK_BYTES = ENTRY_BYTES + _RANK.size
+# What has been written over is written again by those who wait; many of them look less often.
+_LOOK_AT_ROLL_EVERY_S = 1.0
+_LOOK_AT_ROLL_PER_RANK_S = 0.02
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -118,18 +126,24 @@ class Peer:
 class ControlPlane:
     """One process's end of the control plane. One thread at a time calls it; the first error is heard on a second one.
 
-    The trust model is that of torch's own store: everybody who can reach the port is trusted, so the port belongs on a
-    private network.
+    Everybody who can reach the port can write to torch's store. What a rank says is signed with the secret of the job,
+    and what nobody of the job has signed counts as not there. Counters, and what the ranks show each other at every
+    step, are not: they end nothing by themselves.
 
     Args:
         store: The job's store, already prefixed with job and attempt.
         world: This process.
         host_rank: The rank whose process serves the store, or None where a launcher does.
+        secret: Of this attempt; by default there is none, and everybody can sign.
     """
 
-    def __init__(self, store: Store, world: World, *, host_rank: int | None = 0) -> None:
+    def __init__(self, store: Store, world: World, *, host_rank: int | None = 0, secret: Secret | None = None) -> None:
         self.world = world
         self._store = store
+        self.secret = secret or Secret()
+        self._signed = SignedStore(store, self.secret)
+        self._second: Store | None = None
+        self._connecting = threading.Lock()
         self.host_rank = host_rank
         self._parent = os.getppid()
         self._peers: dict[int, Peer] = {}
@@ -138,11 +152,13 @@ class ControlPlane:
         self.place_of: Callable[[BaseException], dict[str, Any]] = lambda error: {}
         """Tells where this rank was when it failed: ``FirstError.place``; never raises."""
         # A store serves one call at a time, so that the listener has a connection of its own.
-        self._listener = Listener(store, world)
+        self._listener = Listener(store, world, self.secret)
         self.is_attended = False
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self.run_id = ""
         """Names the run in events and verdicts, alike on all ranks and in all attempts."""
+        self.secret_file: Path | None = None
+        """Where this process has left the secret for the others; removed at the end."""
         self._calls: Counter[str] = Counter()
 
     def store_for(self, name: str) -> Store:
@@ -150,8 +166,14 @@ class ControlPlane:
         return PrefixStore(name, self._store.clone())
 
     def second_line(self) -> ControlPlane:
-        """The same plane over another connection, for another thread."""
-        line = ControlPlane(self._store.clone(), self.world, host_rank=self.host_rank)
+        """The same plane over another connection, for other threads.
+
+        A rank has four: that of its training, over which errors are reported too; this one, so that no step waits
+        behind the watchdog or a save; the listener's and the default process group's, which wait in the store.
+        """
+        with self._connecting:
+            self._second = self._second or self._store.clone()
+        line = ControlPlane(self._second, self.world, host_rank=self.host_rank, secret=self.secret)
         line.run_id = self.run_id
         line._peers = self._peers  # what one has learnt, the others know when the store is gone
         return line
@@ -163,6 +185,8 @@ class ControlPlane:
     def stop_listening(self) -> None:
         """Ends the listening thread; idempotent."""
         self._listener.stop()
+        if self.secret_file is not None:
+            self.secret_file.unlink(missing_ok=True)
 
     # -- all ranks ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +201,7 @@ class ControlPlane:
         key = self._fresh_key("barrier", name)
         what = f"the barrier {name!r}"
         self._arrive(key, deadline, what=what)
-        self._leave(key, [f"{key}/{part}" for part in ("arrived", "count", "open")], deadline, what=what)
+        self._leave(key, [f"{key}/{part}" for part in ("arrived", "open")], deadline, what=what)
 
     def gather(self, name: str, value: bytes, deadline: timedelta) -> list[bytes]:
         """Every rank's value, in rank order, on every rank.
@@ -200,8 +224,10 @@ class ControlPlane:
         keys = [f"{key}/{rank}" for rank in self.world.ranks]
         what = f"the gather {name!r}"
         self.send(keys[self.world.rank], value)
-        read = self._read_all if self.world.size <= DIRECT_RANKS else self._read_relayed
-        values = read(key, keys, deadline, what)
+        if self.world.size <= DIRECT_RANKS:
+            values = self._read_all(keys, deadline, what)
+        else:
+            values = self._read_relayed(key, keys, deadline, what)
         # Everything is here. A peer that draws a conclusion from it and raises is heard at the next wait: until then
         # this rank comes to the same conclusion by itself, with values and evidence of its own.
         with suppress(DistplusError):
@@ -241,8 +267,60 @@ class ControlPlane:
     # -- keys --------------------------------------------------------------------------------------------------------
 
     def send(self, key: str, value: bytes) -> None:
+        """Sets one key, signed; never waits."""
+        self._call(f"sending {key!r}", self._signed.set, key, value)
+
+    def read(self, key: str) -> bytes | None:
+        """One key's value, or None where no rank has sent it; never waits."""
+        return self._call(f"reading {key!r}", self._signed.read, key)
+
+    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What ``read`` finds under each key; one or two round trips for hundreds of keys that are there."""
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), _READ_AT_ONCE):
+            some = list(keys[start : start + _READ_AT_ONCE])
+            if len(some) > 1 and self._call(f"reading {some[0]!r}", self._store.check, some):
+                found += self._receive(some)
+            else:  # a read of many waits for the one that is not there
+                found += [self.read(key) for key in some]
+        return found
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Sets a key that no rank has set yet, signed, and returns what stands there then: the first one wins."""
+        return self._call(f"claiming {key!r}", self._signed.claim, key, value)
+
+    def sign_in(self, key: str) -> None:
+        """Adds this rank to those that have signed a key; never waits."""
+        self.append(key, self.secret.entries(key).entry(_RANK.pack(self.world.rank)))
+
+    def signed_in(self, key: str, entries: Entries | None = None) -> set[int]:
+        """The ranks that have signed a key.
+
+        Args:
+            key: The key.
+            entries: Of this key, where it is asked for often: then each rank is checked once.
+        """
+        found = (entries or self.secret.entries(key)).read(self.read_unsigned(key) or b"")
+        return _ranks_of(found)
+
+    def delete(self, key: str) -> None:
+        """Deletes a key, where it is."""
+        self._call(f"deleting {key!r}", self._store.delete_key, key)
+
+    def _receive(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Reads keys that are known to be there; None where no rank has set them."""
+        values = self._call(f"reading {keys[0]!r}", self._store.multi_get, list(keys))
+        return [self.secret.open(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
+
+    # Nothing that is read or counted by these may end, signal or name anything.
+
+    def send_unsigned(self, key: str, value: bytes) -> None:
         """Sets one key; never waits."""
         self._call(f"sending {key!r}", self._store.set, key, value)
+
+    def read_unsigned(self, key: str) -> bytes | None:
+        """One key's value, whoever has set it, or None; never waits."""
+        return self._call(f"reading {key!r}", self._signed.read_raw, key)
 
     def append(self, key: str, value: bytes) -> None:
         """Adds to the value of one key; never waits."""
@@ -251,38 +329,6 @@ class ControlPlane:
     def add(self, key: str, number: int) -> int:
         """Adds to the counter of one key and returns the sum."""
         return int(self._call(f"counting {key!r}", self._store.add, key, number))
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        """Writes a key that nobody has written yet, and returns what stands there then: the first one wins."""
-        written: bytes = self._call("write", self._store.compare_set, key, "", value.decode())
-        return written
-
-    def delete(self, key: str) -> None:
-        """Deletes a key, where it is."""
-        self._call(f"deleting {key!r}", self._store.delete_key, key)
-
-    def receive(self, keys: Sequence[str]) -> list[bytes]:
-        """Reads keys that are known to be there."""
-        return [bytes(value) for value in self._call(f"reading {keys[0]!r}", self._store.multi_get, list(keys))]
-
-    def read(self, key: str) -> bytes | None:
-        """One key's value, or None where nobody has sent it; never waits.
-
-        An exchange that cannot succeed answers with what is there, in one round trip; ``check`` and ``get`` take three.
-        """
-        value = bytes(self._call(f"reading {key!r}", self._store.compare_set, key, _NOTHING, _NOTHING))
-        return None if value == _NOTHING else value
-
-    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What ``read`` finds under each key; one or two round trips for hundreds of keys that are there."""
-        found: list[bytes | None] = []
-        for start in range(0, len(keys), _READ_AT_ONCE):
-            some = list(keys[start : start + _READ_AT_ONCE])
-            if len(some) > 1 and self._call(f"reading {some[0]!r}", self._store.check, some):
-                found += self.receive(some)
-            else:  # a read of many waits for the one that is not there
-                found += [self.read(key) for key in some]
-        return found
 
     def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
         """Calls the store; a broken connection is the loss of the rank that serves it.
@@ -336,11 +382,13 @@ class ControlPlane:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait_for(self, keys: Sequence[str], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]) -> None:
-        """Waits until all keys are there.
+    def poll(
+        self, is_complete: Callable[[], bool], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]
+    ) -> None:
+        """Asks until the answer is yes.
 
         Args:
-            keys: What must be there.
+            is_complete: Asks.
             deadline: How long to wait.
             what: What is waited for, for the message.
             arrived: Called once the deadline has passed: the ranks that did come.
@@ -348,12 +396,6 @@ class ControlPlane:
         Raises:
             PeerMissing, PeerFailed, PeerLost: As for a barrier.
         """
-        self.poll(lambda: self._call(what, self._store.check, list(keys)), deadline, what=what, arrived=arrived)
-
-    def poll(
-        self, is_complete: Callable[[], bool], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]
-    ) -> None:
-        """Asks until the answer is yes; the arguments and errors are those of ``wait_for``."""
         size = self.world.size
         floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
         ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
@@ -441,15 +483,29 @@ class ControlPlane:
         return f"{kind}/{name}/{self._calls[f'{kind}/{name}']}"
 
     def _arrive(self, key: str, deadline: timedelta, *, what: str) -> None:
-        """Says that this rank has come, and waits until all have."""
-        self._call(what, self._store.append, f"{key}/arrived", f"{self.world.rank},")
-        if self._call(what, self._store.add, f"{key}/count", 1) == self.world.size:
-            self._call(what, self._store.set, f"{key}/open", b"1")
-        self.wait_for([f"{key}/open"], deadline, what=what, arrived=lambda: self._ranks_in(f"{key}/arrived"))
+        """Says that this rank has come, and waits until all have; whoever comes last lets all through."""
+        arrived, opened = f"{key}/arrived", f"{key}/open"
+        entries = self.secret.entries(arrived)
+        self.sign_in(arrived)
+        complete_bytes = self.world.size * _SIGNED_RANK_BYTES
+        look_every_s = max(_LOOK_AT_ROLL_EVERY_S, _LOOK_AT_ROLL_PER_RANK_S * self.world.size)
+        look_at = 0.0
 
-    def _ranks_in(self, key: str) -> set[int]:
-        """The ranks that have appended themselves to a key."""
-        return {int(rank) for rank in (self.read(key) or b"").split(b",") if rank}
+        def is_open() -> bool:
+            nonlocal look_at
+            now = running_time()
+            if now >= look_at:
+                is_first, look_at = not look_at, now + look_every_s
+                roll = self._call(what, self._signed.read_raw, arrived) or b""
+                come = set() if is_first and len(roll) < complete_bytes else _ranks_of(entries.read(roll))
+                if len(come) == self.world.size:
+                    self.send(opened, b"")
+                    return True
+                if not is_first and self.world.rank not in come and self.read(opened) is None:
+                    self.sign_in(arrived)  # a stranger has written over it
+            return self._call(what, self._signed.read, opened) is not None
+
+        self.poll(is_open, deadline, what=what, arrived=lambda: self.signed_in(arrived))
 
     def _present(self, keys: Sequence[str]) -> set[int]:
         """Which of the keys, one per rank, are there; halves that are complete cost one question."""
@@ -460,24 +516,44 @@ class ControlPlane:
             middle = (first + last) // 2
             return present(first, middle) | present(middle, last) if last - first > 1 else set()
 
-        return present(0, len(keys))
+        found = sorted(present(0, len(keys)))
+        values = self._receive([keys[number] for number in found]) if found else []
+        return {number for number, value in zip(found, values, strict=True) if value is not None}
 
-    def _read_all(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
-        self.wait_for(keys, deadline, what=what, arrived=lambda: self._present(keys))
-        return self.receive(keys)
+    def _read_all(
+        self, keys: Sequence[str], deadline: timedelta, what: str, arrived: Callable[[], set[int]] | None = None
+    ) -> list[bytes]:
+        values: list[bytes] = []
+
+        def is_complete() -> bool:
+            if not self._call(what, self._store.check, list(keys)):
+                return False
+            signed = [value for value in self._receive(keys) if value is not None]
+            values[:] = signed
+            return len(signed) == len(keys)  # else a stranger has set one: its rank is still to come
+
+        self.poll(is_complete, deadline, what=what, arrived=arrived or (lambda: self._present(keys)))
+        return values
 
     def _read_relayed(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
         """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N."""
         if self.world.rank == 0:
-            values = self._read_all(key, keys, deadline, what)
+            values = self._read_all(keys, deadline, what)
             chunks = _pack(values)
             for number, chunk in enumerate(chunks):
                 self.send(f"{key}/chunk/{number}", chunk)
             self.send(f"{key}/chunks", str(len(chunks)).encode())
             return values
-        self.wait_for([f"{key}/chunks"], deadline, what=what, arrived=lambda: self._relayed(keys))
-        count = int(self.receive([f"{key}/chunks"])[0])
-        return _unpack(self.receive([f"{key}/chunk/{number}"])[0] for number in range(count))
+        count = b""
+
+        def is_complete() -> bool:
+            nonlocal count
+            count = self.read(f"{key}/chunks") or b""
+            return bool(count)
+
+        self.poll(is_complete, deadline, what=what, arrived=lambda: self._relayed(keys))
+        parts = [f"{key}/chunk/{number}" for number in range(int(count))]
+        return _unpack(self._read_all(parts, deadline, what, arrived=lambda: self._relayed(keys)))
 
     def _relayed(self, keys: Sequence[str]) -> set[int]:
         """The ranks that have done their part; where all values are there, rank 0 has not passed them on."""
@@ -492,17 +568,22 @@ class ControlPlane:
         """
         left = f"{key}/left"
         if self.world.rank != 0:
-            self._call(what, self._store.append, left, f"{self.world.rank},")
+            self.sign_in(left)
             return
+        entries = self.secret.entries(left)
         self.poll(
-            lambda: len(self._ranks_in(left)) == self.world.size - 1,
+            lambda: len(self.signed_in(left, entries)) == self.world.size - 1,
             deadline,
             what=what,
-            arrived=lambda: {0, *self._ranks_in(left)},
+            arrived=lambda: {0, *self.signed_in(left, entries)},
         )
         chunks = range(int(self.read(f"{key}/chunks") or 0))
         for used in [*keys, *(f"{key}/chunk/{number}" for number in chunks), f"{key}/chunks", left]:
             self.delete(used)
+
+
+def _ranks_of(entries: Iterable[bytes]) -> set[int]:
+    return {_RANK.unpack(entry)[0] for entry in entries}
 
 
 def _pack(values: Sequence[bytes]) -> list[bytes]:
@@ -532,6 +613,12 @@ def part(plane: ControlPlane, deadline: timedelta, *, has_failed: bool) -> None:
         deadline: How long to wait for the peers.
         has_failed: Whether this rank ends with an error: then nobody is waited for.
     """
+    if num_ignored := plane.secret.num_ignored:
+        log.warning(
+            "rank %d: %d messages at the job's store that nobody of this job has signed were ignored",
+            plane.world.rank,
+            num_ignored,
+        )
     if has_failed:
         plane.stop_listening()
         return

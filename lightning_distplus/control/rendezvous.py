@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning_distplus import env
 from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
 from lightning_distplus.control.plane import ControlPlane, Peer
-from lightning_distplus.control.secret import words_of
+from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
 from lightning_distplus.launcher_link import launcher_has_ended
 from lightning_distplus.process import is_attended
@@ -83,6 +83,8 @@ class Address:
 
 
 _ATTENDED = "attended"
+_SHOWN = "distplus/secret"  # what rank 0 has signed with the secret
+_SHOW_EVERY_S = 0.25
 
 
 def connected() -> ControlPlane | None:
@@ -124,11 +126,11 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
         except RendezvousError as error:
             unheard.leave(str(error))
             raise
-        plane = _introduce(store, world, address)
-        left = timedelta(seconds=max(0.0, end - time.monotonic()))
-        _meet(plane, left, _refusals(store, world, address), unheard)
-        _plane, _met_over = plane, None
-        return plane
+        makes_secret = world.rank == 0
+        joined = _introduce(store, world, address, _left_until(end), unheard, makes_secret=makes_secret)
+        _meet(joined, _left_until(end), _refusals(joined, address), unheard)
+        _plane, _met_over = joined.plane, None
+        return joined.plane
 
 
 def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlane:
@@ -149,28 +151,50 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
             return _plane
         if _plane is not None:  # of a process group that is gone, and its store with it
             _plane.stop_listening()
-        prefixed = PrefixStore("distplus", store.clone())
-        prefixed.set_timeout(_CALL_TIMEOUT)
-        _claim_rank(prefixed, world)
-        plane = ControlPlane(prefixed, world)
-        plane.run_id = _agree_on_run_id(store)
-        _meet(plane, deadline)
-        _plane, _met_over = plane, store
-        return plane
+        end = time.monotonic() + deadline.total_seconds()
+        own = store.clone()
+        own.set_timeout(_CALL_TIMEOUT)
+        secret, file = _secret_of_job(own, world, deadline, makes=world.rank == 0)
+        joined = _Joined(own, world, secret, "distplus")
+        joined.plane.secret_file = file
+        _claim_rank(joined.plane)
+        joined.plane.run_id = _agree_on_run_id(joined)
+        _meet(joined, _left_until(end))
+        _plane, _met_over = joined.plane, store
+        return joined.plane
 
 
-def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
-    prefixed = PrefixStore(address.prefix, store)
+class _Joined:
+    """A store that this process has joined, with the secret of the job."""
+
+    def __init__(self, store: Store, world: World, secret: Secret, prefix: str, host_rank: int | None = 0) -> None:
+        self.store = SignedStore(store, secret)
+        """Without the prefix of this job and attempt."""
+        self.plane = ControlPlane(PrefixStore(prefix, store), world, host_rank=host_rank, secret=secret.within(prefix))
+
+
+def _introduce(
+    store: Store,
+    world: World,
+    address: Address,
+    deadline: timedelta,
+    unheard: Unheard | None = None,
+    *,
+    makes_secret: bool,
+) -> _Joined:
     try:
+        secret, file = _secret_of_job(store, world, deadline, unheard, makes=makes_secret)
+        host_rank = None if address.is_served_by_launcher else 0
+        joined = _Joined(store, world, secret, address.prefix, host_rank)
+        joined.plane.secret_file = None if address.is_served_by_launcher else file  # the next attempt needs it
         try:
-            _agree_on_job(store, world, address)
-            _claim_rank(prefixed, world, address.host)
+            _agree_on_job(joined, address)
+            _claim_rank(joined.plane, address.host)
         except RendezvousError as error:
-            _refusals(store, world, address).leave(str(error))
+            _refusals(joined, address).leave(str(error))
             raise
-        plane = ControlPlane(prefixed, world, host_rank=None if address.is_served_by_launcher else 0)
-        plane.run_id = _agree_on_run_id(store)
-        return plane
+        joined.plane.run_id = _agree_on_run_id(joined)
+        return joined
     except dist.DistNetworkError as error:
         raise PeerLost(
             f"Rank {world.rank} on {world.host} lost the connection to the store at {address.host}:{address.port} "
@@ -179,15 +203,93 @@ def _introduce(store: Store, world: World, address: Address) -> ControlPlane:
         ) from error
 
 
-def _refusals(store: Store, world: World, address: Address) -> Refusals:
+def _secret_of_job(
+    store: Store, world: World, deadline: timedelta, unheard: Unheard | None = None, *, makes: bool
+) -> tuple[Secret, Path | None]:
+    """The secret that the launcher has given, or that rank 0 leaves to the ranks of its host; else none.
+
+    Rank 0 signs a key with it. What it has signed shows the others which one it is, and that this is their job's store.
+
+    Returns:
+        The secret, and the file of one that was made here.
+
+    Raises:
+        PeerMissing: Rank 0 has not come.
+        RendezvousError: This process does not know the secret.
+    """
+    given = Secret.from_environment()
+    if world.size == 1:
+        return Secret(), None
+    is_left_in_file = world.num_nodes == 1 and not given.is_given
+    shown = SignedStore(store, Secret())
+    begin, says = time.monotonic(), False
+    while True:
+        known = secrets_here() if is_left_in_file else iter([given])
+        sealed = shown.read_raw(_SHOWN)
+        if (fitting := next((one for one in known if one.fits(_SHOWN, sealed)), None)) is not None:
+            return fitting, None
+        if makes:
+            if not (is_left_in_file or given.is_given or env.DISTPLUS_RUN_ID.get()):  # else the launcher has said so
+                log.warning(
+                    "rank %d: DISTPLUS_SECRET is not set, and no secret reaches other hosts without it: what the ranks "
+                    "tell each other is not authenticated",
+                    world.rank,
+                )
+            secret, file = _leave_secret(world) if is_left_in_file else (given, None)
+            SignedStore(store, secret).set(_SHOWN, b"")
+            return secret, file
+        elapsed_s = time.monotonic() - begin
+        if unheard is not None and (told := unheard.look(elapsed_s)):
+            raise RendezvousError(came_apart(told))
+        if sealed is not None and elapsed_s > SILENCE_S and not says:
+            says = True
+            log.warning("%s; waiting", _unknown_secret(world, is_left_in_file))
+        if elapsed_s >= deadline.total_seconds():
+            if sealed is None:
+                raise PeerMissing(
+                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0, which has "
+                    "not come to the job's store. Look at the last lines of its log.",
+                    [0],
+                )
+            raise RendezvousError(_unknown_secret(world, is_left_in_file))
+        time.sleep(CONNECT_EVERY_S)
+
+
+def _leave_secret(world: World) -> tuple[Secret, Path]:
+    try:
+        return leave_secret()
+    except OSError as error:
+        raise RendezvousError(
+            f"Rank 0 on {world.host} can leave the other ranks no secret: {error}. Give all ranks the same random text "
+            "in DISTPLUS_SECRET (openssl rand -hex 32)."
+        ) from error
+
+
+def _unknown_secret(world: World, is_left_in_file: bool) -> str:
+    of_whom = "rank 0 of this user on this host" if is_left_in_file else "this DISTPLUS_SECRET"
+    return (
+        f"Rank {world.rank} on {world.host}: what stands at the job's store is not signed by {of_whom}. It is of "
+        "another job, or of a stranger, or the ranks have different secrets: give them all the same DISTPLUS_SECRET, "
+        "and each job its own MASTER_PORT"
+    )
+
+
+def _left_until(end: float) -> timedelta:
+    return timedelta(seconds=max(0.0, end - time.monotonic()))
+
+
+def _refusals(joined: _Joined, address: Address) -> Refusals:
     """Of this job and attempt only: what was refused for being of another job concerns nobody."""
-    return Refusals(store, f"distplus/{address.attempt}/refused/{address.job}", serves_store=world.rank == 0)
+    key = f"distplus/{address.attempt}/refused/{address.job}"
+    return Refusals(joined.store, key, serves_store=joined.plane.world.rank == 0)
 
 
 def _meet(
-    plane: ControlPlane, deadline: timedelta, refusals: Refusals | None = None, unheard: Unheard | None = None
+    joined: _Joined, deadline: timedelta, refusals: Refusals | None = None, unheard: Unheard | None = None
 ) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
+    plane = joined.plane
+    show_at_s = 0.0
 
     def has_come(rank: int) -> bool:
         return plane.read(f"hello/{rank}") is not None
@@ -198,6 +300,10 @@ def _meet(
         return RendezvousError(came_apart(text))
 
     def look(elapsed_s: float) -> None:
+        nonlocal show_at_s
+        if plane.world.rank == 0 and elapsed_s >= show_at_s:
+            show_at_s = elapsed_s + _SHOW_EVERY_S
+            joined.store.claim(_SHOWN, b"")  # a stranger may have written over it
         if refusals is not None:
             refusals.raise_if_any(elapsed_s)
         if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
@@ -207,7 +313,7 @@ def _meet(
     plane.on_wait = look
     try:
         if is_attended():
-            plane.append(_ATTENDED, b"1")
+            plane.send(_ATTENDED, b"1")
         try:
             plane.barrier("rendezvous", deadline)
         except PeerMissing as error:
@@ -289,7 +395,10 @@ def _refuse_if_another_is_rank_0(store: Store, world: World, address: Address) -
         if time.monotonic() >= end:
             return
         time.sleep(CONNECT_EVERY_S)
-    _introduce(store, world, address)
+    try:
+        _introduce(store, world, address, timedelta(seconds=_SECOND_ANSWER_S), makes_secret=False)
+    except PeerMissing:  # nobody has shown a secret
+        return
 
 
 def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None:
@@ -322,10 +431,11 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
     log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, seen)
 
 
-def _agree_on_job(store: Store, world: World, address: Address) -> None:
+def _agree_on_job(joined: _Joined, address: Address) -> None:
     """Refuses a stray rank of another job or of another world size; the first rank to come says what is right."""
+    world = joined.plane.world
     mine = {"job": address.job, "world_size": world.size, "host": world.host, "pid": world.pid}
-    found = _claim(store, f"distplus/{address.attempt}/job", mine)
+    found = words_of(joined.store.claim(f"distplus/{address.attempt}/job", json.dumps(mine).encode()))
     for field in ("job", "world_size"):
         if found[field] != mine[field]:
             raise RendezvousError(
@@ -336,25 +446,21 @@ def _agree_on_job(store: Store, world: World, address: Address) -> None:
             )
 
 
-def _agree_on_run_id(store: Store) -> str:
+def _agree_on_run_id(joined: _Joined) -> str:
     """The id that the launcher gave, else one that the first rank makes; a store that outlives an attempt keeps it."""
     mine = env.DISTPLUS_RUN_ID.get() or uuid.uuid4().hex[:8]
-    return bytes(store.compare_set("distplus/run-id", "", mine)).decode()
+    return escaped(joined.store.claim("distplus/run-id", mine.encode()).decode())
 
 
-def _claim_rank(store: Store, world: World, store_host: str = "") -> None:
+def _claim_rank(plane: ControlPlane, store_host: str = "") -> None:
+    world = plane.world
     mine = Peer.of(world, store_host)
-    found = Peer.from_json(store.compare_set(f"hello/{world.rank}", "", mine.to_json()))
+    found = Peer.from_json(plane.claim(f"hello/{world.rank}", mine.to_json().encode()))
     if found != mine:
         raise RendezvousError(
             f"Two processes call themselves rank {world.rank} of {world.size}: {found} and {mine}. Give each node its "
             f"own NODE_RANK (0..{world.num_nodes - 1}), or let torchrun or srun set the ranks."
         )
-
-
-def _claim(store: Store, key: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Sets a key where nobody has set it, and returns what is there now."""
-    return dict(json.loads(store.compare_set(key, "", json.dumps(value))))
 
 
 # -- the port of the store ---------------------------------------------------------------------------------------------
@@ -641,12 +747,12 @@ class Refusals:
     """The note of the first process that was refused.
 
     Args:
-        store: The store in which the ranks meet, with the keys of all jobs and attempts.
+        store: Of the job, with the keys of all attempts.
         key: Where the note is, for this job and attempt.
         serves_store: Whether this process may serve the store; it leaves after those who read in it.
     """
 
-    def __init__(self, store: Store, key: str, *, serves_store: bool) -> None:
+    def __init__(self, store: SignedStore, key: str, *, serves_store: bool) -> None:
         self._store = store
         self._key = key
         self._serves_store = serves_store
@@ -662,7 +768,7 @@ class Refusals:
             text: Why the process was refused.
             is_certain: Whether those who wait need not see first whether the ranks come all the same.
         """
-        self._store.compare_set(self._key, "", json.dumps({"text": text, "is_certain": is_certain}))
+        self._store.claim(self._key, json.dumps({"text": text, "is_certain": is_certain}).encode())
         if self._serves_store:
             time.sleep(_READING_S if is_certain else self._grace_s)
 
@@ -676,9 +782,10 @@ class Refusals:
             return
         self._look_at_s = elapsed_s + _LOOK_EVERY_S
         if self._seen_at_s is None:
-            if not self._store.check([self._key]):
+            note = self._store.read(self._key)
+            if note is None:
                 return
-            self._note = words_of(self._store.get(self._key))
+            self._note = words_of(note)
             self._seen_at_s = elapsed_s
         if self._note["is_certain"] or elapsed_s - self._seen_at_s >= self._grace_s:
             raise RendezvousError(f"The ranks cannot meet, because one process was refused. {self._note['text']}")

@@ -1,28 +1,62 @@
-"""The secret of a job: signs what its launchers agree on between hosts, and shows what peers say without obeying it.
+"""The secret of a job: signs what its processes tell each other, and shows what peers say without obeying it.
 
-torch's store takes every connection, and gives everybody all keys. So each value of the launchers carries a signature,
-made with the secret, over the value and its key. What is not signed is ignored. What ranks write is not signed.
+torch's store takes every connection, and gives everybody all keys. So each value that ends, signals or names something
+carries a signature, made with the secret, over the value and its key. What is not signed is ignored, and counted.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import hmac
 import json
+import logging
+import os
 import re
+import secrets
+import stat
 import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus._compat import Store
 
-__all__ = ["Entries", "Secret", "SignedStore", "escaped", "words_of"]
+__all__ = ["ENTRY_BYTES", "Entries", "Secret", "SignedStore", "escaped", "leave_secret", "secrets_here", "words_of"]
+
+log = logging.getLogger(__name__)
 
 _MAC_BYTES = 16
 _MARKER_BYTES = 4  # where an entry begins: found again behind what a stranger has written
 _ENTRY = struct.Struct(f"<{_MARKER_BYTES}sH{_MAC_BYTES}s")  # marker, length, signature
 _MAX_ENTRY_BYTES = (1 << 16) - 1
+ENTRY_BYTES = _ENTRY.size
+"""What an entry takes beside its value."""
 _NOTHING = b"\0nothing"
 _CLAIMS = 100  # against a stranger who writes all the time; one try suffices otherwise
+_REMEMBERED = 10_000  # keys with a stranger's message in them
+
+
+@dataclass
+class _Ignored:
+    """The messages of strangers; each counts once, however often it is read."""
+
+    count: int = 0
+    last: dict[str, int] = field(default_factory=dict)
+
+    def note(self, key: str, message: bytes) -> None:
+        found = hash(message)
+        if self.last.get(key) == found:
+            return
+        if len(self.last) < _REMEMBERED:
+            self.last[key] = found
+        self.count += 1
+        if self.count == 1:
+            log.warning("at %r stands what nobody of this job has signed; such messages are ignored, and counted", key)
 
 
 class Secret:
@@ -39,31 +73,46 @@ class Secret:
         self._key = hashlib.blake2b(text.encode()).digest() if text else b""
         self.name = hashlib.blake2b(self._key, digest_size=8).hexdigest() if text else ""
         """Tells secrets apart without telling them; empty without one."""
-        self.num_ignored = 0
-        """Messages that nobody of this job has signed."""
+        self._ignored = _Ignored()
 
     @classmethod
     def from_environment(cls) -> Secret:
         """That of ``DISTPLUS_SECRET``."""
         return cls(env.DISTPLUS_SECRET.get() or "")
 
+    @property
+    def num_ignored(self) -> int:
+        """Messages that nobody of this job has signed."""
+        return self._ignored.count
+
+    def within(self, scope: str) -> Secret:
+        """The same for one attempt: what is signed for another one does not hold there."""
+        derived = copy.copy(self)  # counts together with this one
+        derived._key = hashlib.blake2b(scope.encode(), key=self._key).digest()
+        return derived
+
     def seal(self, key: str, value: bytes) -> bytes:
         """A value with its signature."""
         return _signature(self._hasher(key), value) + value
+
+    def fits(self, key: str, sealed: bytes | None) -> bool:
+        """Whether this secret has signed what stands there; counts nothing."""
+        if sealed is None:
+            return False
+        return hmac.compare_digest(sealed[:_MAC_BYTES], _signature(self._hasher(key), sealed[_MAC_BYTES:]))
 
     def open(self, key: str, sealed: bytes | None) -> bytes | None:
         """What somebody of this job has sealed; None, and counted, for anything else that is there."""
         if sealed is None:
             return None
-        value = sealed[_MAC_BYTES:]
-        if sealed[:_MAC_BYTES] == _signature(self._hasher(key), value):
-            return value
-        self.num_ignored += 1
+        if self.fits(key, sealed):
+            return sealed[_MAC_BYTES:]
+        self._ignored.note(key, sealed)
         return None
 
     def entries(self, key: str) -> Entries:
         """How entries of a key are written and read."""
-        return Entries(self, self._hasher(f"{key} entries"))
+        return Entries(self._hasher(f"{key} entries"), lambda found: self._ignored.note(key, found))
 
     def _hasher(self, key: str) -> hashlib.blake2b:
         name = key.encode()
@@ -76,13 +125,13 @@ class Entries:
     """The signed entries of one key, to which every process appends its own; each is checked once.
 
     Args:
-        secret: Counts what is ignored.
         hasher: Signs them, copied each time.
+        ignore: Counts what a stranger has written.
     """
 
-    def __init__(self, secret: Secret, hasher: hashlib.blake2b) -> None:
-        self._secret = secret
+    def __init__(self, hasher: hashlib.blake2b, ignore: Callable[[bytes], None]) -> None:
         self._hasher = hasher
+        self._ignore = ignore
         self._marker = _signature(hasher, b"marker")[:_MARKER_BYTES]
         self._own = b""
         self._data = b""
@@ -107,18 +156,19 @@ class Entries:
         self._data = data
         while self._end < len(data):
             start = data.find(self._marker, self._end)
-            self._secret.num_ignored += start != self._end
+            if start != self._end:
+                self._ignore(data[self._end : start if start >= 0 else len(data)])
             if start < 0 or start + _ENTRY.size > len(data):
                 self._end = len(data)
                 break
             _, length, signature = _ENTRY.unpack_from(data, start)
             end = start + _ENTRY.size + length
             value = data[end - length : end]
-            if data[start:end] == self._own or signature == _signature(self._hasher, value):
+            if data[start:end] == self._own or hmac.compare_digest(signature, _signature(self._hasher, value)):
                 self._found.append(value)
                 self._end = end
             else:  # a copy of the marker
-                self._secret.num_ignored += 1
+                self._ignore(data[start:end])
                 self._end = start + 1
         return self._found
 
@@ -167,6 +217,67 @@ class SignedStore:
             there = b"" if found == there else found  # a stranger's is written over; unless it has gone meanwhile
         return value
 
+
+# -- handed to the ranks of one host -----------------------------------------------------------------------------------
+
+# Where nobody has given the ranks a secret, rank 0 makes one and leaves it where only the same user of the same host
+# can read it. /dev/shm does not depend on TMPDIR, which launchers may set for each rank.
+_FOLDERS = ("/dev/shm", "/tmp")  # noqa: S108  # a folder of our own in it, which nobody else may enter
+_FORGOTTEN_AFTER_S = 24 * 3600.0  # one that a killed job has left behind
+
+
+def leave_secret() -> tuple[Secret, Path]:
+    """Makes a secret, and leaves it to the other ranks of this host.
+
+    Raises:
+        OSError: No folder takes it.
+    """
+    text = secrets.token_hex(32)
+    secret = Secret(text)
+    reason: OSError | None = None
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _require_private(folder.lstat(), stat.S_ISDIR)
+            _forget_old(folder)
+            path = folder / f"secret-{secret.name}"
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+            return secret, path
+        except OSError as error:
+            reason = error
+    raise reason or OSError("there is no folder for it")
+
+
+def secrets_here() -> Iterator[Secret]:
+    """The secrets that this user has left on this host."""
+    for folder in _folders():
+        with suppress(OSError):
+            _require_private(folder.lstat(), stat.S_ISDIR)
+            for path in folder.glob("secret-*"):
+                with suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+                    _require_private(os.fstat(file.fileno()), stat.S_ISREG)
+                    if text := file.read():
+                        yield Secret(text)
+
+
+def _folders() -> list[Path]:
+    return [Path(folder, f"distplus-{os.geteuid()}") for folder in dict.fromkeys(_FOLDERS)]
+
+
+def _require_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    if found.st_uid != os.geteuid() or not is_kind(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError("another user has made it, or may look into it")
+
+
+def _forget_old(folder: Path) -> None:
+    for path in folder.glob("secret-*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _FORGOTTEN_AFTER_S:
+                path.unlink()
+
+
+# -- words of others ---------------------------------------------------------------------------------------------------
 
 # All that moves a terminal's cursor, colours it or turns the direction of its text; a line's end and a tab do no harm.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")

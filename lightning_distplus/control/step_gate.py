@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import xxhash
 
-from lightning_distplus.control.exchange import CountedGate, Slots
+from lightning_distplus.control.exchange import CountedGate, SharedRecords, Slots
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.errors import DivergenceError
 
@@ -176,7 +176,10 @@ class StepGate:
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        self._plane.barrier(f"gate-{self._name}", deadline)
+        if isinstance(self._gate, CountedGate):
+            self._plane.barrier(f"gate-{self._name}", deadline)
+        else:
+            self._gate.open(f"gate-{self._name}", deadline)
 
     def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
         """Posts this rank's record and collects everybody's, in rank order.
@@ -229,7 +232,11 @@ class _DirectGate:
 
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self._slots = Slots(plane, name, is_owner=plane.world.rank == 0)
+        self._slots: Slots | SharedRecords = Slots(plane, name, is_owner=plane.world.rank == 0)
+
+    def open(self, name: str, deadline: timedelta) -> None:
+        """Meets all ranks; those of one host show each other their records in memory from now on."""
+        self._slots = SharedRecords.share(self._plane, name, deadline) or self._slots
 
     def post(self, number: int, packed: bytes) -> None:
         """Enters the gate with this rank's record; never waits."""
@@ -238,6 +245,7 @@ class _DirectGate:
     def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
         """The records of all ranks, in rank order; the errors are those of ``ControlPlane.poll``."""
         posted: dict[int, bytes] = {}
+        self._slots.linger(number)
 
         def is_complete() -> bool:
             posted.update(self._slots.read(number))

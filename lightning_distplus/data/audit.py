@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_distplus.data.batches import Quarantine, Request
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.order import EpochOrder, order_of
-from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
 from lightning_distplus.run_access import gather_bytes
 
 __all__ = [
@@ -487,6 +487,10 @@ class SampleAudit(Callback):
         # Of the steps that are done, and of the one that is not, on this rank; the loaded part counts on rank 0 alone.
         self._done = SampleSum()
         self._window: list[tuple[int, Request]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses the Trainer of ``pytorch_lightning``."""
+        refuse_other_trainer(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Opens this run's file."""

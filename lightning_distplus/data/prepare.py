@@ -1,5 +1,6 @@
 """Preparation of token files: text, JSONL, Parquet or folders of them become one Megatron ``.bin/.idx`` pair.
 
+Files may be compressed by gzip, zstd, bzip2 or xz; the content says so, and a name that says otherwise is an error.
 The same files give the same bytes: no clock, no random number, no order of a directory listing enters the result.
 Everything is written into a folder beside the target and renamed at the end, the index last: a pair without an index
 does not exist for any reader.
@@ -10,15 +11,19 @@ from __future__ import annotations
 import fcntl
 import importlib
 import inspect
+import io
 import json
+import lzma
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -28,7 +33,7 @@ from lightning_distplus.errors import refuse_unknown_arguments
 __all__ = ["END_OF_DOCUMENT", "Format", "PreparedTokens", "Progress", "prepare"]
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
-StageName = Literal["tokenizer", "tokens"]
+StageName = Literal["tokenizer", "tokens", "shuffle"]
 TokenDtype = Literal["auto", "uint16", "int32"]
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -37,9 +42,12 @@ DEFAULT_VOCAB_SIZE = 32_000
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _DTYPES: dict[str, type[np.integer[Any]]] = {"uint16": np.uint16, "int32": np.int32}
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_TEXT_KEYS = ("text", "content")  # of SlimPajama, and of Starcoder
 _PIECE_BYTES = 2**20
 _BATCH = 64  # pieces that are encoded together, on all cores
 _ROWS = 1024  # of Parquet, read at a time
+_PART_BYTES = 2**26  # of the inputs, whose tokens are shuffled in memory together
+_MAX_PARTS = 512  # open files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +79,11 @@ def prepare(
     tokenizer: str | Path | None = None,
     vocab_size: int | None = None,
     format: Format = "auto",  # noqa: A002 - the name of the option
-    text_key: str = "text",
+    text_key: str | None = None,
     dtype: TokenDtype = "auto",
     append_eod: bool = False,
     max_bytes: int | None = None,
+    shuffle_seed: int | None = None,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
     **removed: Any,
@@ -89,10 +98,14 @@ def prepare(
         vocab_size: Size of the vocabulary that is trained, by default 32,000.
         format: ``"text"``: a file is a document. ``"jsonl"``: a line is one. ``"parquet"``: a row is one. ``"auto"``:
             by the file's suffix.
-        text_key: The field of a JSON line, or the Parquet column, that holds its text.
+        text_key: The field of a JSON line, or the Parquet column, that holds its text. None: ``text`` or ``content``,
+            whichever the file has.
         dtype: Type of a token on disk; ``"auto"`` takes uint16 where the vocabulary fits.
         append_eod: Ends every document with the tokenizer's end token.
         max_bytes: Stops before the document that would exceed so many bytes of text.
+        shuffle_seed: Shuffles the documents by this seed: each goes to one of some files by lot, and each of these is
+            shuffled in memory (Rao and Sandelius). Every order is equally likely. Memory holds about 64 MB of tokens,
+            or one part in 512 where that is more; the disk holds the tokens twice.
         overwrite: Replaces an existing pair.
         on_progress: Called with the progress, some times per second.
         removed: Arguments of earlier versions are refused by name.
@@ -119,13 +132,16 @@ def prepare(
         end = [_end_id(codec)] if append_eod else []
         num_bytes = num_tokens = 0
         with MegatronWriter(folder / prefix.name, dtype=chosen) as writer:
+            shuffle = None if shuffle_seed is None else _Shuffle(folder, shuffle_seed, chosen, corpus.size_bytes)
             for document, size_bytes in _documents(corpus, codec, on_progress):
                 num_bytes += size_bytes
                 if document:  # an empty one leaves nothing, not even its end
-                    writer.add_document(document + end)
+                    (writer if shuffle is None else shuffle).add_document(document + end)
                     num_tokens += len(document) + len(end)
             if not num_tokens:
                 raise ValueError(corpus.no_text())
+            if shuffle is not None:
+                shuffle.write(writer, on_progress)
         _publish(folder, targets)
     return PreparedTokens(
         prefix=prefix,
@@ -182,6 +198,45 @@ def _publish(folder: Path, targets: list[Path]) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+class _Shuffle:
+    """Shuffles documents in files: to one of some by lot, then each of these in memory.
+
+    Args:
+        folder: Where the files are.
+        seed: Of the lots.
+        dtype: Type of a token.
+        size_bytes: Of the inputs, from which the number of files follows.
+    """
+
+    def __init__(self, folder: Path, seed: int, dtype: type[np.integer[Any]], size_bytes: int) -> None:
+        self._lots, self._dtype = random.Random(seed), dtype
+        num = min(_MAX_PARTS, 1 + size_bytes // _PART_BYTES)
+        self._parts = [(folder / f"part-{number}").open("w+b") for number in range(num)]
+
+    def add_document(self, tokens: list[int]) -> None:
+        """Appends a document to a file, behind its length."""
+        part = self._parts[self._lots.randrange(len(self._parts))]
+        part.write(np.int64(len(tokens)).tobytes() + np.asarray(tokens, dtype=self._dtype).tobytes())
+
+    def write(self, writer: MegatronWriter, report: Callable[[Progress], None]) -> None:
+        """Writes all documents in their new order."""
+        total = sum(part.tell() for part in self._parts)
+        done = 0
+        for part in self._parts:
+            done += part.tell()
+            part.seek(0)
+            documents = []
+            while head := part.read(8):
+                num = int(np.frombuffer(head, dtype=np.int64)[0])
+                documents.append(np.frombuffer(part.read(num * np.dtype(self._dtype).itemsize), dtype=self._dtype))
+            self._lots.shuffle(documents)
+            for document in documents:
+                writer.add_document(document)
+            part.close()
+            Path(part.name).unlink()
+            report(Progress(stage="shuffle", done_bytes=done, total_bytes=total))
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
@@ -250,6 +305,7 @@ class _Piece:
 
     text: str
     size_bytes: int
+    """What was read of its file, which may be compressed."""
     document_bytes: int
     """Size of the whole document, the same in all its pieces."""
     begins: bool
@@ -267,7 +323,7 @@ class _Corpus:
         inputs: Sequence[str | Path],
         *,
         format: Format,  # noqa: A002 - the name of the option
-        text_key: str,
+        text_key: str | None,
         max_bytes: int | None,
     ) -> None:
         self._files = _list_files(inputs)
@@ -299,11 +355,13 @@ class _Corpus:
         return f"There is no text{limit} in the {len(self._files)} input file(s); the first is {self._files[0]}."
 
     def _format_of(self, path: Path) -> str:
-        return _SUFFIXES.get(path.suffix, "text") if self._format == "auto" else self._format
+        plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
+        return _SUFFIXES.get(plain.suffix, "text") if self._format == "auto" else self._format
 
     def _size_of(self, path: Path) -> int:
         if self._format_of(path) == "parquet":
             return _size_of_parquet(path, self._text_key)
+        _require_honest_name(path)
         return path.stat().st_size
 
     def _read(self, path: Path) -> Iterator[_Piece]:
@@ -349,43 +407,44 @@ def _list_files(inputs: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _read_text(path: Path, text_key: str) -> Iterator[_Piece]:
-    offset = 0
-    document_bytes = path.stat().st_size
-    with path.open("rb") as file:
+def _read_text(path: Path, text_key: str | None) -> Iterator[_Piece]:
+    offset = seen = 0
+    document_bytes = path.stat().st_size if _compression_of(path) is None else sum(map(len, _lines_of(path)))
+    with _opened(path) as (file, num_read):
         while lines := file.readlines(_PIECE_BYTES):
             data = b"".join(lines)
             end = offset + len(data)
             yield _Piece(
                 text=_decode(data, path, offset),
-                size_bytes=len(data),
+                size_bytes=num_read() - seen,
                 document_bytes=document_bytes,
                 begins=offset == 0,
                 ends=end >= document_bytes,
             )
-            offset = end
+            offset, seen = end, num_read()
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[_Piece]:
-    offset = 0
-    with path.open("rb") as file:
+def _read_jsonl(path: Path, text_key: str | None) -> Iterator[_Piece]:
+    offset = seen = 0
+    with _opened(path) as (file, num_read):
         for line in file:
             content = _decode(line, path, offset)
             if content.strip():
-                text = _text_of(content, text_key, path, offset)
-                yield _Piece(text=text, size_bytes=len(line), document_bytes=len(line), begins=True, ends=True)
+                text_key, text = _text_of(content, text_key, path, offset)
+                size, seen = num_read() - seen, num_read()
+                yield _Piece(text=text, size_bytes=size, document_bytes=len(line), begins=True, ends=True)
             offset += len(line)
 
 
-def _size_of_parquet(path: Path, column: str) -> int:
-    file = _open_parquet(path, column)
+def _size_of_parquet(path: Path, column: str | None) -> int:
+    file, column = _open_parquet(path, column)
     place = file.schema_arrow.names.index(column)
     groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
     return sum(group.column(place).total_uncompressed_size for group in groups)
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[_Piece]:
-    file, row = _open_parquet(path, column), 0
+def _read_parquet(path: Path, column: str | None) -> Iterator[_Piece]:
+    (file, column), row = _open_parquet(path, column), 0
     try:
         for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
             for text in batch.column(0).to_pylist():
@@ -398,7 +457,8 @@ def _read_parquet(path: Path, column: str) -> Iterator[_Piece]:
         raise ValueError(f"{path} is damaged: {error}. Write it again, or leave it out.") from None
 
 
-def _open_parquet(path: Path, column: str) -> Any:
+def _open_parquet(path: Path, column: str | None) -> tuple[Any, str]:
+    """The file, and the name of its column of texts."""
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -413,12 +473,13 @@ def _open_parquet(path: Path, column: str) -> Any:
             f"{path} is no Parquet file, or truncated: {error}. Write it again, or leave it out."
         ) from None
     names = file.schema_arrow.names
+    column = column or _text_key_in(names, path)
     if column not in names:
         raise ValueError(f"{path} has no column {column!r}; found {', '.join(names)}. Name it with --text_key.")
     kind = file.schema_arrow.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise ValueError(f"{path}: column {column!r} holds {kind}, not strings. Name another with --text_key.")
-    return file
+    return file, column
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
@@ -431,23 +492,83 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _text_of(line: str, text_key: str, path: Path, offset: int) -> str:
+def _text_of(line: str, text_key: str | None, path: Path, offset: int) -> tuple[str, str]:
+    """The field that holds the text of a line, and that text."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{_place(path, offset)} is not JSON: {error}.") from None
-    if not isinstance(record, dict) or text_key not in record:
+    key = text_key or _text_key_in(record if isinstance(record, dict) else (), path)
+    if not isinstance(record, dict) or key not in record:
         found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
         where = _place(path, offset)
-        raise ValueError(f"{where} has no field {text_key!r}; found {found}. Name the field with --text_key.")
-    text = record[text_key]
+        raise ValueError(f"{where} has no field {key!r}; found {found}. Name the field with --text_key.")
+    text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{_place(path, offset)}: field {text_key!r} is a {type(text).__name__}, not a string.")
-    return text
+        raise ValueError(f"{_place(path, offset)}: field {key!r} is a {type(text).__name__}, not a string.")
+    return key, text
+
+
+def _text_key_in(names: Collection[str], path: Path) -> str:
+    """The one of the usual names that is there; the first of them where none is, for the message."""
+    found = [name for name in _TEXT_KEYS if name in names]
+    if len(found) > 1:
+        raise ValueError(f"{path} has both {' and '.join(found)}. Name the one that holds the text with --text_key.")
+    return found[0] if found else _TEXT_KEYS[0]
 
 
 def _place(path: Path, offset: int) -> str:
     """The line that begins at ``offset``, for a message."""
-    with path.open("rb") as file:
+    with _opened(path) as (file, _):
         number = sum(file.read(min(_PIECE_BYTES, offset - at)).count(b"\n") for at in range(0, offset, _PIECE_BYTES))
     return f"{path}, line {number + 1}"
+
+
+# -- compressed files --------------------------------------------------------------------------------------------------
+
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"PAR1": "Parquet"}
+
+
+def _compression_of(path: Path) -> str | None:
+    """What the first bytes of a file say."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def _require_honest_name(path: Path) -> None:
+    found, named = _compression_of(path), _COMPRESSED.get(path.suffix)
+    if found == named or (found is not None and found != "Parquet" and not path.suffix) or not path.stat().st_size:
+        return
+    says = f"its name says {named}" if named else "its name does not say so"
+    raise ValueError(f"{path}: its content is {found or 'not compressed'}, and {says}. Rename it, or fetch it again.")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The content of a file, decompressed, and how many bytes of the file have been read for it."""
+    kind = _compression_of(path)
+    with path.open("rb") as raw:
+        file: Any = raw
+        if kind == "zstd":
+            try:
+                arrow = importlib.import_module("pyarrow")
+            except ModuleNotFoundError as error:
+                text = f"{path} is zstd, and pyarrow, which reads it, is not installed. Run: pip install pyarrow"
+                raise ModuleNotFoundError(text, name="pyarrow") from error
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"), _PIECE_BYTES)
+        elif kind is not None:
+            module = {"gzip": "gzip", "bzip2": "bz2", "xz": "lzma"}[kind]
+            file = importlib.import_module(module).open(raw)
+        try:
+            yield file, raw.tell
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if kind is None:
+                raise
+            raise ValueError(f"{path} is damaged or cut off: {error}. Fetch it again, or leave it out.") from None
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    with _opened(path) as (file, _):
+        yield from file

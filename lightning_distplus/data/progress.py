@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.data.batches import Geometry
 from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch, PeerError
@@ -401,7 +402,7 @@ def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
     if len(set(everyone)) > 1:
         with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
             gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
-        lines = _differences([json.loads(one) for one in everyone])
+        lines = _differences([words_of(one) for one in everyone])
         text = "\n".join(f"  {line}" for line in lines)
         raise DatasetMismatch(
             f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"

@@ -70,7 +70,7 @@ def _probe(tensor: torch.Tensor) -> bytes:
     if flat.numel() * flat.element_size() > _WHOLE_BYTES:
         edge = _WHOLE_BYTES // 4 // flat.element_size()
         flat = torch.cat([flat[:edge], flat[edge : -edge or None : max(1, flat.numel() // _PROBES)], flat[-edge:]])
-    return bytes(flat.cpu().view(torch.uint8).numpy())
+    return bytes(flat.cpu().clone().view(torch.uint8).numpy())  # the storage of the batch stays as it is
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import ControlPlane, GateRecord
-from lightning_distplus.errors import DivergenceError, install_exit_codes
+from lightning_distplus.control.secret import words_of
+from lightning_distplus.divergence.budget import Budget
+from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
 from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.run_access import Host, host_of
 from lightning_distplus.trainer_gate import BatchGate
@@ -48,6 +50,7 @@ class MonitoredRun:
     patience: Callable[[], timedelta]
     """How long a rank waits for its peers now."""
     skips: SkipBudget
+    budget: Budget
     on_divergence: str
     parameters_every_n_steps: int
     tell: Callable[[DivergenceError], None]
@@ -70,7 +73,7 @@ class MonitoredRun:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
         packed = json.dumps(value).encode()
-        return [json.loads(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience())]
+        return [words_of(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience())]
 
 
 class Check:
@@ -350,9 +353,12 @@ class GateMonitor(Callback):
     on_divergence: OnDivergence = "raise"
     parameters_every_n_steps = 50
 
-    def __init__(self, checks: Sequence[Check] = (), *, max_skips_in_a_row: int = 0) -> None:
+    def __init__(
+        self, checks: Sequence[Check] = (), *, max_skips_in_a_row: int = 0, budget: float | None = None
+    ) -> None:
         self.checks = list(checks)
         self.skips = SkipBudget(max_skips_in_a_row)
+        self.budget = budget
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
@@ -366,6 +372,7 @@ class GateMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connects the control plane where the strategy has none; the rest follows when the strategy is set up."""
+        refuse_other_trainer(trainer)
         if stage != "fit" or trainer.world_size == 1:
             return
         install_exit_codes()
@@ -400,6 +407,7 @@ class GateMonitor(Callback):
             find_gate=self._find_gate,
             patience=self._host.patience,
             skips=self.skips,
+            budget=Budget(self.budget),
             on_divergence=self.on_divergence,
             parameters_every_n_steps=self.parameters_every_n_steps,
             tell=self._tell,
@@ -444,6 +452,7 @@ class GateMonitor(Callback):
         if not self._is_called:
             return {}
         self.skips.begin()
+        self._run.budget.begin_step()
         fields: dict[str, Any] = {}
         for check in self.checks:
             fields.update(check.say(batch, batch_idx))

@@ -15,6 +15,7 @@ constant tensor that turns into NaN.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -152,7 +153,10 @@ def _xxh3(tensors: Sequence[Tensor]) -> Tensor:
     hasher = xxhash.xxh3_64()
     for tensor in tensors:
         if tensor.numel() and tensor.untyped_storage().nbytes():
-            hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            whole = tensor.detach().contiguous()
+            size_bytes = whole.numel() * whole.element_size()
+            # Not by numpy(): that makes the storage one that FSDP2 cannot free and fill again.
+            hasher.update((ctypes.c_char * size_bytes).from_address(whole.data_ptr()))
     value = hasher.intdigest()
     return torch.tensor(value - (1 << 64) if value >> 63 else value)
 

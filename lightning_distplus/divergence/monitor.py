@@ -50,8 +50,9 @@ class RankDivergenceMonitor(GateMonitor):
     Works with every strategy of Lightning; on a Resilient one it uses that strategy's gate.
 
     Args:
-        every_n_steps: How often the batches are looked into. Place, learning rate and settings are compared each step.
-        parameters_every_n_steps: How often replicated state is compared in full.
+        every_n_steps: How often the batches are looked into, at most. Place, learning rate and settings are compared
+            each step.
+        parameters_every_n_steps: How often replicated state is compared in full, at most.
         on_divergence: ``"raise"`` on all ranks; ``"warn"`` where the run can go on, which it cannot when the ranks
             stand at different points; ``"skip"`` leaves out, on all ranks, a step whose loss or gradients are not
             finite, and raises otherwise.
@@ -68,6 +69,9 @@ class RankDivergenceMonitor(GateMonitor):
             does, or ``"ignore"``.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
+        budget: How much of a step's time the looks at batches and replicated state may take, once the first full
+            comparison has shown what they cost: they become rarer until they fit. What must be seen in each step stays.
+            The ledger tells how many steps a pass over the whole state takes (``monitor_plan``). None: nothing waits.
         batch_shapes: ``"any"`` where batches of different sizes are right, as for sequences; ``"equal"`` where each
             rank must have the same shapes.
     """
@@ -85,10 +89,13 @@ class RankDivergenceMonitor(GateMonitor):
         state_at_rest: bool = False,
         batch_shapes: BatchShapes = "any",
         on_straggler: OnStraggler = "warn",
+        budget: float | None = 0.005,
         **removed: Any,
     ) -> None:
         refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(RankDivergenceMonitor).parameters)
-        super().__init__(max_skips_in_a_row=max_skips_in_a_row)
+        super().__init__(max_skips_in_a_row=max_skips_in_a_row, budget=budget)
+        if budget is not None and not 0 < budget <= 1:
+            raise ValueError(f"budget is {budget}; it is a share of a step's time, above 0 and at most 1, or None.")
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1.")

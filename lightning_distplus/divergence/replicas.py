@@ -407,8 +407,9 @@ _SHOWN_NAMES = 6
 class ReplicaCheck(Check):
     """Names the rank whose copy of a weight, a buffer or an optimizer state is not that of the others.
 
-    Each gate carries the fingerprint of one window, so that everything has been read after 16 steps. Everything is read
-    at once at the start, before each save and every ``parameters_every_n_steps``.
+    A gate carries the fingerprint of one window, so that everything has been read after 16 steps. Everything is read
+    at once at the start, before each save and every ``parameters_every_n_steps``. Where that costs more than the budget
+    allows, the windows are smaller, and windows and full comparisons come less often.
 
     Args:
         repairs: Whether a copy that differs from the majority's is overwritten with it, instead of raising.
@@ -419,7 +420,10 @@ class ReplicaCheck(Check):
         self._replicas: list[Replica] = []
         self._windows = Windows([])
         self._num_states = -1
-        self._agreed_at = [0] * _NUM_WINDOWS
+        self._num_said = 0
+        self._window: int | None = None
+        self._agreed_at = [0]
+        self._noted: dict[str, int] = {}
         self._num_repaired = 0
 
     def attach(self, run: MonitoredRun) -> None:
@@ -428,9 +432,12 @@ class ReplicaCheck(Check):
         model: torch.nn.Module = run.trainer.strategy.model  # type: ignore[assignment]
         self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0  # type: ignore[operator]
         # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
-        self._holds_whole = not any(
-            isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules()
-        ) and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        self._has_flat_shards = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        self._holds_whole = (
+            not self._has_flat_shards
+            and not any(isinstance(module, FSDPModule) for module in model.modules())
+            and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        )
 
     def start(self) -> None:
         """Everything, before the first step.
@@ -441,9 +448,15 @@ class ReplicaCheck(Check):
         self._compare_all("before the first step")
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """The fingerprint of this step's window."""
-        found = self._windows.fingerprint(self.run.trainer.global_step)
-        return {} if found is None else {"state_fingerprint": int(found) & (1 << 64) - 1}
+        """The fingerprint of this step's window, where one is due."""
+        turn, rest = divmod(self._num_said, self._steps_per_window)
+        self._num_said += 1
+        self._window = turn % self._windows.count if rest == 0 else None
+        if self._window is None:
+            return {}
+        with self.run.budget.measure("state", self._windows.count):
+            found = self._windows.fingerprint(self._window)
+            return {} if found is None else {"state_fingerprint": int(found) & (1 << 64) - 1}
 
     def hear(self, records: Sequence[GateRecord]) -> None:
         """Compares the windows of all ranks, and now and then everything.
@@ -454,9 +467,9 @@ class ReplicaCheck(Check):
         step = records[0].global_step
         if any(record.state_fingerprint != records[0].state_fingerprint for record in records):
             self._find(f"before step {step}")
-        else:
-            self._agreed_at[step % self._windows.count] = step
-        if step % self.run.parameters_every_n_steps == 0 or self._num_states != self._count_states():
+        elif self._window is not None:
+            self._agreed_at[self._window] = step
+        if step % self._steps_per_comparison == 0 or self._num_states != self._count_states():
             self._compare_all(f"before step {step}")
 
     def before_save(self) -> None:
@@ -474,6 +487,9 @@ class ReplicaCheck(Check):
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _count_states(self) -> int:
+        """Changes on all ranks at the same step; of an FSDP1 unit a rank may hold nothing that is trained."""
+        if self._has_flat_shards:
+            return 0
         return sum(len(optimizer.state) for optimizer in self.run.trainer.optimizers if hasattr(optimizer, "state"))
 
     def _refresh(self) -> None:
@@ -482,17 +498,47 @@ class ReplicaCheck(Check):
         model: Any = self.run.trainer.strategy.model
         optimizers = [] if self._is_zero else self.run.trainer.optimizers
         self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
+
+    @property
+    def _steps_per_window(self) -> int:
+        return self.run.budget.exceeds("state", self._windows.count)
+
+    @property
+    def _steps_per_comparison(self) -> int:
+        every = self.run.parameters_every_n_steps
+        return every * self.run.budget.exceeds("everything", every)
+
+    def _cut(self) -> None:
+        """Makes the windows anew: 16, or more where one is above the budget and large enough."""
         device = self.run.trainer.strategy.root_device.type
         everywhere = [
             one.tensor for one in self._replicas if one.group == EVERYWHERE and one.tensor.device.type == device
         ]
-        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in everywhere)
-        count = max(1, min(_NUM_WINDOWS, size_bytes // _WINDOW_BYTES))
+        most = max(1, sum(tensor.numel() * tensor.element_size() for tensor in everywhere) // _WINDOW_BYTES)
+        count = min(most, max(_NUM_WINDOWS, self.run.budget.exceeds("state")))
         self._windows = Windows(everywhere, count)
+        self._agreed_at = [min(self._agreed_at)] * count
+
+    def _note_plan(self) -> None:
+        """Tells the ledger how many steps a whole pass takes, when that has changed."""
+        plan = {
+            "windows": self._windows.count,
+            "steps_per_pass": self._windows.count * self._steps_per_window,
+            "steps_per_full_comparison": self._steps_per_comparison,
+        }
+        if plan != self._noted:
+            self._noted = plan
+            self.run.note("monitor_plan", global_step=self.run.trainer.global_step, **plan)
 
     def _compare_all(self, when: str) -> None:
-        self._refresh()
-        told = self.run.gather("state", {"tensors": self._totals(), "facts": self._facts()})
+        figures = self.run.budget.figures()
+        with self.run.budget.measure("everything"):
+            self._refresh()
+            mine = {"tensors": self._totals(), "facts": self._facts(), "figures": figures}
+            told = self.run.gather("state", mine)
+        self.run.budget.agree([one["figures"] for one in told])
+        self._cut()
+        self._note_plan()
         held: dict[str, set[str]] = defaultdict(set)
         for one in told:
             for group, value in one["tensors"].items():
@@ -500,7 +546,7 @@ class ReplicaCheck(Check):
         if any(len(values) > 1 for values in held.values()):
             self._find(when)
         else:
-            self._agreed_at = [self.run.trainer.global_step] * _NUM_WINDOWS
+            self._agreed_at = [self.run.trainer.global_step] * self._windows.count
         self._compare_facts([one["facts"] for one in told], when)
 
     def _totals(self) -> dict[str, str]:
@@ -576,7 +622,7 @@ class ReplicaCheck(Check):
         return True
 
     def _error(self, difference: Difference, when: str) -> DivergenceError:
-        since = min(self._agreed_at[: self._windows.count])
+        since = min(self._agreed_at)
         others = difference.names[1:]
         more = f"; {len(others)} more differ: {', '.join(others[:_SHOWN_NAMES])}" if others else ""
         where = (

@@ -34,6 +34,12 @@ class SettingsCheck(Check):
         self._parameters = dict(run.module.named_parameters())
         self._tensors = list(self._parameters.values())
         self._num_said = 0
+        self._have_steps: list[bool] = []
+
+    def start(self) -> None:
+        """All ranks learn which optimizers have elements to step on every rank: an FSDP1 shard may be all frozen."""
+        mine = [_holds_trainable(optimizer) for optimizer in self._optimizers()]
+        self._have_steps = [all(held) for held in zip(*self.run.gather("elements to step", mine), strict=False)]
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The first learning rate and the loss scale as they are, everything as one number."""
@@ -58,18 +64,21 @@ class SettingsCheck(Check):
             for number, group in enumerate(optimizer.param_groups):
                 for name in ("lr", "weight_decay"):
                     named[f"{name} of optimizer {index}, group {number}"] = _number(group.get(name, 0.0))
-            named[f"step count of optimizer {index}"] = _steps_of(optimizer)
+            named[f"step count of optimizer {index}"] = self._steps_of(index, optimizer)
         for name, parameter in list(self._parameters.items())[:_MAX_PARAMETERS]:
             named[f"requires_grad of {name}"] = parameter.requires_grad
         return named
 
     def _numbers(self) -> list[float]:
         numbers: list[float] = []
-        for optimizer in self._optimizers():
+        for index, optimizer in enumerate(self._optimizers()):
             for group in optimizer.param_groups:
                 numbers += (_number(group.get("lr", 0.0)), _number(group.get("weight_decay", 0.0)))
-            numbers.append(_steps_of(optimizer))
+            numbers.append(self._steps_of(index, optimizer))
         return numbers
+
+    def _steps_of(self, index: int, optimizer: Any) -> float:
+        return _steps_of(optimizer) if all(self._have_steps[index : index + 1]) else 0.0
 
     def _optimizers(self) -> list[Any]:
         return [one for one in self.run.trainer.optimizers if getattr(one, "param_groups", None)]
@@ -91,10 +100,15 @@ def _number(value: Any) -> float:
 
 
 def _steps_of(optimizer: Any) -> float:
-    """The count that the optimizer keeps for its first parameter; 0 where it keeps none, or keeps it on a device."""
+    """The first count that the optimizer keeps for a parameter; 0 where it keeps none, or keeps it on a device."""
     state: Any = getattr(optimizer, "state", None)
-    first = next(iter(state.values()), None) if hasattr(state, "values") else None
+    states = state.values() if hasattr(state, "values") else ()
+    first = next((one for one in states if one), None)  # of a parameter without elements here there is nothing
     return _number(first.get("step", 0.0)) if isinstance(first, dict) else 0.0
+
+
+def _holds_trainable(optimizer: Any) -> bool:
+    return any(one.requires_grad and one.numel() for group in optimizer.param_groups for one in group["params"])
 
 
 # -- the batch: structure, place in the order, samples -----------------------------------------------------------------
@@ -108,7 +122,8 @@ class BatchCheck(Check):
     """Compares the batches of the ranks before the forward.
 
     Structure and place in the data must agree. Ranks that share a place on the data-parallel axis must hold identical
-    batches; others must not, twice in a row. A batch on a device is read every ``parameters_every_n_steps`` only.
+    batches; others must not, twice in a row. A batch on a device is read every ``parameters_every_n_steps`` only, and
+    any batch as often as the budget allows.
 
     Args:
         every_n_steps: How often it looks.
@@ -146,7 +161,9 @@ class BatchCheck(Check):
         if rest == 0:
             if self._compares_structure:
                 fields["batch_structure"] = digest(structure(batch, sizes=self._has_sizes))
-            fields["batch_content"] = self._content(batch, may_read=turn % self._reads_every == 0)
+            if turn % self.run.budget.exceeds("batch", self._every) == 0:
+                with self.run.budget.measure("batch"):
+                    fields["batch_content"] = self._content(batch, may_read=turn % self._reads_every == 0)
         return fields
 
     def explain(self, field: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_distplus import _compat
 from lightning_distplus.divergence.batch import digest
 from lightning_distplus.divergence.fingerprint import fingerprint_of_each
 from lightning_distplus.majority import is_equal
@@ -17,9 +18,13 @@ _MAX_ENTRIES = 50_000  # the digests of so many fit into one message
 
 
 def signature(module: torch.nn.Module) -> list[str]:
-    """One line for each parameter and buffer, in the order of registration, which is that of gradient buckets."""
+    """One line for each parameter and buffer, in the order of registration, which is that of gradient buckets.
+
+    What FSDP1 has sharded already, in a ``validate`` or another ``fit`` before, has another shape on each rank.
+    """
     lines = [
-        f"parameter {name}: {_kind(tensor)}, {'trainable' if tensor.requires_grad else 'frozen'}"
+        f"parameter {name}: {'a shard' if _compat.is_fsdp_shard(tensor) else _kind(tensor)}, "
+        f"{'trainable' if tensor.requires_grad else 'frozen'}"
         for name, tensor in module.named_parameters()
     ]
     return lines + [f"buffer {name}: {_kind(tensor)}" for name, tensor in module.named_buffers()]

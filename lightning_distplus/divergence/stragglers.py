@@ -40,7 +40,7 @@ class Straggler:
 
 
 class Arrivals:
-    """When each rank came, over a window of steps, to its first backward and to the gate of the next step.
+    """When each rank came to its first backward and to the gate of the next step, over windows that overlap by half.
 
     All ranks leave a gate together, and leave the sum of the gradients together. So who comes last to the first
     backward, or to the next gate, is the one for whom the others wait, whatever they wait in; a wait inside a
@@ -74,7 +74,8 @@ class Arrivals:
         if len(self._steps) < self._size:
             return None
         leads, waits, steps = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
-        self._steps.clear()
+        for _ in range(math.ceil(self._size / 2)):  # windows overlap: who becomes slow within one is named at the next
+            self._steps.popleft()
         return self._judge(_behind_peers(leads), _behind_peers(-waits), steps)
 
     def _judge(self, leads: np.ndarray, gates: np.ndarray, steps: np.ndarray) -> list[Straggler]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError, DivergenceError
 from lightning_distplus.majority import disagreement
 from lightning_distplus.trees import describe
@@ -193,11 +194,12 @@ class CollectiveTrace:
 
     def _exchange(self, key: str, text: str, call: TracedCall) -> dict[int, str]:
         """What each rank of the group says."""
-        self._plane.append(key, json.dumps([self._plane.world.rank, text]).encode() + b"\n")
+        entries = self._plane.secret.entries(key)
+        self._plane.append(key, entries.entry(json.dumps([self._plane.world.rank, text]).encode()))
         told: dict[int, str] = {}
 
         def is_complete() -> bool:
-            told.update(json.loads(line) for line in (self._plane.read(key) or b"").splitlines())
+            told.update(words_of(one) for one in entries.read(self._plane.read_unsigned(key) or b""))
             return len(told) == len(call.ranks)
 
         watch = _Watch(self._plane, self._name, call, self._made, self._locate)
@@ -296,7 +298,7 @@ class _Watch:
         data = self._plane.read(f"{self._name}/at/{other}")
         if data is None:
             return None
-        theirs = json.loads(data)
+        theirs = words_of(data)
         line, ranks = theirs.pop("line"), tuple(theirs.pop("ranks"))
         call = TracedCall(**theirs, ranks=ranks)
         return f"{call}, at {line}" if call.waits_for(self._plane.world.rank, self._made) else None

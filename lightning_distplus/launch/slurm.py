@@ -17,6 +17,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.supervisor import Attempt, Culprit, History, RestartPolicy, read_history
 from lightning_distplus.launcher_link import told_home
+from lightning_distplus.report import leave_page
 from lightning_distplus.world import LAUNCHER
 
 __all__ = ["SlurmJob", "end_of_start"]
@@ -225,3 +226,4 @@ def _note(home: Path | None, number: int, kind: str, **fields: object) -> None:
     if home is not None:
         with EventLog(home, LAUNCHER, attempt=number, run_id=env.DISTPLUS_RUN_ID.get() or "") as events:
             events.write(kind, **fields)
+        leave_page(home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from lightning_distplus.launch.agent import Hosts, run_attempt
 from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
 from lightning_distplus.launcher_link import InHand, told_home
+from lightning_distplus.report import leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
 from lightning_distplus.watchdog.ending import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
@@ -352,7 +354,7 @@ class _Supervisor:
 
     def run(self) -> int:
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
-        self._ask_for_secret()
+        self._give_secret()
         hosts, number = self._job.hosts, 0
         try:
             if hosts.max_nodes > 1:
@@ -384,9 +386,13 @@ class _Supervisor:
         env.DISTPLUS_HOME_FILE.set(str(self._home_file))
         env.DISTPLUS_RUN_ID.set(run_id)
 
-    def _ask_for_secret(self) -> None:
-        """Between hosts only the user can give all launchers the same one."""
-        if self._job.hosts.max_nodes > 1 and env.DISTPLUS_SECRET.get() is None:
+    def _give_secret(self) -> None:
+        """Makes one for the ranks of one host; between hosts only the user can give all launchers the same one."""
+        if env.DISTPLUS_SECRET.get() is not None:
+            return
+        if self._job.hosts.max_nodes == 1:
+            env.DISTPLUS_SECRET.set(secrets.token_hex(32))
+        else:
             self._say(
                 f"DISTPLUS_SECRET is not set: who can reach {self._job.hosts.rdzv} can end or stop this job. Set it to "
                 "the same random text on all hosts (openssl rand -hex 32), a new one for each job"
@@ -434,6 +440,7 @@ class _Supervisor:
         place = self._job.policy.place_of_next()
         self._say(f"{culprit}, {where}: restarting from {self._describe_resume(history)}, {place}")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
+        self._leave_page(waits=False)
         return None
 
     def _newcomer(self, number: int) -> str | None:
@@ -514,6 +521,7 @@ class _Supervisor:
         if asked is not None:
             return self._end(number, ExitCode.PREEMPTED, f"stopped by {asked}, without a PreemptionHandler")
         self._note("launch_end", number, exit_code=0)
+        self._leave_page()
         self._leave(number)
         return int(ExitCode.DONE)
 
@@ -529,6 +537,7 @@ class _Supervisor:
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
         self._show_verdict()
         self._note("launch_end", number, exit_code=int(code), reason=why)
+        self._leave_page()
         self._leave(number)
         return int(code)
 
@@ -577,6 +586,10 @@ class _Supervisor:
         path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
         if path is not None:
             print_block(Verdict.from_json(path.read_bytes()), path)
+
+    def _leave_page(self, *, waits: bool = True) -> None:
+        if self._home is not None:
+            leave_page(self._home, waits=waits)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone

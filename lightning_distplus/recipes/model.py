@@ -2,6 +2,8 @@
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_distplus.checkpoint.export import CONFIG
+from lightning_distplus.checkpoint.foreign import weights_for
 
 __all__ = ["TinyLlama"]
 
@@ -27,6 +32,8 @@ class TinyLlama(LightningModule):
         betas: Those of AdamW.
         activation_checkpointing: Recompute each layer in the backward pass, which saves memory.
         compile: Compile each layer in the first step.
+        init_from: Weights to start from where nothing is resumed: a folder of Hugging Face's Llama, or what ``distplus
+            import`` has written.
     """
 
     def __init__(
@@ -39,8 +46,11 @@ class TinyLlama(LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         activation_checkpointing: bool = False,
         compile: bool = False,  # noqa: A002 - the name of the option
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
+        self.init_from = init_from
+        self._arguments_of_config = dict(config)
         self.config = LlamaConfig(**config, use_cache=False)
         self.lr = lr
         self.min_lr = min_lr
@@ -58,6 +68,8 @@ class TinyLlama(LightningModule):
             return
         self.model = LlamaForCausalLM(self.config)
         _initialize_partitioned(self.model, std=self.config.initializer_range)
+        if self.init_from is not None and not self.trainer.ckpt_path:
+            self._start_from(Path(self.init_from))
         if self.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.is_compiled:
@@ -66,6 +78,19 @@ class TinyLlama(LightningModule):
         if self.device_mesh is not None:
             for layer in (*self.model.model.layers, self.model):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def _start_from(self, source: Path) -> None:
+        """Copies the weights of a source; those that ZeRO-3 has partitioned are gathered one by one."""
+        assert self.model is not None
+        weights = dict(weights_for(self.model, source))
+        for name, parameter in self.model.named_parameters():
+            with _gathered(parameter), torch.no_grad():
+                if parameter.shape == weights[name].shape:  # under ZeRO-3 on rank 0, which hands it to the others
+                    parameter.copy_(weights[name])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds how the model is configured, which ``distplus export --to hf`` needs."""
+        checkpoint[CONFIG] = self._arguments_of_config
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Returns the mean loss per token of this rank."""
@@ -130,7 +155,15 @@ def _initialize_partitioned(model: LlamaForCausalLM, std: float) -> None:
     """Gives ZeRO-3's parameters Llama's initial values; they are partitioned, so empty, when Llama sets them."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") and "norm" not in name:
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            with _gathered(parameter):
                 torch.nn.init.normal_(parameter, std=std)
+
+
+def _gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
+    """Has rank 0's content of a parameter of ZeRO-3 on all ranks after this block; nothing where it is whole."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameter, modifier_rank=0)
+    return gathered

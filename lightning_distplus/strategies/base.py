@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_distplus import _compat
+from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
+    OTHER_LIGHTNING,
     DistplusError,
     ExitCode,
     PeerError,
@@ -26,14 +29,15 @@ from lightning_distplus.errors import (
     require_choice,
     require_type,
 )
-from lightning_distplus.events import EventLog, folder_of_run
+from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
+from lightning_distplus.process import age_of_process
+from lightning_distplus.report import leave_page
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
 from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
-from lightning_distplus.strategies.registry import OTHER_LIGHTNING
 from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
@@ -52,6 +56,7 @@ from lightning_distplus.strategies.start import (
     samples_in_hand,
     tell_launcher,
 )
+from lightning_distplus.strategies.step_times import StepTimes
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -230,6 +235,10 @@ class ResilientStrategy(_Base):
             a SIGTERM ends all ranks at the same step with exit code 143, and nothing is saved.
         copy_to: A URL to which rank 0 copies what is committed, in a thread, the newest three; ``--ckpt_path auto``
             fetches from there what the folder of the checkpoints has lost. None: nobody does.
+        data: ``"exact"``: a run that is resumed inside an epoch goes on in the training ``DataLoader`` at the batch at
+            which the checkpoint was saved; ``"as_is"`` leaves loaders to Lightning, which begins the epoch anew.
+        seed_samples: With ``data="exact"``: whether python's, numpy's and torch's generators are seeded for each sample
+            from its place in the order, so that a random augmentation is exact too, with any number of workers.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -252,6 +261,8 @@ class ResilientStrategy(_Base):
         copy_to: str | None = None,
         monitor: RankDivergenceMonitor | bool = True,
         preemption: PreemptionHandler | bool = True,
+        data: Literal["exact", "as_is"] = "exact",
+        seed_samples: bool = True,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
@@ -260,6 +271,8 @@ class ResilientStrategy(_Base):
         require_type("copy_to", copy_to, str, or_none=True)
         require_callback("monitor", monitor, RankDivergenceMonitor)
         require_callback("preemption", preemption, PreemptionHandler)
+        require_choice("data", data, Literal["exact", "as_is"])
+        require_type("seed_samples", seed_samples, bool)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = read_preflight(preflight)
         self.on_hang: OnHang = on_hang
@@ -268,10 +281,13 @@ class ResilientStrategy(_Base):
         self.copy_to = copy_to
         self.monitor = monitor
         self.preemption = preemption
+        self.data = data
+        self.seed_samples = seed_samples
         self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
         self.marks = Marks(phase=self._phase)
         self.transfer = Transfer()
+        self.times = StepTimes(self.note)
         self.collectives = Collectives(self.marks)
         self.loads = LoadHooks(self)
         self.saves = SaveHooks(self, on_save_failure)
@@ -281,7 +297,9 @@ class ResilientStrategy(_Base):
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
+        self._loaders: LoaderResume | None = None
         self._validation_began_at = 0.0
+        self._saved_before_s = 0.0
         self._first_step = 0
         self._has_failed = False
         self._ends_in_teardown = False
@@ -380,6 +398,12 @@ class ResilientStrategy(_Base):
             _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
             if trainer.state.fn == "fit":
                 self._brought = bring_callbacks(self, trainer)
+                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The parent's part; a training loader then resumes exactly."""
+        processed = super().process_dataloader(dataloader)
+        return processed if self._loaders is None else self._loaders.take(processed)
 
     def _preparation_barrier(self) -> PreparationBarrier:
         self.marks.set("prepare_data")
@@ -406,7 +430,7 @@ class ResilientStrategy(_Base):
 
     def _put_into(self, trainer: Any) -> None:
         """Puts in the profiler that sets marks, the callback that speaks first, and committed links and saves."""
-        trainer.profiler = MarkingProfiler(trainer.profiler, self.marks, self._on_last_hook)
+        trainer.profiler = MarkingProfiler(trainer.profiler, self.marks, self.times, self._on_last_hook)
         trainer.callbacks.insert(0, FirstWord(self))
         for callback in trainer.checkpoint_callbacks:
             _compat.replace_checkpoint_link(callback, self.saves.link)
@@ -423,6 +447,7 @@ class ResilientStrategy(_Base):
             ends_run=self.on_hang == "abort",
             folder=self.home,
             last_deadline=lambda: self.phases.last_deadline,
+            on_shown=leave_page,
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
@@ -437,6 +462,10 @@ class ResilientStrategy(_Base):
             tell_launcher(self.home)
         self.note(
             "start",
+            ledger=LEDGER_VERSION,
+            began_at=round(time.time() - age_of_process(), 3),
+            host=self.plane.world.host,
+            pid=os.getpid(),
             function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
@@ -459,6 +488,7 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
+        self.times.begin(trainer.global_step)
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind
         self._gate.is_late = lambda: self.measured.is_late
@@ -471,6 +501,8 @@ class ResilientStrategy(_Base):
         if all(record.wishes & Wish.SAVED for record in records):
             self.saves.settle()
         self.measured.review(records)
+        assert self._gate is not None
+        self.times.pass_gate(records[0].global_step, self._gate.waited_s)
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
 
@@ -481,12 +513,15 @@ class ResilientStrategy(_Base):
             SaveFailed: The last save of the run failed, and none has succeeded since.
         """
         super().on_train_end()
+        assert self.lightning_module is not None
+        self.times.write(self.lightning_module.trainer.global_step)
         self.saves.settle()
         self.saves.failing.end()
 
     def on_validation_start(self) -> None:
         """Enters the validation phase."""
         self._validation_began_at = time.monotonic()
+        self._saved_before_s = self.times.within("checkpoint")
         self.phases.enter(Phase.VALIDATION)
         super().on_validation_start()
 
@@ -494,6 +529,8 @@ class ResilientStrategy(_Base):
         """Notes how long the validation took."""
         super().on_validation_end()
         self.measured.note(Phase.VALIDATION, self._validation_began_at)
+        saved_s = self.times.within("checkpoint") - self._saved_before_s  # by a callback, at the end of the validation
+        self.times.add("validation", time.monotonic() - self._validation_began_at - saved_s)
 
     def on_test_start(self) -> None:
         """Enters the validation phase."""
@@ -509,7 +546,10 @@ class ResilientStrategy(_Base):
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""
-        return self.collectives.step("training_step", super().training_step, *arguments, **named)
+        output = self.collectives.step("training_step", super().training_step, *arguments, **named)
+        if self.is_global_zero:
+            self.times.take_loss(output)
+        return output
 
     def backward(self, *arguments: Any, **named: Any) -> Any:
         """The parent's part, marked with its batch."""
@@ -649,6 +689,7 @@ class ResilientStrategy(_Base):
         """Tells the other ranks what happened here; never raises."""
         super().on_exception(exception)
         self._ends_in_teardown = True
+        self.times.write()
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
         exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
@@ -755,9 +796,12 @@ class ResilientStrategy(_Base):
             self.collectives.points = None
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
-        self._brought = []
+        self._brought, self._loaders = [], None
         self.note("end", failed=self._has_failed)
         self._close_ledger()
+        is_told_by_others = self._has_failed and self.world_size > 1  # who prints the verdict, or the launcher
+        if self.is_global_zero and not is_told_by_others and not env.DISTPLUS_HOME_FILE.get():
+            leave_page(self.home)
 
 
 def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -20,7 +22,10 @@ from lightning_distplus.errors import CheckpointMismatch, DistplusError
 from lightning_distplus.strategies.base import ResilientStrategy
 from lightning_distplus.strategies.saving import Writes
 
-__all__ = ["ResilientDeepSpeed", "remove_abandoned_locks"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["ResilientDeepSpeed", "naming_builds", "remove_abandoned_locks"]
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +116,13 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""
         if self.local_rank == 0:
             remove_abandoned_locks()
-        super().setup_environment()
+        with naming_builds() if self.local_rank == 0 else nullcontext():
+            super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Names what DeepSpeed compiles for its optimizers on a GPU."""
+        with naming_builds() if self.local_rank == 0 else nullcontext():
+            super().setup(trainer)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------
@@ -216,6 +227,7 @@ class _NotingWriter:
 
 # -- locks of extension builds -----------------------------------------------------------------------------------------
 
+_FIRST_S, _AGAIN_S = 5.0, 20.0
 # On these no other host can hold a file.
 _LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
 
@@ -245,6 +257,38 @@ def remove_abandoned_locks() -> list[Path]:
         removed.append(lock)
         log.warning("removed %s: the process that held it is gone, and everybody would have waited for it", lock)
     return removed
+
+
+@contextmanager
+def naming_builds(first_s: float = _FIRST_S, again_s: float = _AGAIN_S) -> Iterator[None]:
+    """Says what DeepSpeed compiles in this block, as long as it does: its first start takes minutes on a busy host.
+
+    Args:
+        first_s: How long a build takes before it is named, in seconds.
+        again_s: After how many more it is named again.
+    """
+    is_over = threading.Event()
+
+    def look() -> None:
+        begin = time.monotonic()
+        wait_s = first_s
+        while not is_over.wait(wait_s):
+            wait_s = again_s
+            for lock in _build_root().glob("**/lock"):
+                log.info(
+                    "DeepSpeed compiles %s, once for this host, for %.0f s now; the result stays in %s",
+                    lock.parent.name,
+                    time.monotonic() - begin,
+                    lock.parent,
+                )
+
+    watcher = threading.Thread(target=look, name="distplus-builds", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
 
 
 def _build_root() -> Path:

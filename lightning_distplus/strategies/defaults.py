@@ -13,6 +13,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import env
+from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
 from lightning_distplus.timeouts import Phase
@@ -38,7 +40,7 @@ def require_callback(name: str, value: object, kind: type[Callback]) -> None:
 
 
 def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]:
-    """Adds to the Trainer of a fit what it lacks of the two callbacks; before their first hook.
+    """Adds to the Trainer of a fit what it lacks: monitor, handler, exact resume of loaders; before their first hook.
 
     A callback of the user's own wins, also over an instance that the strategy was given. By default a run of one rank
     has no monitor, because there is nothing to compare, and a Trainer with ``barebones=True`` neither of them. Under
@@ -60,6 +62,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
             continue
         if not any(isinstance(callback, kind) for callback in trainer.callbacks):
             brought.append(kind() if isinstance(wish, bool) else wish)
+    if strategy.data == "exact" and not isinstance(trainer.datamodule, ExactDataModule):
+        brought.insert(0, LoaderResume(trainer, seeds_samples=strategy.seed_samples))  # its records are made first
     trainer.callbacks[:0] = brought  # a ModelCheckpoint stays the last one
     return brought
 
@@ -93,7 +97,17 @@ def _parts(strategy: ResilientStrategy, trainer: Any) -> Iterator[str]:
         yield "SIGTERM and SIGUSR1 are left to Lightning's Slurm requeue"
     else:
         yield "SIGTERM saves nothing"
+    yield f"data: {_data(strategy, trainer)}"
     yield f"events in {_shown(strategy.home)}"
+
+
+def _data(strategy: ResilientStrategy, trainer: Any) -> str:
+    if isinstance(trainer.datamodule, ExactDataModule):
+        return f"exact resume ({type(trainer.datamodule).__name__})"
+    if strategy.data == "as_is":
+        return "as it is"
+    loaders = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
+    return "exact resume (DataLoader)" if loaders is not None and loaders.is_exact else "a resume begins the epoch anew"
 
 
 def _short(duration: timedelta) -> str:

@@ -32,6 +32,7 @@ from lightning_distplus.checkpoint.catalog import (
 )
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.fingerprints import Sums, differing, is_current, sums_of_pieces
+from lightning_distplus.checkpoint.foreign import refuse_foreign
 from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
@@ -399,6 +400,7 @@ class VerifiedLoads:
         return {"has_files": self._verification == "full", "has_manifest": True}
 
     def _check_unmanifested(self, path: Path) -> None:
+        refuse_foreign(path)
         findings = () if self._verification == "off" else check_unmanifested(path)
         if findings:
             raise CheckpointCorrupt(
@@ -530,6 +532,13 @@ class LoadHooks:
                 partial(_read, weights_only=weights_only, parent=parent),
                 fitting=strategy.fitting_checkpoint,
                 only_reads=strategy.lightning_restore_optimizer,
+            )
+        fits = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
+        if strategy.lightning_restore_optimizer and fits and "optimizer_states" not in checkpoint:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} holds weights and no state of an optimizer: a fit cannot go on from it. "
+                "Start from its weights: model.init_from in a recipe, or load_state_dict in a script; or add an empty "
+                f"state: distplus import --from lightning {path} --to CKPT"
             )
         if strategy.lightning_restore_optimizer:
             self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
+from lightning_distplus.strategies.step_times import StepTimes
 from lightning_distplus.watchdog import Marks, Progress
 
 __all__ = ["MarkingProfiler", "last_batch", "progress_of"]
@@ -16,6 +18,13 @@ __all__ = ["MarkingProfiler", "last_batch", "progress_of"]
 # -- marks -------------------------------------------------------------------------------------------------------------
 
 _ON_EXCEPTION = ".on_exception"
+_FETCH = "[_TrainingEpochLoop].train_dataloader_next"
+# Of the hooks of one name, that of the callee which does the work.
+_PARTS = {
+    ("[Strategy]", "training_step"): "forward",
+    ("[Strategy]", "backward"): "backward",
+    ("[LightningModule]", "optimizer_step"): "optimizer",
+}
 _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
 
 
@@ -27,14 +36,19 @@ class MarkingProfiler(Profiler):
     Args:
         inner: The profiler of the Trainer; it stays in charge of everything else.
         marks: Where the marks go.
+        times: Told how long the parts of a step take.
         on_last_hook: Called when the last hook of a run that succeeds has returned.
     """
 
-    def __init__(self, inner: Any, marks: Marks, on_last_hook: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, inner: Any, marks: Marks, times: StepTimes, on_last_hook: Callable[[], None] = lambda: None
+    ) -> None:
         self.inner = inner
+        self._times = times
+        self._fetch_began_at = 0.0
         self._on_last_hook = on_last_hook
         self._marks = marks
-        self._actions: dict[str, _Marked] = {}
+        self._actions: dict[str, AbstractContextManager[Any]] = {}
         self._kind = _Marked if type(inner) is PassThroughProfiler else _Profiled
 
     def __getattr__(self, name: str) -> Any:
@@ -43,11 +57,15 @@ class MarkingProfiler(Profiler):
     def start(self, action_name: str) -> None:
         """Marks the action and starts the user's profiler."""
         self._marks.set(action_name)
+        if action_name == _FETCH:
+            self._fetch_began_at = time.monotonic()
         self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
         """Marks the end and stops the user's profiler."""
         self._marks.back_to(f"after {action_name}")
+        if action_name == _FETCH:
+            self._times.add("data", time.monotonic() - self._fetch_began_at)
         self.inner.stop(action_name)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -57,10 +75,13 @@ class MarkingProfiler(Profiler):
         except KeyError:
             return self._new(action_name)
 
-    def _new(self, action_name: str) -> _Marked:
+    def _new(self, action_name: str) -> AbstractContextManager[Any]:
         if action_name.endswith(_ON_EXCEPTION):
             self._marks.keep()
-        marked = self._kind(self._marks, action_name, self.inner)
+        marked: AbstractContextManager[Any] = self._kind(self._marks, action_name, self.inner)
+        whose, _, name = action_name.partition("]")
+        if part := _PARTS.get((f"{whose}]", name.rpartition(".")[2])):
+            marked = _Timed(marked, part, self._times)
         if len(self._actions) < _KEPT_ACTIONS:
             self._actions[action_name] = marked
         return marked
@@ -116,6 +137,25 @@ class _Profiled(_Marked):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._inner.stop(self._action)
+
+
+class _Timed(AbstractContextManager[None]):
+    """An action that is a part of a step; it is never within itself."""
+
+    __slots__ = ("_began_at", "_marked", "_part", "_times")
+
+    def __init__(self, marked: AbstractContextManager[Any], part: str, times: StepTimes) -> None:
+        self._marked = marked
+        self._part = part
+        self._times = times
+
+    def __enter__(self) -> None:
+        self._began_at = time.monotonic()
+        self._marked.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._marked.__exit__(*error)
+        self._times.add(self._part, time.monotonic() - self._began_at)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------

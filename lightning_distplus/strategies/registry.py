@@ -6,12 +6,9 @@ import functools
 import importlib
 from typing import Any
 
-__all__ = ["OTHER_LIGHTNING", "refuse_in_other_lightning", "register_strategies"]
+from lightning_distplus.errors import OTHER_LIGHTNING
 
-OTHER_LIGHTNING = (
-    "lightning_distplus works with the Trainer of lightning.pytorch; this one is of pytorch_lightning, which has "
-    "classes of its own. Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`."
-)
+__all__ = ["refuse_in_other_lightning", "register_strategies"]
 
 _NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "resilient_ddp": ("ddp", "ResilientDDP", {}),

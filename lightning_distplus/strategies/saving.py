@@ -730,6 +730,7 @@ class SaveHooks:
         self._strategy = strategy
         self.failing = FailingSaves(policy)
         self.in_flight: BackgroundSave | None = None
+        self._stall_s = 0.0
         """The save that a thread finishes; one at most."""
         self._committed: CommittedSaves | None = None
         self._staging: Staging | None = None
@@ -786,6 +787,7 @@ class SaveHooks:
             self._failed(str(filepath), step, error)
             return
         strategy.measured.note(Phase.CHECKPOINT, began_at)
+        self._note_stall(began_at)
         self.in_flight = begun
         if begun is None:
             self._succeeded(str(filepath), step)
@@ -800,7 +802,7 @@ class SaveHooks:
         if begun is None:
             return
         strategy.marks.set(f"wait until {begun.path} is saved")
-        before = strategy.phases.current
+        before, began_at = strategy.phases.current, time.monotonic()
         strategy.phases.enter(Phase.CHECKPOINT)
         try:
             begun.wait(strategy.phases.patience)
@@ -812,8 +814,15 @@ class SaveHooks:
         if strategy.is_global_zero:
             for checkpoint, name in begun.links:
                 link(Path(checkpoint), Path(name))
+        self._note_stall(began_at, is_same_save=True)
         self.committed.committed(begun.path)  # what it stands in for goes when no link leads there any more
         self._succeeded(begun.path, begun.global_step)
+
+    def _note_stall(self, began_at: float, *, is_same_save: bool = False) -> None:
+        """The training thread has stood still for a save since a moment of the monotonic clock."""
+        stall_s = time.monotonic() - began_at
+        self._stall_s = stall_s + (self._stall_s if is_same_save else 0.0)
+        self._strategy.times.add("checkpoint", stall_s)
 
     def _failed(self, path: str, step: int | None, error: SaveFailed) -> None:
         self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
@@ -821,7 +830,7 @@ class SaveHooks:
 
     def _succeeded(self, path: str, step: int | None) -> None:
         self.failing.succeeded()
-        self._strategy.note("saved", path=path, global_step=step)
+        self._strategy.note("saved", path=path, global_step=step, stall_s=round(self._stall_s, 3))
 
     def _note_copy(self, path: Path, error: str | None) -> None:
         kind = "checkpoint_copied" if error is None else "copy_failed"

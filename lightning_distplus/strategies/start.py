@@ -528,7 +528,8 @@ class PreparationBarrier:
             return
         self._plane.raise_if_peer_failed()  # those who have given up waiting have left their names here
         deadline = self._phases.patience_in(Phase.DATA)
-        self._plane.append(self._key, f"{self._plane.world.rank},".encode())
+        self._plane.sign_in(self._key)
+        self._signed = self._plane.secret.entries(self._key)
         what = "prepare_data on another rank"
         try:
             self._plane.poll(self._is_complete, deadline, what=what, arrived=self._arrived)
@@ -538,7 +539,7 @@ class PreparationBarrier:
         self._phases.enter_after_meeting(Phase.SETUP)
 
     def _arrived(self) -> set[int]:
-        return {int(rank) for rank in (self._plane.read(self._key) or b"").split(b",") if rank}
+        return self._plane.signed_in(self._key, self._signed)
 
     def _is_complete(self) -> bool:
         missing = sorted(set(self._plane.world.ranks) - self._arrived())

@@ -14,6 +14,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
 
 
 def _last_commit(folder: Path, run_id: str) -> _Committed:
-    ledger = next(iter(sorted(folder.glob("events-rank*.jsonl"))), None)  # the ranks commit together
+    ledger = next(iter(sorted(folder.glob("events-rank[0-9]*.jsonl"))), None)  # the ranks commit together
     events = [] if ledger is None else [one for one in read_ledger(ledger) if one["run_id"] == run_id]
     last = _Committed(at=events[0]["time"] if events else time.time())
     for event in events:
@@ -136,12 +137,16 @@ class Ending:
     Args:
         plane: The control plane, which knows the first error of the job.
         telling: Knows the verdict, and who speaks for this host.
+        on_shown: Told the folder of the artefacts once the verdict is printed; it takes little time and never raises.
     """
 
-    def __init__(self, plane: ControlPlane, telling: Telling) -> None:
+    def __init__(
+        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda folder: None
+    ) -> None:
         self._plane = plane
         self._rank = plane.world.rank
         self._telling = telling
+        self._on_shown = on_shown
         self._is_over = False
 
     def arm(self) -> None:
@@ -213,6 +218,7 @@ class Ending:
                     self._telling.await_others(found[0].silent)
                 if self._telling.claim_showing(found[1]):
                     print_block(*found)
+                    self._on_shown(found[1].parent)
                     return True
         return False
 

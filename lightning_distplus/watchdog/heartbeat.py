@@ -9,6 +9,7 @@ and the traffic of the job grow with the number of ranks and not with its square
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -29,7 +30,7 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "open_slate", "read_slate"]
+__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "has_slate", "open_slate", "read_slate"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ _WATCH_HOST_EVERY_S = 8.0  # so that all ranks together send the store less than
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
+_beats = itertools.count(1)  # of this process, over all its runs
 _MISSED_BEATS_S = 1.35  # seen so much later than the last one, and a look: its Python, or the way to it, has stopped
 
 
@@ -125,7 +127,6 @@ class Board:
         self._has_post = threading.Event()
         self._question: bytes | None = None
         self._stopping = threading.Event()
-        self._beat = 0
         self._slate: Slate | None = None
         self._slates: dict[int, int] = {}
         """Descriptors of those of the peers on this host."""
@@ -270,10 +271,9 @@ class Board:
         del self._to_post[: len(posts)]
 
     def _next_beat(self) -> dict[str, Any]:
-        self._beat += 1
         self._pace.note(self._progress())
         return {
-            "beat": self._beat,
+            "beat": next(_beats),
             "mark": asdict(self._marks.read()),
             "place": place_of(frame_of(self._watched)),
             "pace": self._pace.describe(),
@@ -281,6 +281,7 @@ class Board:
             "printer": None if self._printer is None else self._printer.to_plain(),
             "posted": self._posted,
             "whereabouts": None if self.points is None else self.points.beat(),
+            "passed": None if self.points is None else [self.points.name, self.points.passed],
             "at": time.monotonic(),
         }
 
@@ -321,7 +322,7 @@ class Board:
         A rank that has moved since it posted has said nothing of this silence.
         """
         last, mark = self.sightings.get(rank), Mark(**data["mark"])
-        if last is None or data["beat"] != last.beat:
+        if last is None or data["beat"] > last.beat:  # an older one is shown again by a stranger
             now = running_time()
             follows = last is not None and now - last.changed_at < _FOLLOWS_S
             since = last.since if last is not None and follows else (mark.number, now)
@@ -386,6 +387,14 @@ def open_slate(pid: int) -> int | None:
                 if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
                     return os.open(path, os.O_RDONLY)
     return None
+
+
+def has_slate(pid: int) -> bool:
+    """Whether a process of this user is a rank under a watchdog."""
+    if (descriptor := open_slate(pid)) is None:
+        return False
+    os.close(descriptor)
+    return True
 
 
 def read_slate(descriptor: int) -> dict[str, Any] | None:

@@ -293,7 +293,8 @@ def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummar
         pid: The process: a rank, or one of its data workers.
         printer: How that rank prints.
     """
-    if not catches_signal(pid, printer.number):  # the signal would end it
+    is_ours = signal.SIGRTMIN + _FIRST_SIGNAL <= printer.number < signal.SIGRTMAX  # whatever a peer has said
+    if not is_ours or not catches_signal(pid, printer.number):  # the signal would end it
         return []
     with suppress(OSError):
         path = _file_of(pid, printer)

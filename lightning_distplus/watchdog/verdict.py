@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import (
     DivergenceError,
     PeerLost,
@@ -120,7 +121,7 @@ class Verdict:
     @classmethod
     def from_json(cls, text: str | bytes) -> Verdict:
         """Reads a verdict."""
-        return cls(**json.loads(text))
+        return cls(**words_of(text))
 
     def shortened(self) -> Verdict:
         """The same for the other hosts of a large job: what it says of each rank, for a few ranks only."""

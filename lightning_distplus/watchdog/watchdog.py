@@ -39,7 +39,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.ending import Ending, print_block
 from lightning_distplus.watchdog.evidence import Evidence, Witness
-from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting
+from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting, has_slate
 from lightning_distplus.watchdog.progress import Marks, Progress
 from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_debugged
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
@@ -104,6 +104,7 @@ class Watchdog:
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
         last_deadline: The longest silence of a rank that is alone, because others have ended their run.
+        on_shown: Told the folder of the artefacts once this rank has printed the verdict; never raises.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Watchdog:
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
         last_deadline: Callable[[], timedelta | None] = lambda: None,
+        on_shown: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
@@ -134,7 +136,7 @@ class Watchdog:
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
-        self._ending = Ending(plane, self._telling)
+        self._ending = Ending(plane, self._telling, on_shown)
         self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()
@@ -626,7 +628,7 @@ class Telling:
         def claim() -> None:
             with suppress(PeerError, RuntimeError):
                 told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
-                self._line.append(_SETTLED, f"{self._world.rank},".encode())
+                self._line.sign_in(_SETTLED)
 
         _within(_TOLD_S, claim)
         return Verdict.from_json(told[0]) if told else verdict
@@ -639,8 +641,7 @@ class Telling:
         end = running_time() + _SPOKEN_S
         with suppress(PeerError, RuntimeError):
             while running_time() < end:
-                told = (self._line.read(_SETTLED) or b"").split(b",")
-                if others <= {int(rank) for rank in told if rank}:
+                if others <= self._line.signed_in(_SETTLED):
                     return
                 time.sleep(_LOOK_S)
 
@@ -756,8 +757,8 @@ def end_process(code: ExitCode) -> None:
 
 
 def end_peer(peer: Peer) -> None:
-    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended."""
-    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED):  # it is here
+    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended, or is none."""
+    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(peer.pid):  # it is here
         for pid in (*forks(peer.pid), peer.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -153,13 +153,16 @@ def final_counters(model: Diary) -> dict[str, Any]:
 
 
 def assert_every_save_resumes_exactly(
-    make_data: Callable[[], pl.LightningDataModule], hook: str, folder: Path, **arguments: Any
+    make_data: Callable[[], pl.LightningDataModule], hook: str, folder: Path, every: int = 1, **arguments: Any
 ) -> int:
-    """Resumes from every save: the events must be the last ones of the undisturbed run, and none may be missing."""
+    """Resumes from every save, or every n-th counted from the last one.
+
+    The events must be the last ones of the undisturbed run, and none may be missing.
+    """
     saver = SaveAt(hook, folder)
     undisturbed = fit(make_data(), callbacks=[saver], **arguments)
     window = undisturbed.trainer.accumulate_grad_batches
-    for path, num_before in saver.saves:
+    for path, num_before in saver.saves[::-every]:
         resumed = fit(make_data(), ckpt_path=path, **arguments)
         if not resumed.events:  # Lightning leaves a finished run as it is, also what was due after its last step
             assert not any(event[0] == "train" for event in undisturbed.events[num_before:])

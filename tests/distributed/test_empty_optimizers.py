@@ -74,6 +74,7 @@ def test_a_checkpoint_of_an_optimizer_without_state_is_resumed(
     assert run.results == {0: expected, 1: expected}
 
 
+@pytest.mark.soak
 def test_stock_cannot_load_what_it_has_saved(tmp_path: Path) -> None:
     arguments = {"save_distributed_checkpoint": False, "data_parallel_size": 2, "tensor_parallel_size": 1}
     run = spawn(save_and_resume, 2, args=("ModelParallelStrategy", arguments, False, str(tmp_path)), deadline="60s")

@@ -41,7 +41,7 @@ from tests.distributed.resume_jobs import (
     map_data,
     quiet_trainer,
 )
-from tests.pairs import in_turn
+from tests.pairs import in_turn, kept
 
 CASES: dict[str, dict[str, Any]] = {
     "three epochs": {"max_epochs": 3, "num_samples": 9},
@@ -71,11 +71,12 @@ def _worker_handler() -> Iterator[None]:
     ("case", "style"),
     [*((case, Counting) for case in CASES), *((case, Resuming) for case in ("three epochs", "limited by steps"))],
 )
-def test_save_after_each_batch_resumes_exactly(case: str, style: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", kept([1, 5], [5]))
+def test_save_after_each_batch_resumes_exactly(case: str, style: Any, every: int, tmp_path: Path) -> None:
     arguments = dict(CASES[case])
     num_samples = arguments.pop("num_samples", 17)
     found = assert_every_save_resumes_exactly(
-        lambda: iterable_data(style(num_samples)), "on_train_batch_end", tmp_path, **arguments
+        lambda: iterable_data(style(num_samples)), "on_train_batch_end", tmp_path, every, **arguments
     )
     assert found >= 10
 
@@ -117,7 +118,7 @@ def test_nothing_is_lost_to_what_workers_read_ahead(options: dict[str, Any], tmp
 @pytest.mark.parametrize("arguments", [{"max_steps": 14}, {"max_epochs": 3, "limit_train_batches": 5}])
 def test_data_without_an_end_resumes_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
     make_data = lambda: iterable_data(Endless(0))  # noqa: E731
-    assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, **arguments) >= 14
+    assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, 5, **arguments) >= 14
 
 
 @pytest.mark.usefixtures("_worker_handler")
@@ -332,18 +333,26 @@ def test_trainer_that_fits_again_goes_on_and_another_one_begins_anew() -> None:
     assert numbers(fit(data, max_steps=2)) == numbers(whole)[:4]
 
 
-@pytest.mark.usefixtures("_worker_handler")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_of_litdata_resumes_exactly(num_workers: int, tmp_path: Path) -> None:
-    litdata = pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Forty tensors as litdata writes them."""
+    pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata")
+    folder = str(tmp_path_factory.mktemp("litdata") / "chunks")
     write = (
         "import litdata; from tests.distributed.iterable_jobs import tensor_of; "
-        f"litdata.optimize(tensor_of, list(range(40)), {str(tmp_path / 'chunks')!r}, chunk_bytes=64, num_workers=1)"
+        f"litdata.optimize(tensor_of, list(range(40)), {folder!r}, chunk_bytes=64, num_workers=1)"
     )
     subprocess.run([sys.executable, "-c", write], check=True, timeout=50)  # it changes its process for good
+    return folder
+
+
+@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_of_litdata_resumes_exactly(num_workers: int, chunks: str, tmp_path: Path) -> None:
+    import litdata
 
     def make_data() -> Any:
-        data = litdata.StreamingDataset(str(tmp_path / "chunks"), shuffle=True, drop_last=True, seed=1)
+        data = litdata.StreamingDataset(chunks, shuffle=True, drop_last=True, seed=1)
         return iterable_data(litdata.StreamingDataLoader(data, batch_size=2, num_workers=num_workers))
 
     saver = SaveAt("on_train_batch_end", tmp_path)

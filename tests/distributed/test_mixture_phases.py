@@ -1,4 +1,7 @@
-"""A mixture that changes between runs: recorded, deterministic, and no sample of a source repeated or missed."""
+"""A mixture that changes between runs: recorded, deterministic, and no sample of a source repeated or missed.
+
+Row R7.
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def trainer(strategy: str, folder: str, which: str, epochs: int) -> pl.Trainer:
     if which != "all that watch":
         arguments["enable_progress_bar"] = False
     return jobs.trainer(
-        jobs.strategy(strategy),
+        jobs.strategy(strategy, **({"data": "as_is"} if strategy == "ResilientDDP" else {})),  # as stock resumes
         2,
         folder,
         max_epochs=epochs,

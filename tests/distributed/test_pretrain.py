@@ -59,6 +59,7 @@ def test_a_killed_pretraining_is_exact_under_the_other_strategies(strategy: str,
     prove(strategy, tmp_path / "run")
 
 
+@pytest.mark.soak
 @pytest.mark.deadline(240)
 def test_control_c_ends_every_process_of_a_pretraining(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "data"

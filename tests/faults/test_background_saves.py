@@ -1,4 +1,7 @@
-"""Saves in the background: what is saved is the state of its step, and what goes wrong with it reaches all ranks."""
+"""Saves in the background: what is saved is the state of its step, and what goes wrong with it reaches all ranks.
+
+Row C6.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A disk that is full at any write of a save under ZeRO: all hear of it, the old checkpoint stays, training goes on."""
+"""A disk that is full at any write of a save under ZeRO: all hear of it, the old checkpoint stays, training goes on.
+
+Row C10.
+"""
 
 from __future__ import annotations
 

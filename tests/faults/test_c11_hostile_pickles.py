@@ -1,4 +1,7 @@
-"""Checkpoints of a stranger whose pickles run code: nothing of them runs, and the refusal names what they name."""
+"""Checkpoints of a stranger whose pickles run code: nothing of them runs, and the refusal names what they name.
+
+Row C11.
+"""
 
 from __future__ import annotations
 

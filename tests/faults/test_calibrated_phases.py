@@ -1,4 +1,7 @@
-"""``timeout="auto"`` in a run that resumes: each phase has the deadline that the run before has found for it."""
+"""``timeout="auto"`` in a run that resumes: each phase has the deadline that the run before has found for it.
+
+Row H2.
+"""
 
 from __future__ import annotations
 

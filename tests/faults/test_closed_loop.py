@@ -1,4 +1,7 @@
-"""The live state, the manifest and the loaded state have one fingerprint: what differs is named by its tensor."""
+"""The live state, the manifest and the loaded state have one fingerprint: what differs is named by its tensor.
+
+Row C2.
+"""
 
 from __future__ import annotations
 

@@ -220,6 +220,7 @@ LEAVES_WEIGHTS_APART = {
 LEAVES_NAN = {"loss_is_nan", "gradient_is_infinite"}
 
 
+@pytest.mark.soak
 def test_stock_ends_well_on_all_ranks_whichever_of_these_differs(tmp_path: Path) -> None:
     found = spawn(train_in_stock_with_each, 2, args=(SILENT, str(tmp_path)), deadline="100s").check().results
     assert {rank: {name: one["error"] for name, one in each.items()} for rank, each in found.items()} == {

@@ -119,6 +119,7 @@ def train_in_stock(rank: int, folder: str) -> tuple[int, list[str]]:
     return trainer.global_step, model.losses
 
 
+@pytest.mark.soak
 def test_stock_trains_on_where_tensor_parallel_peers_have_other_batches(tmp_path: Path) -> None:
     (steps, losses), (other_steps, other_losses) = (
         spawn(train_in_stock, 2, args=(str(tmp_path),)).check().results.values()

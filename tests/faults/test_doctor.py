@@ -1,4 +1,4 @@
-"""``distplus doctor`` as a process of its own, on a host where something is wrong."""
+"""``distplus doctor`` as a process of its own, on a host where something is wrong (row S7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is killed is named by those who wait for it, within two seconds and without a time-out."""
+"""A rank that is killed is named by those who wait for it, within two seconds and without a time-out (row H3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Disks that fail while a run saves: all ranks hear of it, training goes on, the next save is the retry."""
+"""Disks that fail while a run saves: all ranks hear of it, training goes on, the next save is the retry.
+
+Rows C3 and C4.
+"""
 
 from __future__ import annotations
 

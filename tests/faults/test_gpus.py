@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` tells, with a stand-in for it in PATH: no GPU is here."""
+"""What ``nvidia-smi`` tells, with a stand-in for it in PATH: no GPU is here (row S7)."""
 
 from __future__ import annotations
 

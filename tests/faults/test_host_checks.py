@@ -1,4 +1,4 @@
-"""A host that cannot train or save: said before the first collective, on all ranks."""
+"""A host that cannot train or save: said before the first collective, on all ranks (row C3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SIGKILL at random moments of a run that saves at every step: the newest checkpoint is what was in memory then."""
+"""SIGKILL at random moments of a run that saves at every step: the newest checkpoint is what was in memory then.
+
+Row C1.
+"""
 
 from __future__ import annotations
 

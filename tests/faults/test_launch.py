@@ -1,4 +1,4 @@
-"""Launched wrong: every process says which launcher it sees, what contradicts what, and the command to run (S1-S5)."""
+"""Launched wrong: every process says which launcher it sees, what contradicts what, and the command (rows S1-S5)."""
 
 from __future__ import annotations
 

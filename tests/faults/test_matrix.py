@@ -1,4 +1,7 @@
-"""The fault matrix on four ranks: for every kind of fault and every seed, exactly the guilty ranks are named."""
+"""The fault matrix on four ranks: for every kind of fault and every seed, exactly the guilty ranks are named.
+
+Rows H1 to H3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A folder on each node: what a node lacks, or has damaged, is fetched from the durable copy before it is loaded."""
+"""A folder on each node: what a node lacks, or has damaged, is fetched from the durable copy before it is loaded.
+
+Row C2.
+"""
 
 from __future__ import annotations
 

@@ -188,6 +188,7 @@ def stock(folder: str) -> bool:
     return all(bool(parameter.isnan().all()) for parameter in trainer.strategy.model.parameters())
 
 
+@pytest.mark.soak
 def test_stock_ends_well_with_nothing_but_nan_on_all_ranks(tmp_path: Path) -> None:
     faults = FaultPlan().nan(rank=1, step=STEP)
     assert spawn(stock, 2, args=(str(tmp_path),), faults=faults).check().results == {0: True, 1: True}
@@ -267,6 +268,7 @@ def train_in_stock(folder: str) -> int:
     return trainer.global_step
 
 
+@pytest.mark.soak
 def test_stock_trains_on_with_a_shard_that_has_changed(tmp_path: Path) -> None:
     result = spawn(train_in_stock, 2, args=(str(tmp_path),), faults=FaultPlan().flip_bit(rank=1, step=STEP)).check()
     assert result.results == {0: 6, 1: 6}

@@ -75,6 +75,7 @@ def run_script(folder: Path, fault: str = "pass", arguments: str = "") -> subpro
     )
 
 
+@pytest.mark.soak
 def test_a_nan_on_one_rank_of_a_script_ends_it_with_the_code_and_verdict_of_a_divergence(tmp_path: Path) -> None:
     ended = run_script(tmp_path, NAN_ON_RANK_1)
     assert ended.returncode == ExitCode.DIVERGENCE, ended.stdout
@@ -83,12 +84,17 @@ def test_a_nan_on_one_rank_of_a_script_ends_it_with_the_code_and_verdict_of_a_di
     assert json.loads(verdict.read_text())["culprits"] == [1]
 
 
-def test_a_nan_on_all_ranks_of_a_script_is_warned_about_and_the_script_goes_on(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, NAN_ON_ALL)
+def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_ranks_and_goes_on(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, NAN_ON_ALL, 'timeout="5m"')
     assert ended.returncode == 0, ended.stdout
     assert "the script goes on" in ended.stdout
     assert ended.stdout.count("not finite on all 2 ranks") == 1
     assert not list((tmp_path / "distplus").glob("verdict-*"))
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("distplus: ")]
+    assert line == (
+        "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
+        "lightning_logs/version_0/checkpoints, data: exact resume (DataLoader), events in distplus"
+    )
 
 
 def test_a_sigterm_to_a_script_saves_a_checkpoint_and_ends_with_143(tmp_path: Path) -> None:
@@ -99,21 +105,12 @@ def test_a_sigterm_to_a_script_saves_a_checkpoint_and_ends_with_143(tmp_path: Pa
     assert verify(saved).ok
 
 
+@pytest.mark.soak
 def test_without_the_handler_a_sigterm_ends_with_143_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
     ended = run_script(tmp_path, SIGTERM, "preemption=False")
     assert ended.returncode == ExitCode.PREEMPTED, ended.stdout
     assert "nothing was saved" in ended.stdout
     assert not list(tmp_path.glob("**/*.ckpt"))
-
-
-def test_the_script_says_in_one_line_what_it_brings(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, arguments='timeout="5m"')
-    assert ended.returncode == 0, ended.stdout
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("distplus: ")]
-    assert line == (
-        "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
-        "lightning_logs/version_0/checkpoints, events in distplus"
-    )
 
 
 # -- every strategy ----------------------------------------------------------------------------------------------------

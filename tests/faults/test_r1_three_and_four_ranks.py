@@ -76,6 +76,7 @@ def test_a_resume_on_three_and_four_ranks_has_the_same_bits(arguments: dict[str,
     assert_all_equal(on_ranks(3, tmp_path, str(tmp_path / "4" / "1.ckpt"), arguments))
 
 
+@pytest.mark.soak
 @pytest.mark.deadline(400)
 def test_buckets_that_are_laid_out_anew_are_the_fault(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Row R1 and R5: a rank is killed at any step, the job comes back, and nothing shows that it ever happened."""
+"""Rows R1 and R5: a rank is killed at any step, the job comes back, and nothing shows that it ever happened."""
 
 from __future__ import annotations
 

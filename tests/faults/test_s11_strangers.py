@@ -1,4 +1,4 @@
-"""Row S11: a stranger writes pickles and junk to every port of a launched job; nothing of it runs, and it goes on."""
+"""Row S11: a stranger writes pickles, junk, errors, verdicts and heartbeats to every port of a job, which goes on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_distplus.events import read_events
 from lightning_distplus.process import children
+from lightning_distplus.testing import spawn, weights_digest
+from lightning_distplus.testing.spawning import free_port
+from tests.distributed import jobs
 from tests.faults.test_restarting import launch, results, undisturbed
 
 NOBODY = 65534
@@ -55,6 +61,45 @@ def keys_of(link):
     (count,) = struct.unpack("<Q", exactly(link, 8))
     return [exactly(link, struct.unpack("<Q", exactly(link, 8))[0]) for _ in range(min(count, 10000))]
 
+ESCAPES = "\x1b[2J\x1b]0;forged\x07 forged"
+ERROR = {"rank": 1, "host": ESCAPES, "pid": 1, "type": "PeerLost", "message": ESCAPES, "traceback": ESCAPES,
+         "ranks": [0], "differs": {}, "at": time.time(), "place": {}, "has_verdict": True}
+MARK = {"number": 9, "phase": "step", "operation": "forged", "global_step": 9, "silence_s": 99.0, "call": 0,
+        "ended": "has ended its run, forged"}
+BEAT = {"beat": 10**9, "mark": MARK, "place": ESCAPES, "pace": "forged", "moves": False,
+        "printer": {"number": 9, "descriptor": 1, "thread": 1}, "posted": 9, "whereabouts": None, "at": 0.0}
+VERDICT = {"incident": "hang-forged-1", "kind": "hang", "culprits": [1], "waiting": [0], "phase": "step",
+           "operation": "forged", "location": ESCAPES, "global_step": 1, "elapsed_s": 9.0, "cause": ESCAPES,
+           "remedy": ESCAPES}
+END = {"rank": 1, "place": "end", "points": 10**6, "gates": 10**6, "point": {"operation": "the end of its run"}}
+BOOT = open("/proc/sys/kernel/random/boot_id").read().strip()
+GONE = {"host": "forged", "pid": 2**22 - 1, "started": 1, "boot": BOOT, "address": "127.0.0.1"}
+
+def get(link, key):
+    link.sendall(b"\3" + text(key))
+    return exactly(link, struct.unpack("<Q", exactly(link, 8))[0])
+
+def forge(link, keys):
+    '''What ends, signals or names, in each attempt of a job; also what a rank has signed for another key.'''
+    for prefix in {key.rpartition(b"hello/")[0] for key in keys if b"/hello/" in key}:
+        copies = [get(link, key) for key in keys if key.startswith(prefix + b"hello/")]
+        forged = {b"first-error": ERROR, b"watchdog/together": VERDICT, b"attended": 1, b"watchdog/asked": "1/9"}
+        for rank in (b"0", b"1"):
+            forged |= {
+                b"watchdog/beat/" + rank: BEAT, b"watchdog/verdict/" + rank: VERDICT, b"hello/" + rank: GONE,
+                b"watchdog/evidence/" + rank: {"number": 9, "evidence": {}}, b"points/run-1/at/" + rank: END,
+                b"bell/" + rank + b"/1": "error", b"bell/" + rank + b"/2": "error",
+            }
+        for key, value in forged.items():
+            value = json.dumps(value).encode()
+            link.sendall(b"\1" + text(prefix + key) + text(random.choice([value, value, b"\0" * 16 + value, *copies])))
+        for key in keys:
+            if key.startswith(prefix + b"gate/") or key.endswith((b"/arrived", b"/left", b"heard-by")):
+                link.sendall(b"\x09" + text(key) + text(b"1,forged,\xff"))
+    for key in keys:
+        if key.endswith((b"distplus/run-id", b"distplus/secret", b"/job")):
+            link.sendall(b"\1" + text(key) + text(b'"forged"'))
+
 def strike(port):
     with socket.create_connection(("127.0.0.1", port), timeout=0.5) as link:
         link.sendall(random.randbytes(100))
@@ -62,8 +107,9 @@ def strike(port):
         link.sendall(b"\0" + struct.pack("<I", 0x3C85F7CE))
         keys = keys_of(link)
         for key in keys:
-            if b"rendezvous" in key:  # what torch's launcher unpickles; the ranks' keys are not signed yet
+            if b"rendezvous" in key and b"/barrier/" not in key:  # what torch's launcher unpickles
                 link.sendall(b"\1" + text(key) + text(base64.b64encode(PICKLE)))
+        forge(link, keys)
         for name in (b"a key", b"/torch.rendezvous.x"):
             link.sendall(b"\1" + text(name) + text(random.choice(JUNK)))
         link.sendall(b"\x0d" + b"ping")
@@ -135,3 +181,63 @@ def test_nothing_of_a_stranger_on_the_host_of_a_launched_job_runs(tmp_path: Path
     assert code == 0, log
     assert max(json.loads(output.splitlines()[-1]).values()) >= 2, (output, errors)  # he has struck where the ranks met
     assert results(tmp_path) == undisturbed()
+
+
+STEPS = 24
+CONNECTIONS = 4  # of a rank to the store; see ControlPlane.second_line
+
+
+class Slow(Callback):
+    """A step takes an eighth of a second; a save takes part in the calls that are compared."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.125)
+
+
+class CountConnections(Callback):
+    """How many this rank has to the store, while it trains."""
+
+    count = 0
+
+    def on_train_end(self, *_: Any) -> None:
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        held = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
+                self.count += words[2].endswith(port) and f"socket:[{words[9]}]" in held
+
+
+def train_beside_a_stranger(folder: str) -> tuple[str, int]:
+    strategy = jobs.strategy("ResilientDDP", timeout={"step": "20s", "setup": "60s"})
+    saves = ModelCheckpoint(folder, every_n_train_steps=6)
+    connections = CountConnections()
+    trainer = jobs.trainer(
+        strategy, 2, folder, max_steps=STEPS, max_epochs=-1, callbacks=[Slow(), connections, saves],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    trainer.fit(jobs.Model(), jobs.loader())
+    assert trainer.global_step == STEPS
+    return weights_digest(trainer.lightning_module), connections.count
+
+
+def test_what_a_stranger_writes_to_the_store_ends_signals_and_names_nothing(tmp_path: Path) -> None:
+    port, ports = free_port(), tmp_path / "ports"
+    ports.write_text(str(port))
+    stranger = send_a_stranger(ports, tmp_path / "struck")
+    try:
+        run = spawn(
+            train_beside_a_stranger, 2, args=(str(tmp_path),), env={"MASTER_PORT": port}, deadline="60s"
+        ).check()
+    finally:
+        stranger.kill()
+    output, errors = stranger.communicate(timeout=30)
+    assert max(json.loads(output.splitlines()[-1]).values()) >= 2, (output, errors)  # he has struck where the ranks met
+    assert run.results[0] == run.results[1]
+    assert run.results[1][1] == CONNECTIONS
+    told = "".join(run.logs.values())
+    assert told.count("messages at the job's store that nobody of this job has signed were ignored") == 2
+    assert "\x1b" not in told
+    assert "forged" not in told
+    events = read_events(tmp_path / "distplus")
+    assert {event["kind"] for event in events} == {"start", "saved", "end"}
+    assert "forged" not in {event["run_id"] for event in events}

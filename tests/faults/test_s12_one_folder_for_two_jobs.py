@@ -56,7 +56,7 @@ def main(folder: str, how: str) -> None:
 
 def start(folder: Path, how: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    options = ["--nproc", "2", "--max-restarts", "0", "--start", "cold", "--log-dir", str(folder / "logs" / how)]
+    options = ["--nproc", "2", "--max-restarts", "0", "--log-dir", str(folder / "logs" / how)]
     return subprocess.Popen(
         [*LAUNCH, *options, *JOB, str(folder), how],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

@@ -99,7 +99,7 @@ def kept(num_fits: int, folder: str) -> Counter[str]:
     return late
 
 
-@pytest.mark.parametrize("num_fits", [40, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.deadline(1500)])])
+@pytest.mark.parametrize("num_fits", [12, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.deadline(1500)])])
 def test_fits_leave_no_descriptor_and_no_thread(num_fits: int, tmp_path: Path) -> None:
     run = spawn(kept, 2, args=(num_fits, str(tmp_path)), deadline=60 + num_fits)
     assert run.check().results == {0: Counter(), 1: Counter()}

@@ -1,4 +1,7 @@
-"""Saving and loading when something is wrong: all ranks hear of it, and the previous checkpoint stays the newest."""
+"""Saving and loading when something is wrong: all ranks hear of it, and the previous checkpoint stays the newest.
+
+Rows C2, C4, C7 and C8.
+"""
 
 from __future__ import annotations
 

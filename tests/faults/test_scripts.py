@@ -1,10 +1,11 @@
-"""Row P4 for a user's script: in an empty folder, killed by SIGKILL, restarted, it goes on from what it had saved."""
+"""Rows P4 and P8: a user's script in an empty folder, killed by SIGKILL, goes on from what it had saved."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from lightning_distplus import newest_valid
 from lightning_distplus.events import read_events
-from lightning_distplus.testing import FaultPlan
+from lightning_distplus.testing import FaultPlan, SpawnResult, spawn
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -94,6 +95,18 @@ def launch(
     return ended.stdout
 
 
+def run_script(folder: str, *words: str) -> None:
+    os.chdir(folder)
+    sys.argv = ["train.py", *words]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def without_a_launcher(folder: Path, *words: str) -> SpawnResult:
+    """Runs the script on two ranks that nobody restarts."""
+    (folder / "train.py").write_text(SCRIPT)
+    return spawn(run_script, 2, args=(str(folder), *words), deadline="60s")
+
+
 def told(folder: Path, max_steps: int = STEPS) -> list[dict[str, Any]]:
     return [json.loads((folder / f"run-{max_steps}-{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -141,7 +154,7 @@ def test_the_second_fit_of_a_script_goes_on_from_what_second_fits_have_saved(tmp
 
 @pytest.mark.deadline(240)
 def test_what_an_earlier_job_has_left_in_the_folder_is_not_gone_on_from(tmp_path: Path) -> None:
-    launch(tmp_path, "--nproc", "2", "train.py", "--two")
+    without_a_launcher(tmp_path, "--two").check()
     shutil.rmtree(tmp_path / "distplus")
     early = FaultPlan().kill(1, step=1, where="before_backward")
     log = launch(tmp_path, "--nproc", "2", "train.py", plan=early)
@@ -150,17 +163,19 @@ def test_what_an_earlier_job_has_left_in_the_folder_is_not_gone_on_from(tmp_path
     assert "starts anew: this job has no checkpoint yet" in log
 
 
-@pytest.mark.deadline(300)
+@pytest.mark.deadline(240)
 def test_auto_in_a_script_is_auto_on_the_command_line(tmp_path: Path) -> None:
     words = ("--nproc", "2", "--max-restarts", "0", "train.py", "--auto")
     log = launch(tmp_path, *words, plan=KILL, code=137)
+    assert "all 0 restarts are spent" in log
     assert "names no checkpoint" not in log
     checkpoints = tmp_path / "checkpoints"
     assert newest_valid(checkpoints) == checkpoints / "step=4.ckpt"
-    launch(tmp_path, *words)
+    without_a_launcher(tmp_path, "--auto").check()
     assert [(one["begins"], one["folder"]) for one in told(tmp_path)] == [(4, str(checkpoints))] * 2
     for path in checkpoints.glob("*.ckpt"):
         path.write_bytes(b"torn")
-    log = launch(tmp_path, *words, code=1)
-    assert "none of them committed and sound" in log
-    assert f"distplus verify {checkpoints}" in log
+    refused = without_a_launcher(tmp_path, "--auto")
+    assert refused.exit_codes == {0: 1, 1: 1}
+    assert "none of them committed and sound" in refused.logs[0]
+    assert f"distplus verify {checkpoints}" in refused.logs[0]

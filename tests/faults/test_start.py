@@ -1,4 +1,4 @@
-"""Starting wrong: every rank says what is wrong, soon, and ends with the exit code for it."""
+"""Starting wrong: every rank says what is wrong, soon, and ends with the exit code for it (rows S5 and S8)."""
 
 from __future__ import annotations
 

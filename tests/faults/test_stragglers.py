@@ -1,4 +1,7 @@
-"""A rank that is slow in every step is named, on any strategy, with the part of the step in which it is slow."""
+"""A rank that is slow in every step is named, on any strategy, with the part of the step in which it is slow.
+
+Row H5.
+"""
 
 from __future__ import annotations
 

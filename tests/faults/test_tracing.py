@@ -119,6 +119,7 @@ def test_two_ranks_that_wait_in_different_groups_are_named(tmp_path: Path) -> No
         assert all(part in found["message"] for part in FAULTS["group"][1])
 
 
+@pytest.mark.soak
 def test_without_the_trace_different_reductions_are_mixed_in_silence(tmp_path: Path) -> None:
     results = (
         spawn(train, 2, args=("DDPStrategy", "operation", 2, str(tmp_path), False), deadline="50s").check().results

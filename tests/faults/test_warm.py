@@ -1,4 +1,4 @@
-"""Ranks that are forked from a warm process are what an interpreter of their own would be, and end like it."""
+"""Ranks that are forked from a warm process are what an interpreter of their own would be, and end like it (row P5)."""
 
 from __future__ import annotations
 

@@ -3,9 +3,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+
+from lightning_distplus.events import EventLog
+from lightning_distplus.watchdog.ending import describe_next
+from lightning_distplus.world import LAUNCHER
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -101,3 +106,10 @@ def test_installing_twice_chains_once() -> None:
         assert sys.excepthook is hook
     """)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_what_goes_on_is_the_checkpoint_of_the_ranks_whatever_the_launcher_has_written(tmp_path: Path) -> None:
+    for rank, kind, fields in ((0, "saved", {"path": "a.ckpt", "global_step": 50}), (LAUNCHER, "restart", {})):
+        with EventLog(tmp_path, rank, run_id="a") as log:
+            log.write(kind, **fields)
+    assert "goes on from a.ckpt (step 50; 20 steps" in describe_next(tmp_path, "a", 70, time.time())

@@ -89,6 +89,23 @@ def test_a_trainer_of_pytorch_lightning_ends_in_one_clear_sentence(strategy: str
     assert len(printed.strip().splitlines()) == 1
 
 
+def test_each_callback_says_in_one_sentence_that_the_trainer_is_another_lightnings() -> None:
+    printed = run("""
+        import pytorch_lightning as pl
+        from pytorch_lightning.demos.boring_classes import BoringModel
+        import lightning_distplus as ours
+        for kind in (ours.RankDivergenceMonitor, ours.StragglerMonitor, ours.PreemptionHandler, ours.SampleAudit):
+            trainer = pl.Trainer(accelerator="cpu", callbacks=[kind()], fast_dev_run=True, enable_model_summary=False)
+            try:
+                trainer.fit(BoringModel())
+            except TypeError as error:
+                print("refused:", error)
+    """)
+    told = [line for line in printed.splitlines() if line.startswith("refused:")]
+    assert len(told) == 4
+    assert all("import lightning.pytorch as pl" in line for line in told)
+
+
 @pytest.mark.parametrize("name", lightning_distplus.__all__)
 def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(lightning_distplus, name) is not None

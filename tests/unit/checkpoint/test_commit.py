@@ -17,6 +17,7 @@ from lightning_distplus.checkpoint import SaveInfo, gather_alone, is_committed, 
 from lightning_distplus.checkpoint.catalog import whole_one_of
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
+from tests.pairs import kept
 
 NUM_POLLS = 100_000
 INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
@@ -274,12 +275,16 @@ TRANSITIONS = [
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "new_step"),
-    [(*kinds, 9) for kinds in TRANSITIONS] + [("file", "file", 7), ("directory", "directory", 7)],
+    "change",
+    kept(
+        [*((*kinds, 9) for kinds in TRANSITIONS), ("file", "file", 7), ("directory", "directory", 7)],
+        [("file", "file", 9), ("directory", "directory", 7), ("directory", "file", 9), (None, "directory", 9)],
+    ),
 )
 def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str | None, new: str, new_step: int
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str | None, str, int]
 ) -> None:
+    old, new, new_step = change
     target = tmp_path / "last.ckpt"
     seen: set[bytes | None] = set()
     save(tmp_path / "warm-up" / "x.ckpt", step=0, content=b"x", kind=new)
@@ -316,10 +321,11 @@ def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
     assert seen == {b"old" if old else None, b"new"}
 
 
-@pytest.mark.parametrize(("old", "new"), TRANSITIONS)
+@pytest.mark.parametrize("change", kept(TRANSITIONS, [("file", "file"), ("directory", "directory"), (None, "file")]))
 def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
-    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str | None, new: str
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str | None, str]
 ) -> None:
+    old, new = change
     save(tmp_path / "warm-up" / "x.ckpt", step=0, content=b"x", kind=new)
     outcomes = {"failed": 0, "saved": 0}
     for index in range(200):
@@ -410,10 +416,11 @@ def test_observer_meets_a_whole_checkpoint_at_every_instant(tmp_path: Path, save
     assert len(set(steps)) > 20, "it was replaced while it was looked at"
 
 
-@pytest.mark.parametrize(("old", "new"), TRANSITIONS[:4])
+@pytest.mark.parametrize("change", kept(TRANSITIONS[:4], [("directory", "directory"), ("directory", "file")]))
 def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_path(
-    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, old: str, new: str
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str, str]
 ) -> None:
+    old, new = change
     num_absent = 0
     for index in range(200):
         target = tmp_path / str(index) / "last.ckpt"

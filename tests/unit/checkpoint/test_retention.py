@@ -1,3 +1,5 @@
+"""What is removed and linked while others save, remove and link (row C5)."""
+
 from __future__ import annotations
 
 import json

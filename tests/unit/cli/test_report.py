@@ -101,7 +101,7 @@ def test_a_wrong_folder_and_a_wrong_call_are_told_in_one_line(
 ) -> None:
     assert main(["report", "--dumps", str(tmp_path)]) == 1
     assert "holds no dump of torch's Flight Recorder" in capsys.readouterr().err
-    for wrong, says in (([], "name either RUN or --dumps"), ([str(tmp_path), "--json"], "--json goes with --dumps")):
+    for wrong, says in (([], "name either RUN or --dumps"), ([str(tmp_path), "--mtbf", "soon"], "--mtbf")):
         with pytest.raises(SystemExit) as exit_:
             main(["report", *wrong])
         assert exit_.value.code == 2

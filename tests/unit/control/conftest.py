@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.secret import Secret
 from lightning_distplus.world import World
 
 JOIN_S = 20.0
@@ -19,14 +20,19 @@ class Ranks:
     """The ranks of one job as threads over a store in memory."""
 
     def __init__(
-        self, size: int, prefix: str = "distplus/job/0", store: HashStore | None = None, num_nodes: int = 1
+        self,
+        size: int,
+        prefix: str = "distplus/job/0",
+        store: HashStore | None = None,
+        num_nodes: int = 1,
+        secret: str = "",
     ) -> None:
         self.store = store or HashStore()
         worlds = [
             World(rank=rank, size=size, num_nodes=num_nodes, host=f"host{rank}", pid=1000 + rank)
             for rank in range(size)
         ]
-        self.planes = [ControlPlane(PrefixStore(prefix, self.store), world) for world in worlds]
+        self.planes = [ControlPlane(PrefixStore(prefix, self.store), world, secret=Secret(secret)) for world in worlds]
 
     def start(self, function: Callable[[ControlPlane], Any], ranks: Iterable[int] | None = None) -> list[Future[Any]]:
         """Starts the function on some ranks; the futures hold what it returns or raises."""

@@ -164,3 +164,30 @@ def test_a_checkpoint_that_one_rank_refuses_is_refused_by_all(listening) -> None
     heard = listening.planes[3].first_error.as_heard()
     assert isinstance(heard, CheckpointCorrupt)
     assert "__0_0.distcp: another digest (Told by rank 1" in str(heard)
+
+
+def test_a_stranger_rings_and_writes_an_error_and_only_a_rank_is_heard(make_ranks) -> None:
+    ranks = make_ranks(2, secret="only we know")
+    for plane in ranks.planes:
+        plane.listen()
+    forged = ranks.planes[0].secret.seal("hello/0", b'{"rank": 1}')  # signed, for another key
+    for value in (b'{"rank": 1}', forged):
+        ranks.store.set("distplus/job/0/first-error", value)
+        for rank in range(2):
+            ranks.store.set(f"distplus/job/0/bell/{rank}/1", b"error")
+        time.sleep(0.3)
+        assert [plane.first_error for plane in ranks.planes] == [None, None]
+    assert ranks.planes[1].secret.num_ignored == 2
+    _fail(ranks.planes[0], "a true one")
+    assert _becomes_true(lambda: ranks.planes[1].first_error is not None)
+    assert ranks.planes[1].first_error.message == "a true one"
+
+
+def test_listening_ends_at_once_while_a_stranger_rings(make_ranks) -> None:
+    ranks = make_ranks(1, secret="only we know")
+    ranks.planes[0].listen()
+    ranks.store.set("distplus/job/0/bell/0/1", b"error")
+    time.sleep(0.05)  # it has woken, and pauses
+    begin = time.monotonic()
+    ranks.planes[0].stop_listening()
+    assert time.monotonic() - begin < 1

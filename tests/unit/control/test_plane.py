@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
+from lightning_distplus.control.secret import Secret
 from lightning_distplus.errors import PeerMissing
 
 
@@ -25,7 +26,7 @@ def test_a_barrier_opens_only_when_all_ranks_have_come(make_ranks, later) -> Non
 
 def test_a_barrier_names_the_missing_ranks_on_every_rank_that_waits(make_ranks, soon) -> None:
     ranks = make_ranks(4)
-    ranks.store.set("distplus/job/0/hello/3", '{"host": "node7", "pid": 77}')
+    ranks.planes[3].send("hello/3", b'{"host": "node7", "pid": 77}')
     begin = time.monotonic()
 
     errors = ranks.run(lambda plane: plane.barrier("x", soon), ranks=[0, 2])
@@ -146,7 +147,7 @@ def test_a_store_for_a_group_has_keys_of_its_own(make_ranks) -> None:
     (plane,) = make_ranks(1).planes
     plane.store_for("group").set("key", b"group")
     assert plane.read("key") is None
-    assert plane.read("group/key") == b"group"
+    assert plane.read_unsigned("group/key") == b"group"
 
 
 def test_reading_a_key_that_is_not_there_neither_waits_nor_creates_it(make_ranks) -> None:
@@ -177,7 +178,8 @@ def test_a_thousand_ranks_complete_a_barrier_by_few_calls_each(make_ranks) -> No
 
         def count(what, method, *arguments):
             nonlocal asked, others
-            asked, others = (asked + 1, others) if method == plane._store.check else (asked, others + 1)
+            is_question = (what, method) == ("the barrier 'x'", plane._signed.read)
+            asked, others = (asked + 1, others) if is_question else (asked, others + 1)
             return call(what, method, *arguments)
 
         plane._call = count
@@ -200,3 +202,28 @@ def test_a_thousand_ranks_complete_a_barrier_by_few_calls_each(make_ranks) -> No
     looks = sum(seconds) / shortest_look_s  # who waits longer asks for the process that it looks after
     assert sum(others) <= 4 * 1000 + looks  # a rank comes, is counted, leaves, is counted; the last one clears up
     assert ranks.num_keys() == 0
+
+
+@pytest.mark.parametrize("size", [2, 70])
+def test_what_a_stranger_sets_in_a_gather_is_waited_past(size: int, make_ranks, later) -> None:
+    ranks = make_ranks(size, secret="only we know")
+    ranks.store.set("distplus/job/0/gather/x/1/1", Secret("another").seal("gather/x/1/1", b"forged"))
+    early = ranks.start(lambda plane: plane.gather("x", b"true", later), ranks=[r for r in range(size) if r != 1])
+    time.sleep(0.3)
+    assert not any(future.done() for future in early)
+    assert ranks.run(lambda plane: plane.gather("x", b"true", later), ranks=[1]) == [[b"true"] * size]
+    assert [future.result(15) for future in early] == [[b"true"] * size] * (size - 1)
+    assert ranks.planes[0].secret.num_ignored == 1
+
+
+def test_a_barrier_opens_neither_for_a_stranger_nor_is_it_held_up_by_one(make_ranks, later) -> None:
+    ranks = make_ranks(3, secret="only we know")
+    key = "distplus/job/0/barrier/x/1"
+    early = ranks.start(lambda plane: plane.barrier("x", later), ranks=[0, 1])
+    ranks.store.set(f"{key}/open", b"")
+    ranks.store.append(f"{key}/arrived", Secret("another").entries("barrier/x/1/arrived").entry(bytes([2, 0, 0, 0])))
+    time.sleep(0.3)
+    assert not any(future.done() for future in early)
+    ranks.store.set(f"{key}/arrived", b"written over")
+    assert ranks.run(lambda plane: plane.barrier("x", later), ranks=[2]) == [None]
+    assert [future.result(15) for future in early] == [None, None]

@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from lightning_distplus import env
 from lightning_distplus.control import Address, connect
 from lightning_distplus.control.rendezvous import Refusals, Unheard, await_port, explain_silence, is_local, listen_on
+from lightning_distplus.control.secret import Secret, SignedStore
 from lightning_distplus.errors import RendezvousError
 from lightning_distplus.testing import spawn
 from lightning_distplus.testing.spawning import free_port
@@ -51,7 +52,7 @@ def test_only_in_kubernetes_may_the_main_name_not_resolve_yet(monkeypatch: pytes
 
 
 def test_a_refusal_is_heard_by_who_still_waits_a_while_later_and_last_by_who_serves_the_store() -> None:
-    store = HashStore()
+    store = SignedStore(HashStore(), Secret())
     waiting, serving = (Refusals(store, "refused", serves_store=serves) for serves in (False, True))
     for second in range(10):
         waiting.raise_if_any(float(second))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from lightning_distplus.control import GateRecord, StepGate, Wish
-from lightning_distplus.control.exchange import _HEAD, HEAD_BYTES
+from lightning_distplus.control.exchange import HEAD_BYTES
 from lightning_distplus.control.step_gate import RECORD_BYTES
 from lightning_distplus.errors import DivergenceError, PeerMissing
 
@@ -82,7 +82,7 @@ def test_a_rank_with_another_version_is_named(make_ranks, later) -> None:
     ranks = make_ranks(2)
     gates = _opened(ranks, later)
     foreign = b"\2 a longer record of a later version" + bytes(60)
-    ranks.planes[1].append("gate/run/1", _HEAD.pack(1, 1, len(foreign)) + foreign)
+    gates[1]._gate.post(1, foreign)
 
     (error,) = _exchange(ranks, gates, [_record()], later, only=[0])
 

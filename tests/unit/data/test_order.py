@@ -1,4 +1,7 @@
-"""The global order: a permutation for every size, frozen by golden vectors, random to simple tests; and mixtures."""
+"""The global order: a permutation for every size, frozen by golden vectors, random to simple tests; and mixtures.
+
+Row R2.
+"""
 
 from __future__ import annotations
 

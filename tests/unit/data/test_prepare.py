@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -261,3 +262,126 @@ def test_bad_parquet_is_named(deed: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         prepare([path], tmp_path / "out", vocab_size=300, text_key="id" if deed == "type" else "text")
     assert not list(tmp_path.glob("*out*"))
+
+
+# As published.
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
+
+
+def compress(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        return bytes(pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True))
+    return importlib.import_module(COMPRESSIONS[suffix]).compress(data)
+
+
+def slimpajama(number: int) -> bytes:
+    """Some lines of SlimPajama-627B: train/chunk1/example_train_0.jsonl.zst."""
+    meta = {"redpajama_set_name": "RedPajamaC4"}
+    return b"".join(
+        json.dumps({"text": f"{number}-{line} {TEXT[: line % 90]}", "meta": meta}).encode() + b"\n"
+        for line in range(300)
+    )
+
+
+@pytest.mark.parametrize("suffix", [".zst", ".gz", ".bz2", ".xz"])
+def test_compressed_files_give_the_tokens_of_plain_ones(suffix: str, tmp_path: Path) -> None:
+    for chunk in (1, 2):
+        for folder, data, ending in (("plain", slimpajama(chunk), ""), ("packed", slimpajama(chunk), suffix)):
+            place = tmp_path / folder / "train" / f"chunk{chunk}"
+            place.mkdir(parents=True)
+            (place / f"example_train_0.jsonl{ending}").write_bytes(compress(data, ending) if ending else data)
+    # Two frames, one behind the other, are one file.
+    (tmp_path / "plain" / "z.txt").write_bytes(b"one\ntwo\n")
+    (tmp_path / "packed" / f"z.txt{suffix}").write_bytes(compress(b"one\n", suffix) + compress(b"two\n", suffix))
+    tokenizer = prepare([tmp_path / "plain"], tmp_path / "a", vocab_size=300).tokenizer
+    seen: list[Progress] = []
+    prepare([tmp_path / "packed"], tmp_path / "b", tokenizer=tokenizer, on_progress=seen.append)
+    for part in (".bin", ".idx"):
+        assert (tmp_path / f"a{part}").read_bytes() == (tmp_path / f"b{part}").read_bytes()
+    size = sum(path.stat().st_size for path in (tmp_path / "packed").rglob("*") if path.is_file())
+    assert seen[0].total_bytes == seen[-1].total_bytes == seen[-1].done_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl.zst", compress(b'{"text": "x"}\n', ".gz"), "its content is gzip, and its name says zstd"),
+        ("a.jsonl", compress(b'{"text": "x"}\n', ".gz"), "its content is gzip, and its name does not say so"),
+        ("a.jsonl.gz", b'{"text": "x"}\n', "its content is not compressed, and its name says gzip"),
+        ("a.txt.gz", compress(b"text\n" * 999, ".gz")[:-9], "damaged or cut off"),
+        ("a.txt.xz", compress(b"text\n" * 999, ".xz")[:-9], "damaged or cut off"),
+        ("a.txt.bz2", compress(b"text\n" * 999, ".bz2")[:-9], "damaged or cut off"),
+        ("a.jsonl.zst", compress(slimpajama(1), ".zst")[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", compress(b'{"text": "x"}\n{"body": "y"}\n', ".gz"), "line 2 has no field 'text'; found 'body'"),
+        ("a.jsonl", b'{"text": "x", "content": "y"}\n', "has both text and content"),
+    ],
+)
+def test_a_mislabelled_or_damaged_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        prepare([tmp_path / name], tmp_path / "out", vocab_size=300)
+
+
+def test_a_compressed_file_without_a_suffix_is_read_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "part-00000").write_bytes(compress(b"text\n" * 9, ".gz"))
+    assert prepare([tmp_path / "part-00000"], tmp_path / "out", vocab_size=300).num_bytes == 45
+
+
+def test_the_column_of_starcoder_is_found(tmp_path: Path) -> None:
+    """Starcoderdata: python/train-00000-of-00059.parquet, the text in `content`."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "max_stars_repo_path": ["a.py", "b.py"],
+        "max_stars_repo_name": ["x/y", "x/y"],
+        "max_stars_count": [1, 2],
+        "id": ["0", "1"],
+        "content": [TEXT, "second " + TEXT],
+    }
+    (tmp_path / "python").mkdir()
+    parquet.write_table(arrow.table(columns), tmp_path / "python" / "train-00000-of-00059.parquet")
+    result = prepare([tmp_path], tmp_path / "out", vocab_size=300)
+    assert (result.num_documents, result.num_bytes) == (2, 2 * len(TEXT) + 7)
+
+
+def test_a_shuffle_keeps_every_document_and_depends_on_its_seed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_distplus.data.prepare._PART_BYTES", 1_000)  # several parts
+    (tmp_path / "a.jsonl").write_bytes(slimpajama(1))
+    tokenizer = prepare([tmp_path / "a.jsonl"], tmp_path / "plain", vocab_size=300, append_eod=True).tokenizer
+
+    def documents(name: str, **options: int) -> list[str]:
+        result = prepare([tmp_path / "a.jsonl"], tmp_path / name, tokenizer=tokenizer, append_eod=True, **options)
+        text = tokenizers.Tokenizer.from_file(str(tokenizer)).decode(
+            tokens_of(result.prefix), skip_special_tokens=False
+        )
+        return text.split(END_OF_DOCUMENT)[:-1]
+
+    plain, one, again = documents("0"), documents("1", shuffle_seed=7), documents("2", shuffle_seed=7)
+    other = documents("3", shuffle_seed=8)
+    assert sorted(one) == sorted(plain)
+    assert one == again
+    assert len({tuple(plain), tuple(one), tuple(other)}) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_every_order_is_equally_likely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_distplus.data.prepare import _Shuffle
+
+    monkeypatch.setattr("lightning_distplus.data.prepare._PART_BYTES", 1)
+
+    class Kept(list[int]):
+        def add_document(self, tokens: np.ndarray) -> None:
+            self.append(int(tokens[0]))
+
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(1200):
+        shuffle, kept = _Shuffle(tmp_path, seed, np.uint16, 2), Kept()
+        for number in range(3):
+            shuffle.add_document([number])
+        shuffle.write(kept, lambda _: None)  # type: ignore[arg-type]
+        counts[tuple(kept)] = counts.get(tuple(kept), 0) + 1
+    assert len(counts) == 6
+    # chi-squared with 5 degrees of freedom: beyond 20.5 in one of 1,000 tries; the seeds are fixed
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 20.5

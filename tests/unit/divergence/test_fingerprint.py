@@ -178,3 +178,11 @@ def windows_of(tensors: list[Tensor], number: int) -> int | None:
 
 def test_windows_of_nothing_are_empty() -> None:
     assert Windows([]).fingerprint(3) is None
+
+
+def test_a_tensor_can_be_freed_and_filled_again_after_a_look_at_it() -> None:
+    """As FSDP2 does with whole parameters; numpy would forbid it."""
+    tensor = torch.ones(1000)
+    fingerprint(tensor)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4000)

@@ -63,6 +63,19 @@ def test_a_step_without_a_backward_is_left_out() -> None:
     assert Arrivals(0.2, 1).add([0.1, math.nan], [0.0, 0.0], 1.0) is None
 
 
+def test_a_rank_that_becomes_slow_anywhere_in_a_window_is_named_within_50_steps() -> None:
+    for begin in range(32):
+        arrivals = Arrivals(0.2, 32)
+        named = None
+        for step in range(200):
+            late_s = 0.05001 if step >= begin else 0.0
+            if arrivals.add([0.01, 0.01 + late_s, 0.01], [late_s, 0.0, late_s], 0.1):
+                named = step
+                break
+        assert named is not None
+        assert named - begin < 50, begin
+
+
 def test_arguments_that_name_nobody_or_everybody_are_refused() -> None:
     with pytest.raises(ValueError, match="share is 1"):
         StragglerMonitor(share=1)

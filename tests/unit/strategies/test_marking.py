@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_distplus.events import EventLog, read_ledger
 from lightning_distplus.strategies.marking import MarkingProfiler, progress_of
+from lightning_distplus.strategies.step_times import StepTimes
 from lightning_distplus.watchdog import Marks
 
 
@@ -68,7 +71,7 @@ def test_a_run_that_ends_before_its_epoch_counts_steps_and_an_endless_one_knows_
 
 def test_an_action_is_marked_at_its_begin_and_end_also_within_itself() -> None:
     marks = Marks(phase=lambda: "step")
-    profiler = MarkingProfiler(PassThroughProfiler(), marks)
+    profiler = MarkingProfiler(PassThroughProfiler(), marks, StepTimes(print))
     seen = []
     with profiler.profile("outer"):
         seen.append(marks.read())
@@ -82,7 +85,7 @@ def test_an_action_is_marked_at_its_begin_and_end_also_within_itself() -> None:
 
 def test_the_users_profiler_measures_what_it_measures_without_the_marks() -> None:
     marks, users = Marks(phase=lambda: "step"), SimpleProfiler()
-    profiler = MarkingProfiler(users, marks)
+    profiler = MarkingProfiler(users, marks, StepTimes(print))
     for _ in range(2):
         with pytest.raises(KeyError), profiler.profile("an action that fails"):
             raise KeyError
@@ -91,7 +94,7 @@ def test_the_users_profiler_measures_what_it_measures_without_the_marks() -> Non
 
 def test_where_an_action_has_failed_is_kept_while_the_callbacks_hear_of_it() -> None:
     marks = Marks(phase=lambda: "step")
-    profiler = MarkingProfiler(PassThroughProfiler(), marks)
+    profiler = MarkingProfiler(PassThroughProfiler(), marks, StepTimes(print))
     with pytest.raises(StopIteration), profiler.profile("train_dataloader_next"):
         raise StopIteration
     assert marks.read().operation == "after train_dataloader_next"  # the end of the data is no failure
@@ -106,8 +109,52 @@ def test_where_an_action_has_failed_is_kept_while_the_callbacks_hear_of_it() -> 
 
 
 def test_actions_with_a_number_in_their_name_are_not_kept_for_ever() -> None:
-    profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"))
+    profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), StepTimes(print))
     for number in range(3000):
         with profiler.profile(f"batch {number}"):
             pass
     assert len(profiler._actions) <= 1000
+
+
+def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_where_the_time_went(tmp_path: Path) -> None:
+    with EventLog(tmp_path, 63, attempt=9, run_id="0123456789ab") as log:
+        times = StepTimes(log.write)
+        profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
+        times.begin(100)
+        for step in range(100, 120):
+            times.pass_gate(step, waited_s=0.001)
+            times.take_loss({"loss": torch.tensor(0.123456789, requires_grad=True)})
+            profiler.start("[_TrainingEpochLoop].train_dataloader_next")
+            profiler.stop("[_TrainingEpochLoop].train_dataloader_next")
+            with (
+                profiler.profile("[LightningModule]Net.optimizer_step"),
+                profiler.profile("[Strategy]ResilientDDP.training_step"),
+            ):
+                time.sleep(0.06)
+        times.add("validation", 12.345)
+        times.add("checkpoint", 12.345)
+        times.write()
+    windows = read_ledger(log.path)
+    assert sum(one["steps"] for one in windows) == 18  # the first step belongs to the set-up, the last one is not done
+    assert windows[-1]["global_step"] == 119
+    assert log.path.stat().st_size / 18 <= 100
+    assert windows[0]["loss"] == 0.123457
+    assert sum(one["wait_s"] for one in windows) == pytest.approx(0.018)
+    for one in windows:
+        assert one["forward_s"] == pytest.approx(0.06 * one["steps"], rel=0.5)
+        assert "optimizer_s" not in one  # it took no time of its own
+
+
+def test_the_times_of_a_step_cost_40_microseconds_at_most() -> None:
+    times = StepTimes(lambda *_, **__: None)
+    profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
+    times.begin(0)
+    began = time.thread_time()
+    for step in range(2000):
+        times.pass_gate(step, 0.0)
+        profiler.start("[_TrainingEpochLoop].train_dataloader_next")
+        profiler.stop("[_TrainingEpochLoop].train_dataloader_next")
+        for action in ("[Strategy]A.training_step", "[Strategy]A.backward", "[LightningModule]B.optimizer_step"):
+            with profiler.profile(action):
+                pass
+    assert (time.thread_time() - began) / 2000 < 40e-6

@@ -76,7 +76,7 @@ def plane_of(rank: int, size: int, num_nodes: int) -> tuple[ControlPlane, Counti
 def test_a_rank_of_a_large_job_asks_for_the_processes_of_its_own_node_and_only_once() -> None:
     plane, store = plane_of(rank=21, size=1024, num_nodes=128)
     for rank in range(1024):
-        store.set(f"hello/{rank}", Peer(host=f"node{rank // 8}", pid=rank).to_json())
+        plane.send(f"hello/{rank}", Peer(host=f"node{rank // 8}", pid=rank).to_json().encode())
     store.calls.clear()
     for _ in range(3):
         assert {rank: peer.pid for rank, peer in plane.peers_nearby().items()} == {r: r for r in range(16, 24)}
@@ -89,13 +89,13 @@ def test_hundreds_of_keys_are_read_in_a_few_round_trips_also_where_one_is_missin
     keys = [f"beat/{rank}" for rank in range(1024)]
     for rank, key in enumerate(keys):
         if rank != 700:
-            store.set(key, str(rank))
+            plane.send(key, str(rank).encode())
     store.calls.clear()
     values = plane.read_each(keys)
     assert [rank for rank, value in enumerate(values) if value is None] == [700]
     assert all(value == str(rank).encode() for rank, value in enumerate(values) if value is not None)
     assert len(store.calls) == 3 * 2 + 1 + 256
-    store.set(keys[700], "700")
+    plane.send(keys[700], b"700")
     store.calls.clear()
     assert plane.read_each(keys)[700] == b"700"
     assert len(store.calls) == 4 * 2

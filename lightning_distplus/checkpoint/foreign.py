@@ -1,0 +1,585 @@
+"""Checkpoints of other programs, read key by key as those of ``recipes.model.TinyLlama``, and written for them.
+
+| origin | what is read |
+|---|---|
+| hf | a folder of Hugging Face's Llama: config.json, and weights as .safetensors or .bin, whole or in shards |
+| litgpt | a file ``{"model", "optimizer", "iter_num", "step_count"}`` of lit-gpt, TinyLlama's fork of it, or litgpt |
+| lightning | a .ckpt of stock Lightning, or its folder of shards of FSDP or FSDP2 |
+| deepspeed | a folder of ZeRO 1, 2 or 3, of Lightning or of DeepSpeed's own ``save_checkpoint`` |
+
+No pickle runs code: everything is read with ``weights_only``. Weights and moments come in 32 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_distplus import _compat
+from lightning_distplus.checkpoint.export import CONFIG, is_sharded
+from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
+
+__all__ = [
+    "ORIGINS",
+    "PREFIX",
+    "Foreign",
+    "Origin",
+    "hf_config",
+    "litgpt_config",
+    "origin_of",
+    "parameter_order",
+    "read_foreign",
+    "refuse_foreign",
+    "to_litgpt",
+    "weights_for",
+]
+
+Origin = Literal["hf", "litgpt", "lightning", "deepspeed"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+
+PREFIX = "model."  # TinyLlama holds transformers' model in its attribute of this name
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
+_LAYER_PARTS = (  # in the order in which transformers registers them
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_BUFFER = "rotary_emb.inv_freq"  # of early versions of transformers; computed from the configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """What a checkpoint of another program holds, by the names that ``TinyLlama`` gives its parameters."""
+
+    weights: dict[str, Tensor]
+    config: dict[str, Any]
+    """Arguments of ``LlamaConfig``, as far as the source says."""
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """AdamW's ``step``, ``exp_avg`` and ``exp_avg_sq`` by parameter."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The optimizer's: lr, betas, eps, weight_decay, weight_decay_of_norms."""
+    step: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What the source holds and cannot be carried over, and why."""
+
+
+# -- whose checkpoint it is --------------------------------------------------------------------------------------------
+
+
+def origin_of(path: Path) -> Origin | None:
+    """Which program has written a checkpoint; None where that cannot be told."""
+    if not path.is_dir():
+        return "hf" if path.suffix == ".safetensors" else _origin_of_keys(_keys_of(path))
+    if is_sharded(path):
+        return "lightning"
+    if _hf_files(path):
+        return "hf"
+    if (path / "lit_model.pth").exists():
+        return "litgpt"
+    return "deepspeed" if (path / "latest").is_file() else None
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuses, with the command to run, what Lightning would end on with a bare KeyError.
+
+    Raises:
+        CheckpointMismatch: It is a checkpoint, and not one of Lightning.
+    """
+    is_of_lightning = path.is_dir() and (path / "checkpoint").is_dir()  # DeepSpeed's, by the name of its only tag
+    origin = None if is_of_lightning else origin_of(path)
+    keys = [] if path.is_dir() or path.suffix == ".safetensors" else _keys_of(path)
+    if origin == "lightning" or (origin is None and (not keys or "state_dict" in keys)):
+        return
+    if origin is None:
+        found = ", ".join(map(repr, keys[:5]))
+        raise CheckpointMismatch(f"{path} is no checkpoint of Lightning: it holds {found}. Give another ckpt_path.")
+    target = path.with_name(f"{path.stem or path.name}-imported.ckpt")
+    raise CheckpointMismatch(
+        f"{path} is a checkpoint of {_NAMES[origin]}, which Lightning cannot resume from. Make one of it that it can: "
+        f"distplus import --from {origin} {path} --to {target}"
+    )
+
+
+_NAMES = {"hf": "Hugging Face", "litgpt": "lit-gpt", "lightning": "Lightning", "deepspeed": "DeepSpeed"}
+
+
+def _keys_of(path: Path) -> list[str]:
+    """The first level of a file of torch, without reading a tensor; nothing where it is none, or may run code."""
+    with suppress(Exception):  # whatever is wrong with it, the load says so
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return [str(key) for key in loaded] if isinstance(loaded, dict) else []
+    return []
+
+
+def _origin_of_keys(keys: list[str]) -> Origin | None:
+    if "pytorch-lightning_version" in keys:
+        return "lightning"
+    if "model" in keys or any(key.startswith("transformer.") for key in keys):
+        return "litgpt"
+    return "hf" if any(_LAYER.match(key) for key in keys) else None
+
+
+def read_foreign(source: Path, origin: Origin, *, config: Mapping[str, Any], remedy: str) -> Foreign:
+    """Reads the checkpoint of another program, all of it that this one can use.
+
+    Args:
+        source: A file or a folder.
+        origin: Which program has written it; not Lightning, whose checkpoints need no translation.
+        config: Arguments of ``LlamaConfig``, for what the source does not say.
+        remedy: How to go past a pickle that is refused.
+
+    Raises:
+        CheckpointCorrupt: A file is missing or damaged.
+        CheckpointMismatch: It is no Llama, or a key is missing or not known.
+        CheckpointUnsafe: A pickle names something that may run code.
+    """
+    readers = {"hf": _read_hf, "litgpt": _read_litgpt, "deepspeed": _read_deepspeed}
+    with _compat.refusing_code(source, remedy):
+        found = readers[origin](source, config)
+    _require_llama(found.weights, source)
+    return found
+
+
+def _load(file: Path) -> Any:
+    if not file.is_file():
+        what = "is a folder of shards, and one file is read" if file.is_dir() else "is not there"
+        raise CheckpointCorrupt(f"{file} {what}. Give a whole checkpoint.")
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointCorrupt(f"{file} cannot be read: {reason}. Give another checkpoint.") from error
+
+
+def _require_llama(weights: Mapping[str, Tensor], source: Path) -> None:
+    """Refuses weights that lack a part of a Llama, or have one that a Llama has not."""
+    layers = {int(found[1]) for name in weights if (found := _LAYER.match(name.removeprefix(PREFIX)))}
+    expected = set(parameter_order(max(layers, default=0) + 1))
+    missing = sorted(expected - weights.keys())
+    strange = sorted(name for name in weights.keys() - expected if not name.endswith("_proj.bias"))
+    if missing or strange:
+        what = f"lacks {missing[0]}" if missing else f"holds {strange[0]}, which a Llama has not"
+        raise CheckpointMismatch(
+            f"{source} {what} (and {len(missing) + len(strange) - 1} more). Llama's layout is read: merge adapters "
+            "such as LoRA first, and give all files of a checkpoint in parts."
+        )
+
+
+def parameter_order(num_layers: int, names: Mapping[str, Any] | None = None) -> list[str]:
+    """The parameters of ``TinyLlama`` in the order of its ``named_parameters``, which optimizers number.
+
+    Args:
+        num_layers: Of the model.
+        names: Those that it has, where it has biases; without it the weights.
+    """
+    layers = [f"model.layers.{number}.{part}" for number in range(num_layers) for part in _LAYER_PARTS]
+    modules = [_EMBEDDING, *layers, _NORM, _HEAD]
+    order = [f"{PREFIX}{module}.{kind}" for module in modules for kind in ("weight", "bias")]
+    return [name for name in order if (name.endswith(".weight") if names is None else name in names)]
+
+
+# -- Hugging Face ------------------------------------------------------------------------------------------------------
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_KEPT_OF_CONFIG = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+)
+
+
+def weights_for(model: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a folder of Hugging Face, or of what ``distplus import`` wrote, for transformers' Llama.
+
+    Raises:
+        CheckpointMismatch: They are of another model.
+    """
+    with _compat.refusing_code(source, "Give another init_from."):
+        is_hf = origin_of(source) == "hf"
+        found = _read_hf(source, {}).weights if is_hf else _load(source).get("state_dict", {})
+    shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in model.named_parameters()}
+    for name, shape in shapes.items():
+        weight = found.get(f"{PREFIX}{name}")
+        if weight is None or tuple(weight.shape) != tuple(shape):
+            has = "no such weight" if weight is None else f"the shape {tuple(weight.shape)}"
+            raise CheckpointMismatch(
+                f"init_from: the model has {name} of shape {tuple(shape)}, and {source} {has}. Set model.config as "
+                "the source has it, or give another one: a folder of Hugging Face, or what distplus import wrote."
+            )
+    return ((name, found[f"{PREFIX}{name}"]) for name in shapes)
+
+
+def _hf_files(source: Path) -> list[Path]:
+    """The files of the weights; those of an index whether they are there or not."""
+    if not source.is_dir():
+        return [source]
+    for name in _INDEXES:
+        if (source / name).is_file():
+            parts = json.loads((source / name).read_text())["weight_map"].values()
+            return [source / part for part in sorted(set(parts))]
+    return [source / name for name in _WHOLE if (source / name).is_file()][:1]
+
+
+def _tensors_in(file: Path) -> dict[str, Tensor]:
+    if file.suffix != ".safetensors" or not file.is_file():
+        return dict(_load(file))
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{file} cannot be read: {error}. Fetch it again.") from error
+
+
+def _read_hf(source: Path, config: Mapping[str, Any]) -> Foreign:
+    files = _hf_files(source)
+    if not files:
+        wanted = " or ".join((*_WHOLE, *_INDEXES))
+        raise CheckpointMismatch(f"{source} holds no weights of Hugging Face. Give a folder with {wanted}.")
+    described = (source if source.is_dir() else source.parent) / "config.json"
+    said = _llama_config(json.loads(described.read_text()), described) if described.is_file() else {}
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= _tensors_in(file)
+    left_out = {}
+    if buffers := [name for name in weights if name.endswith(_BUFFER)]:
+        left_out[f"{len(buffers)} buffers {_BUFFER}"] = "computed from the configuration"
+    head, embedding = f"{_HEAD}.weight", f"{_EMBEDDING}.weight"
+    if head not in weights and embedding in weights and said.get("tie_word_embeddings", True):
+        weights[head] = weights[embedding]
+        said["tie_word_embeddings"] = True
+    named = {f"{PREFIX}{name}": one.float() for name, one in weights.items() if name not in buffers}
+    return Foreign(weights=named, config=said, left_out=left_out)
+
+
+def _llama_config(document: dict[str, Any], file: Path) -> dict[str, Any]:
+    kind = document.get("model_type", "llama")
+    if kind != "llama":
+        raise CheckpointMismatch(f"{file} describes a model of type {kind!r}, and the recipes train a Llama.")
+    config = {name: document[name] for name in _KEPT_OF_CONFIG if document.get(name) is not None}
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type", "default") == "default":  # transformers 5 writes it so; the flat form is read by 4 as well
+        config.pop("rope_parameters", None)
+        config |= {name: value for name, value in rope.items() if name == "rope_theta"}
+    return config
+
+
+def hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says beside the weights."""
+    kept = {name: value for name, value in config.items() if name in _KEPT_OF_CONFIG}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", **kept}
+
+
+# -- lit-gpt -----------------------------------------------------------------------------------------------------------
+
+_OF_LITGPT = {"transformer.wte": _EMBEDDING, "transformer.ln_f": _NORM, "lm_head": _HEAD}
+_OF_LITGPT_LAYER = {
+    "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm",
+    "attn.proj": "self_attn.o_proj",
+    "mlp.fc_1": "mlp.gate_proj",
+    "mlp.fc_2": "mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
+}
+_OF_TINYLLAMA_LAYER = {  # xformers' SwiGLU
+    "mlp.swiglu.w1": "mlp.gate_proj",
+    "mlp.swiglu.w2": "mlp.up_proj",
+    "mlp.swiglu.w3": "mlp.down_proj",
+}
+_LITGPT_LAYER = re.compile(r"transformer\.h\.(\d+)\.(.+)\.weight")
+_TINYLLAMAS = {"tiny_LLaMA_1b": {"n_head": 32, "n_query_groups": 4}, "tiny_LLaMA_120M": {"n_head": 12}}
+_TINYLLAMAS["tiny_LLaMA_120M"]["n_query_groups"] = 1
+_ADDED_BY_WRAPPERS = re.compile(r"_orig_mod\.|^_forward_module\.")
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How the rows of the attention's matrices are cut."""
+
+    num: int
+    groups: int
+    size: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Heads:
+        num = int(config["num_attention_heads"])
+        size = int(config.get("head_dim") or config["hidden_size"] // num)
+        return cls(num, int(config.get("num_key_value_heads") or num), size)
+
+    def split(self, rows: Tensor, *, is_interleaved: bool) -> tuple[Tensor, ...]:
+        """Cuts one matrix into those of queries, keys and values.
+
+        Args:
+            rows: Of all of them.
+            is_interleaved: Whether each group's queries, key and value stand together, as in lit-gpt before 0.5; litgpt
+                puts all queries first, then all keys.
+        """
+        if rows.shape[0] != (self.num + 2 * self.groups) * self.size:
+            raise CheckpointMismatch(
+                f"The attention has {rows.shape[0]} rows, which are not {self.num} heads and 2 x {self.groups} groups "
+                f"of {self.size}. Name the configuration of that model with --config."
+            )
+        if not is_interleaved:
+            return torch.split(rows, [self.num * self.size, self.groups * self.size, self.groups * self.size])
+        grouped = rows.reshape(self.groups, self.num // self.groups + 2, self.size, -1)
+        parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+        return tuple(part.reshape(-1, rows.shape[1]).contiguous() for part in parts)
+
+
+def _from_litgpt(name: str, value: Tensor, heads: _Heads) -> dict[str, Tensor]:
+    """One tensor of lit-gpt as those that it stands for."""
+    module = _OF_LITGPT.get(name.removesuffix(".weight"))
+    found = _LITGPT_LAYER.fullmatch(name)
+    if module is not None:
+        return {f"{PREFIX}{module}.weight": value}
+    if found is not None:
+        layer, part = f"{PREFIX}model.layers.{found[1]}.", found[2]
+        if part in ("attn.attn", "attn.qkv"):
+            parts = heads.split(value, is_interleaved=part == "attn.attn")
+            return {f"{layer}self_attn.{kind}_proj.weight": one for kind, one in zip("qkv", parts, strict=True)}
+        if (own := (_OF_LITGPT_LAYER | _OF_TINYLLAMA_LAYER).get(part)) is not None:
+            return {f"{layer}{own}.weight": value}
+    return {f"{PREFIX}{name}": value}  # not known: refused by this name
+
+
+def _read_litgpt(source: Path, config: Mapping[str, Any]) -> Foreign:
+    file = source / "lit_model.pth" if source.is_dir() else source
+    state = _load(file)
+    weights = {_ADDED_BY_WRAPPERS.sub("", name): value for name, value in state.get("model", state).items()}
+    said = _config_of_litgpt(weights, state, file) or dict(config)
+    if "num_attention_heads" not in said:
+        raise CheckpointMismatch(
+            f"{file} does not say how many heads its attention has, nor does a model_config.yaml beside it. Name the "
+            "configuration of a run with such a model: --config recipe:tinyllama_1.1b, or a YAML file of yours."
+        )
+    heads = _Heads.of({**said, **_shapes(weights)})
+    named = {
+        own: one.float() for name, value in weights.items() for own, one in _from_litgpt(name, value, heads).items()
+    }
+    moments, settings, why = _moments_of_litgpt(state.get("optimizer") or {}, weights, heads)
+    left_out = {"moments": why} if why else {}
+    if "iter_num" in state:
+        left_out["position in the data"] = (
+            f"iter_num {state['iter_num']} counts micro-batches of a rank in lit-gpt's order; this package has its own"
+        )
+    known = {"model", "optimizer", "iter_num", "step_count"}
+    left_out |= dict.fromkeys(sorted(set(map(str, state)) - known if "model" in state else ()), "lit-gpt's own")
+    return Foreign(
+        weights=named,
+        config={**said, **_shapes(weights)},
+        moments=moments,
+        settings=settings,
+        step=int(state.get("step_count", 0)) if "model" in state else 0,
+        left_out=left_out,
+    )
+
+
+def _config_of_litgpt(weights: Mapping[str, Tensor], state: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """What lit-gpt's file beside the weights says, or the name of one of TinyLlama's own models in them."""
+    said: dict[str, Any] = {}
+    hparams = state.get("hparams")
+    if isinstance(hparams, dict):
+        said = dict(_TINYLLAMAS.get(str(hparams.get("model_name")), {}))
+        said |= {"block_size": 2048, "norm_eps": 1e-5} if said else {}
+    if (described := file.with_name("lit_config.json")).is_file():
+        said = json.loads(described.read_text())
+    if (described := file.with_name("model_config.yaml")).is_file():
+        said = import_module("yaml").safe_load(described.read_text())
+    if "n_head" not in said:
+        return {}
+    size, width = said.get("head_size"), weights["lm_head.weight"].shape[1]
+    return {
+        "num_attention_heads": said["n_head"],
+        "num_key_value_heads": said.get("n_query_groups") or said["n_head"],
+        "rms_norm_eps": said.get("norm_eps", 1e-5),
+        **({"head_dim": size} if size and size != width // said["n_head"] else {}),
+        **({"max_position_embeddings": said["block_size"]} if "block_size" in said else {}),
+        **({"rope_theta": float(said["rope_base"])} if "rope_base" in said else {}),
+    }
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the tensors themselves say of the model."""
+    layers = {int(found[1]) for name in weights if (found := _LITGPT_LAYER.fullmatch(name))}
+    gates = ("transformer.h.0.mlp.fc_1.weight", "transformer.h.0.mlp.swiglu.w1.weight")
+    gate = next((weights[name] for name in gates if name in weights), None)
+    embedding = weights.get("transformer.wte.weight")
+    if gate is None or embedding is None:
+        raise CheckpointMismatch(f"The checkpoint is of no Llama of lit-gpt: it has none of {', '.join(gates)}.")
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": embedding.shape[1],
+        "intermediate_size": gate.shape[0],
+        "num_hidden_layers": max(layers) + 1,
+    }
+
+
+def _moments_of_litgpt(
+    optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], heads: _Heads
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], str]:
+    """The moments by parameter, the settings of the optimizer, and why there are no moments.
+
+    FSDP writes the parameter's name. Other strategies write its number in the one group that lit-gpt makes.
+    """
+    groups, state = optimizer.get("param_groups") or [{}], optimizer.get("state") or {}
+    names = list(weights)
+    named = {
+        names[key] if isinstance(key, int) and key < len(names) else _ADDED_BY_WRAPPERS.sub("", str(key)): values
+        for key, values in state.items()
+    }
+    if not named:
+        return {}, {}, "the source has none"
+    by_number = any(isinstance(key, int) for key in state)
+    fits = all(
+        name in weights and values.get("exp_avg", weights[name]).shape == weights[name].shape
+        for name, values in named.items()
+    )
+    if not fits or (by_number and len(groups) > 1) or not all("exp_avg_sq" in values for values in named.values()):
+        return {}, {}, "they are not those of AdamW over the parameters in the order of the weights"
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, values in named.items():
+        parts = [_from_litgpt(name, values[kind], heads) for kind in ("exp_avg", "exp_avg_sq")]
+        step = torch.as_tensor(values["step"], dtype=torch.float32)
+        for own, first in parts[0].items():
+            moments[own] = {"step": step.clone(), "exp_avg": first.float(), "exp_avg_sq": parts[1][own].float()}
+    return moments, _settings(groups), ""
+
+
+def _settings(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the first group; where another one decays less, it is that of the norms."""
+    found: dict[str, Any] = {
+        name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay") if name in groups[0]
+    }
+    if "weight_decay" in found:
+        found["weight_decay_of_norms"] = min(group.get("weight_decay", 0.0) for group in groups)
+    return found
+
+
+def to_litgpt(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by the names that litgpt has for them today."""
+    own = {f"{PREFIX}{module}.weight": f"{name}.weight" for name, module in _OF_LITGPT.items()}
+    parts = {part: name for name, part in _OF_LITGPT_LAYER.items()}
+    named: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        found = re.fullmatch(r"model\.model\.layers\.(\d+)\.(.+)\.weight", name)
+        if name in own:
+            named[own[name]] = value
+        elif found is not None and found[2] in parts:
+            named[f"transformer.h.{found[1]}.{parts[found[2]]}.weight"] = value
+        elif found is not None and found[2] == "self_attn.q_proj":
+            matrices = [weights[name.replace("q_proj", f"{kind}_proj")] for kind in "qkv"]
+            named[f"transformer.h.{found[1]}.attn.qkv.weight"] = torch.cat(matrices)
+        elif found is None or found[2] not in ("self_attn.k_proj", "self_attn.v_proj"):
+            raise CheckpointMismatch(f"litgpt's Llama has no {name}. Export to hf instead.")
+    return named
+
+
+def litgpt_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What model_config.yaml says beside the weights."""
+    heads = _Heads.of(config)
+    return {
+        "name": name,
+        "block_size": config.get("max_position_embeddings", 2048),
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_head": heads.num,
+        "n_embd": config["hidden_size"],
+        "head_size": heads.size,
+        "n_query_groups": heads.groups,
+        "rotary_percentage": 1.0,
+        "parallel_residual": False,
+        "bias": False,
+        "norm_class_name": "RMSNorm",
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "mlp_class_name": "LLaMAMLP",
+        "intermediate_size": config["intermediate_size"],
+        "rope_base": int(config.get("rope_theta", 10000)),
+    }
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+
+def _read_deepspeed(source: Path, config: Mapping[str, Any]) -> Foreign:
+    """What ZeRO has sharded, put together by DeepSpeed's converter in a folder for the time being."""
+    latest = source / "latest"
+    tag = source / (latest.read_text().strip() if latest.is_file() else "checkpoint")
+    states = sorted(tag.glob("*model_states.pt"))
+    shards = sorted(tag.glob("*optim_states.pt"))
+    if not states or not shards:
+        raise CheckpointMismatch(
+            f"{tag} holds no shards of DeepSpeed's ZeRO. Give the folder that has the file latest."
+        )
+    # Before anything is read: DeepSpeed's own classes are let through where it is imported.
+    converter = import_module("deepspeed.checkpoint.ds_to_universal")
+    model, shard = _load(states[0]), _load(shards[0])["optimizer_state_dict"]
+    values: dict[str, dict[str, Tensor]] = {}
+    with tempfile.TemporaryDirectory(dir=source.parent, prefix=".distplus-import-") as folder:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
+            converter.main(
+                Namespace(
+                    input_folder=str(tag),
+                    output_folder=folder,
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
+        for file in sorted(Path(folder, "zero").rglob("*.pt")):
+            if file.stem in ("fp32", "exp_avg", "exp_avg_sq"):
+                content = torch.load(file, map_location="cpu", weights_only=True)
+                values.setdefault(file.parent.name, {})[file.stem] = content["param"].float().contiguous()
+    # transformers' Trainer saves the model itself; Lightning a module that holds it.
+    prefix = "" if any(name.startswith("model.model.") for name in values) else PREFIX
+    step = int(model.get("global_step", model.get("global_steps", 0)))
+    base = shard.get("base_optimizer_state") or shard.get("optimizer_state_dict") or {}
+    groups = base.get("param_groups") or [{}] if isinstance(base, dict) else [{}]
+    count = torch.tensor(float(step))
+    return Foreign(
+        weights={prefix + name: one["fp32"] for name, one in values.items()},
+        config=dict(model.get(CONFIG) or config),
+        moments={
+            prefix + name: {"step": count.clone(), "exp_avg": one["exp_avg"], "exp_avg_sq": one["exp_avg_sq"]}
+            for name, one in values.items()
+        },
+        settings=_settings(groups),
+        step=step,
+        left_out={"position in the data, callbacks, schedulers": "DeepSpeed's shards alone are read"},
+    )

@@ -1,0 +1,373 @@
+"""Exact mid-epoch resume for the DataLoader that a script has already: what is saved, and where the Trainer goes on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_distplus import env
+from lightning_distplus.data.batches import Geometry
+from lightning_distplus.data.dataloader import ExactBatches, ExactLoader
+from lightning_distplus.data.iterable import pack, unpack
+from lightning_distplus.data.loader import AUGMENT
+from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.data.progress import (
+    Cursor,
+    InStep,
+    Timer,
+    data_parallel,
+    is_fitting,
+    refuse_changing_windows,
+    reopen_epoch,
+)
+from lightning_distplus.data.state import Position
+from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.run_access import gather_bytes
+
+__all__ = ["LoaderResume"]
+
+_log = logging.getLogger(__name__)
+
+_KEY = "lightning_distplus_dataloaders"  # in a checkpoint
+_VERSION = 1
+
+_ANEW = (
+    "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
+    "are missed"
+)
+_OF_RANK_0 = "will get the loader's state of rank 0 on every rank, as Lightning saves it"
+_TWO_LINES = """Two lines make it exact, with a data set that has an index, or a state_dict and a load_state_dict:
+    from lightning_distplus import ResumableDataModule
+    trainer.fit(model, ResumableDataModule(dataset, batch_size=...))"""
+
+
+class LoaderResume(InStep):
+    """Keeps the training loaders of a fit and the Trainer's loops in step; a Resilient strategy adds it to the Trainer.
+
+    Args:
+        trainer: The Trainer of the fit.
+        seeds_samples: Whether python's, numpy's and torch's generators are seeded for each sample from its place.
+    """
+
+    def __init__(self, trainer: Any, *, seeds_samples: bool) -> None:
+        super().__init__(self)  # type: ignore[arg-type]  # it has what the callback asks of a data module
+        self.timer: Timer | None = None
+        self.receipt = ""
+        self._trainer = trainer
+        self._seeds_samples = seeds_samples
+        self._seed = int(env.PL_GLOBAL_SEED.get() or 0)
+        self._cursor: Cursor | None = None
+        self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
+        self._is_placed = False  # at a checkpoint, and has fetched nothing yet
+        self._early: list[ExactBatches] = []  # iterators that were made before that
+        self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
+        self._begun_epoch = -1
+
+    def take(self, loader: Any) -> Any:
+        """The loader in which a training loader resumes exactly, or what it was given."""
+        is_tuning = self not in self._trainer.callbacks  # the Tuner takes all of them out meanwhile
+        if not self._trainer.training or is_tuning or _why_not(loader) is not None:
+            return loader
+        return ExactLoader.of(loader, self)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a later resume of the fit that runs is exact."""
+        return self._cursor is not None
+
+    # -- what a loader asks for ----------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs, or comes next."""
+        return int(self._trainer.fit_loop.epoch_progress.current.processed)
+
+    @property
+    def batch(self) -> int:
+        """The batch of the epoch that is fetched now."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def position(self) -> Position | None:
+        """Where a run that is resumed now would go on; None before training starts."""
+        return None if self._cursor is None else self._cursor.position()
+
+    def hold(self, batches: ExactBatches) -> bool:
+        """Whether an iterator has to wait for the Trainer to be placed; it takes the place of an earlier one."""
+        is_due = any(starts and starts[0]["epoch"] == self.epoch for starts in self._starts.values())
+        waits = self._loaded is not None or is_due
+        self._early = [one for one in self._early if one.loader is not batches.loader]
+        if waits or self._cursor is None:
+            self._early.append(batches)
+        return waits
+
+    def begin(self, batches: ExactBatches) -> None:
+        """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
+        early, self._early = [one for one in self._early if one.loader in self._exact()], []
+        is_resumed, self._is_placed = self._is_placed, False
+        if self._cursor is not None and self.epoch != self._begun_epoch:
+            self._begun_epoch = self.epoch
+            self._cursor.begin_epoch()
+        if self.timer is not None:
+            self.timer.go_on()
+        starts = [self._take_start(one.loader) for one in early]
+        if is_resumed and not any(starts) and self._makes_loaders_anew:
+            for one in early:
+                one.begin(None)  # as Lightning does where it goes on from one epoch to the next
+        for one, start in zip(early, starts, strict=True):
+            if start is not None or is_resumed or not one.has_begun:
+                one.begin(start)
+
+    def sample_seeds(self, loader: ExactLoader, epoch: int, number: int) -> Callable[[int], int] | None:
+        """The seed of each of this rank's samples in a pass; the same for a sample on any number of ranks."""
+        if not self._seeds_samples:
+            return None
+        ranks, sampler = data_parallel(self._trainer), loader.distplus_order.sampler
+        if isinstance(sampler, DistributedSampler):
+            ranks = replace(ranks, rank=sampler.rank, size=sampler.num_replicas)
+        key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
+        return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
+
+    def _take_start(self, loader: ExactLoader) -> Mapping[str, Any] | None:
+        """The pass of the checkpoint with which a loader begins in this epoch."""
+        starts = self._starts.get(self._place_of(loader))
+        return starts.popleft() if starts and starts[0]["epoch"] == self.epoch else None
+
+    def _place_of(self, loader: ExactLoader) -> int:
+        return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
+
+    @property
+    def _makes_loaders_anew(self) -> bool:
+        """Whether the Trainer asks for new loaders at the beginning of this epoch, which is not the first."""
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        return every > 0 and self.epoch > 0 and self.epoch % every == 0
+
+    def _exact(self) -> list[ExactLoader]:
+        return [one for one in _leaves(self._trainer.train_dataloader) if isinstance(one, ExactLoader)]
+
+    # -- Lightning's hooks, beside those that every data set needs -----------------------------------------------------
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the Trainer stands."""
+        assert self._cursor is not None, "it is made when training starts"
+        return self._cursor
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does.
+
+        Raises:
+            DatasetMismatch: It is of a version that this package does not know.
+        """
+        state = checkpoint.get(_KEY)
+        if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
+            return
+        self.timer = Timer()
+        if state["version"] != _VERSION:
+            raise DatasetMismatch(
+                f"The checkpoint's state of the DataLoader has version {state['version']!r}; this lightning_distplus "
+                f"reads {_VERSION}. Resume with the version of lightning_distplus that wrote the checkpoint."
+            )
+        self._loaded, self._seed = dict(state), state["seed"]
+        if not pl_module.automatic_optimization:
+            self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
+        max_epochs, position = trainer.max_epochs, Position(**self._loaded["position"])
+        is_past_end = state["ends_open"] and max_epochs is not None and 0 <= max_epochs <= position.epoch + 1
+        if not is_past_end:
+            reopen_epoch(checkpoint, position)
+        self.timer.pause()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the place in the data; all ranks of a save call it."""
+        if self._loaded is not None:
+            checkpoint[_KEY] = self._loaded
+        elif not self._is_fitted_by(trainer):
+            return
+        elif self.cursor.is_behind_step:  # the weights hold a step that the counters do not
+            if trainer.is_global_zero:
+                _log.warning("saved in the middle of a batch, without a place in the data; save in on_train_batch_end")
+        else:
+            position = self.cursor.position()
+            mine = pack([one.distplus_order.state(position) for one in self._exact()], owner="the DataLoader")
+            ranks = gather_bytes(trainer.strategy, "state of the DataLoader", mine)
+            checkpoint[_KEY] = {
+                "version": _VERSION,
+                "position": asdict(position),
+                "ends_open": self.cursor.ends_open,
+                "is_at_end": position.batches >= trainer.num_training_batches,
+                "cut": self._cut(),
+                "seed": self._seed,
+                "ranks": ranks[:1] if len(set(ranks)) == 1 else ranks,
+            }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the loops at a loaded position; warns where a later resume would not be exact.
+
+        Raises:
+            DatasetMismatch: The checkpoint stands inside an epoch of other data, or of another order.
+        """
+        self._cursor, self._begun_epoch = None, -1
+        loaded, self._loaded = self._loaded, None
+        if (why := self._why_not()) is not None:
+            if loaded is not None and loaded["position"]["batches"]:
+                _refuse(why)
+            if trainer.is_global_zero:
+                has_state = any(hasattr(one, "load_state_dict") for one in _leaves(trainer.train_dataloader))
+                _log.warning("a run that is resumed inside an epoch %s. %s", _OF_RANK_0 if has_state else _ANEW, why)
+            return
+        geometry = Geometry(
+            micro_batch=self._exact()[0].distplus_order.batch_size or 1,
+            accumulation=trainer.accumulate_grad_batches,
+            ranks=data_parallel(trainer),
+        )
+        self._cursor = Cursor(trainer, geometry)
+        if loaded is not None:
+            self._place(self._cursor, loaded)
+            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this class
+        self._watch_steps(trainer)
+
+    def _is_fitted_by(self, trainer: Any) -> bool:
+        return is_fitting(trainer) and self._cursor is not None
+
+    def _why_not(self) -> str | None:
+        """Why a later resume of this fit would not be exact; None: it will be."""
+        trainer = self._trainer
+        for loader in _leaves(trainer.train_dataloader):
+            if (why := _why_not(loader)) is not None:
+                return why
+        if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+            return "training_step takes as many batches from dataloader_iter as it likes."
+        try:
+            refuse_changing_windows(trainer, trainer.accumulate_grad_batches, trainer.num_training_batches)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    # -- going on at a checkpoint --------------------------------------------------------------------------------------
+
+    def _place(self, cursor: Cursor, state: Mapping[str, Any]) -> None:
+        trainer, exact = self._trainer, self._exact()
+        position, cut = Position(**state["position"]), self._cut()
+        ranks = state["ranks"]
+        saved = unpack(ranks[trainer.global_rank if len(ranks) == trainer.world_size else 0])
+        passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
+        if position.batches:
+            self._require_same_order(saved)
+            if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
+                if trainer.is_global_zero:
+                    _log.warning("the data of this epoch begin anew, as they do in Lightning: %s", text)
+                return
+        if cut != state["cut"]:
+            before, now, length = state["cut"]["accumulation"], cut["accumulation"], int(trainer.num_training_batches)
+            batches = length if state["is_at_end"] else position.batches // before * now
+            position = replace(position, batches=batches, total_batches=position.epoch * length + batches)
+            for one in (one for starts in passes.values() for one in starts):
+                one["batch"] = one["batch"] // before * now
+            self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
+        if len(exact) == len(saved):
+            for loader, one in zip(exact, saved, strict=True):
+                loader.distplus_order.place(one)
+        self._starts, self._is_placed = passes, True
+        cursor.place(position)
+
+    def _cut(self) -> dict[str, Any]:
+        """How samples are cut into batches, and those into steps."""
+        return {
+            "batch_sizes": [one.distplus_order.batch_size for one in self._exact()],
+            "ranks": data_parallel(self._trainer).size,
+            "accumulation": self._trainer.accumulate_grad_batches,
+        }
+
+    def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
+        """Compares what the rest of an epoch depends on.
+
+        Raises:
+            DatasetMismatch: It differs; the message has both sides.
+        """
+        ours = [one.distplus_order.identity() for one in self._exact()]
+        lines = [
+            f"{name}: {before[name]!r} in the checkpoint, {value!r} in this run"
+            for before, now in zip(saved, ours, strict=False)
+            for name, value in now.items()
+            if before[name] != value
+        ]
+        if len(ours) != len(saved):
+            lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
+        if lines:
+            _refuse("\n".join(lines))
+
+    def _other_cut(self, before: Mapping[str, Any], now: Mapping[str, Any], *, num_states: int) -> str:
+        """How the order is cut in another way, in which a run cannot go on inside an epoch; empty: it can."""
+        orders = [one.distplus_order for one in self._exact()]
+        is_global = all(type(one.sampler) is DistributedSampler for one in orders)
+        may_change = is_global or (before["ranks"] == now["ranks"] and all(one.is_computed for one in orders))
+        if before != now and not (may_change and _global_batches(before) == _global_batches(now)):
+            return f"{_text(before)} in the checkpoint, {_text(now)} in this run"
+        size = self._trainer.world_size
+        if num_states not in (1, size):
+            return f"{num_states} ranks with an order of their own in the checkpoint, {size} in this run"
+        return ""
+
+
+def _refuse(why: str) -> None:
+    text = "\n".join(f"  {line}" for line in why.splitlines())
+    raise DatasetMismatch(
+        f"The checkpoint stands inside an epoch, and this run cannot go on there:\n{text}\n"
+        'Resume with the DataLoader of the checkpoint; or pass data="as_is" to the strategy, which begins the data '
+        "of the epoch anew, as Lightning does."
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """The loaders in what a ``CombinedLoader`` combines."""
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):
+        return [leaf for one in tree.values() for leaf in _leaves(one)]
+    return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list | tuple) else [tree]
+
+
+def _why_not(loader: Any) -> str | None:
+    """Why a loader cannot be resumed exactly, and what makes it so."""
+    name = type(loader).__qualname__
+    if isinstance(loader, ExactLoader):
+        return None
+    if not isinstance(loader, DataLoader):
+        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
+    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
+    if type(loader).__iter__ is not DataLoader.__iter__ or not is_usual:
+        return f"{name} iterates in a way of its own. {_TWO_LINES}"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__qualname__} is iterable. {_TWO_LINES}"
+    if not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
+        return f"{type(loader.dataset).__qualname__} has no __getitem__. {_TWO_LINES}"
+    if not loader.in_order:
+        return "With in_order=False workers deliver batches in any order. Leave it out."
+    for sampler in (loader.batch_sampler, loader.sampler):
+        if hasattr(sampler, "state_dict"):
+            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
+    if sized_len(loader) is None:
+        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
+    return None
+
+
+def _global_batches(cut: Mapping[str, Any]) -> list[Any]:
+    factors = (cut["ranks"], cut["accumulation"])
+    return [factors if size is None else size * factors[0] * factors[1] for size in cut["batch_sizes"]]
+
+
+def _text(cut: Mapping[str, Any]) -> str:
+    sizes = ", ".join("of the sampler" if size is None else str(size) for size in cut["batch_sizes"])
+    return f"batch size {sizes} x {cut['ranks']} data-parallel ranks x accumulation {cut['accumulation']}"

@@ -1,0 +1,426 @@
+"""What a job has left behind, read from the ledgers and verdicts of all ranks, as plain data for every view of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, state
+from lightning_distplus.errors import DistplusError
+from lightning_distplus.events import read_ledger
+from lightning_distplus.report.goodput import PARTS, Attempt, Goodput, Window, find_attempts, split_wall_time
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
+from lightning_distplus.world import name_ranks
+
+__all__ = ["VERSION", "Ledgers", "artefacts_of", "describe_job", "describe_runs", "read_ledgers", "step_parts"]
+
+VERSION = 1
+"""Of the data that ``describe_job`` returns."""
+_VERDICT_VERSION = 1
+_MOST_CHECKPOINTS = 50
+_MOST_STACKS = 16
+_MOST_NOTICES = 50
+_COLUMNS, _ROWS, _POINTS = 120, 64, 600
+_LATE_SHARE, _LATE_S = 0.2, 0.01
+_PARTS_OF_STEP = ("data", "forward", "backward", "optimizer")
+_NOTICES = (
+    "difference", "step_skipped", "not_finite", "repaired", "straggler", "save_failed", "copy_failed",
+    "preemption_late", "run_lock_taken_over", "quarantine",
+)  # fmt: skip
+_QUIET_S = 120.0
+
+
+def artefacts_of(run: Path) -> Path:
+    """The folder of the ledgers: that of a ``default_root_dir``, or the path itself."""
+    return run / "distplus" if (run / "distplus").is_dir() else run
+
+
+@dataclass
+class Ledgers:
+    """The ledgers and verdicts of a folder, with the steps apart."""
+
+    home: Path
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """All but the steps, oldest first."""
+    windows: dict[tuple[str, int], dict[int, list[Window]]] = field(default_factory=dict)
+    """The steps, by run and attempt, and by rank."""
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+    """Verdicts that this release cannot read."""
+
+    def of_runs(self, runs: Sequence[str]) -> Ledgers:
+        """The part that belongs to some runs."""
+        return Ledgers(
+            self.home,
+            [event for event in self.events if event["run_id"] in runs],
+            {key: ranks for key, ranks in self.windows.items() if key[0] in runs},
+            [one for one in self.verdicts if one.get("run_id", "") in runs],
+            self.strange,
+        )
+
+
+def read_ledgers(home: Path, run_id: str | None = None) -> Ledgers:
+    """Reads the ledgers and verdicts of a folder; torn lines are left out.
+
+    Args:
+        home: The folder of the artefacts; a missing one has none.
+        run_id: The run that is wanted; None: all of this folder.
+    """
+    found = Ledgers(home)
+    for file in sorted(home.glob("events-rank*.jsonl")):
+        for event in read_ledger(file):
+            if run_id not in (None, event["run_id"]):
+                continue
+            if event["kind"] == "steps":
+                ranks = found.windows.setdefault((event["run_id"], event["attempt"]), {})
+                ranks.setdefault(event["rank"], []).append(Window.from_event(event))
+            else:
+                found.events.append(event)
+    found.events.sort(key=lambda event: (event["time"], event["rank"], event["seq"]))
+    for told in find_verdicts(home, run_id=run_id):
+        path: Path = told.pop("path")
+        if told.get("version") == _VERDICT_VERSION:
+            found.verdicts.append({**told, "at": path.stat().st_mtime, "path": str(path)})
+        else:
+            found.strange.append(
+                f"{path}: version {told.get('version')} of a verdict; this program reads version {_VERDICT_VERSION}."
+            )
+    return found
+
+
+def describe_runs(ledgers: Ledgers, mtbf_s: float | None = None) -> list[dict[str, Any]]:
+    """``describe_job`` for each job of a folder: the runs that have gone on from each other's checkpoints are one."""
+    return [describe_job(ledgers.of_runs(runs), mtbf_s=mtbf_s) for runs in _chains(ledgers)]
+
+
+def _chains(ledgers: Ledgers) -> list[list[str]]:
+    """The runs of each job."""
+    chains: list[list[str]] = []
+    saved: list[set[str]] = []
+    runs = dict.fromkeys(event["run_id"] for event in (*ledgers.events, *ledgers.verdicts) if "run_id" in event)
+    for run in runs or {"": None}:
+        of_run = [event for event in ledgers.events if event["run_id"] == run]
+        loaded = {event.get("path") for event in of_run if event["kind"] == "loaded"}
+        before = next((index for index, paths in enumerate(saved) if paths & loaded), len(chains))
+        if before == len(chains):
+            chains.append([])
+            saved.append(set())
+        chains[before].append(run)
+        saved[before] |= {event["path"] for event in of_run if event["kind"] == "saved"}
+    return chains
+
+
+# -- one job -----------------------------------------------------------------------------------------------------------
+
+
+def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | None = None) -> dict[str, Any]:
+    """What happened to a job, and what to do; JSON can hold it.
+
+    Args:
+        ledgers: Of that job alone.
+        now: Unix time; by default this moment.
+        mtbf_s: Mean time between failures, for the advice on saves.
+    """
+    now = time.time() if now is None else now
+    verdicts = [_verdict(one) for one in ledgers.verdicts]
+    reference = {key: ranks[min(ranks)] for key, ranks in ledgers.windows.items()}
+    attempts = find_attempts(ledgers.events, reference, verdicts, now=now, quiet_s=_QUIET_S)
+    saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == _lowest(ledgers)]
+    goodput = split_wall_time(attempts, [event["stall_s"] for event in saves if "stall_s" in event], mtbf_s)
+    checkpoints = _checkpoints(saves)
+    starts = [event for event in ledgers.events if event["kind"] == "start"]
+    return {
+        "version": VERSION,
+        "home": str(ledgers.home),
+        "made_at": now,
+        "runs": list(dict.fromkeys(one.run_id for one in attempts)),
+        "world_size": max((one.world_size for one in attempts), default=0),
+        "hosts": sorted({event["host"] for event in starts if "host" in event}),
+        "strategy": next((event["strategy"] for event in starts if "strategy" in event), ""),
+        "began": attempts[0].began if attempts else None,
+        "last": max((one.last for one in attempts), default=None),
+        "step": max((one.last_step for one in attempts), default=0),
+        **_last_word(attempts, verdicts, checkpoints, now),
+        "attempts": [_attempt(one, follower) for one, follower in zip(attempts, [*attempts[1:], None], strict=True)],
+        "goodput": _goodput(goodput),
+        "verdicts": verdicts,
+        "unread": ledgers.strange,
+        "checkpoints": checkpoints,
+        "data": next((one["data"] for one in reversed(checkpoints) if one.get("data")), None),
+        "stragglers": _stragglers(ledgers, starts),
+        "deadlines": _deadlines(ledgers.events),
+        "notices": _notices(ledgers.events),
+        "num_notices": sum(event["kind"] in _NOTICES for event in ledgers.events),
+        "failures": _failures(ledgers.events),
+        "steps": _heat_map(ledgers.windows),
+        "loss": _loss(attempts),
+        "ranks": _ranks(ledgers, now),
+    }
+
+
+def _lowest(ledgers: Ledgers) -> int:
+    return min((event["rank"] for event in ledgers.events if event["rank"] >= 0), default=0)
+
+
+def _verdict(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The file, with its printed text; and the stacks of some ranks only, the culprits first."""
+    fields = {name: value for name, value in told.items() if name not in ("at", "path")}
+    text = ""
+    with suppress(TypeError, KeyError, IndexError, ValueError):
+        text = Verdict(**fields).render()
+    first = [str(rank) for rank in fields.get("culprits", ())]
+    stacks = fields.get("stacks", {})
+    ranks = [*(rank for rank in first if rank in stacks), *(rank for rank in stacks if rank not in first)]
+    return {
+        **fields,
+        "at": told["at"],
+        "path": told["path"],
+        "text": text,
+        "headline": text.partition("\n")[0],
+        "stacks": {rank: stacks[rank] for rank in ranks[:_MOST_STACKS]},
+    }
+
+
+def _last_word(
+    attempts: Sequence[Attempt], verdicts: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]],
+    now: float,
+) -> dict[str, str]:  # fmt: skip
+    """What happened last, and what to do."""
+    if not attempts:
+        return {"state": "unknown", "headline": "No rank has begun.", "todo": ""}
+    last = attempts[-1]
+    kept = next((one for one in reversed(checkpoints) if one["state"] == CheckpointState.COMMITTED.value), None)
+    go_on = (
+        f'The same command with ckpt_path="auto" goes on from {kept["path"]} (step {kept["step"]}).'
+        if kept
+        else "No committed checkpoint is there: the same command starts at the beginning."
+    )
+    where = f"at step {last.last_step}"
+    if last.end == "done":
+        return {"state": last.end, "headline": f"The run is done, {where}.", "todo": ""}
+    if last.end == "running":
+        return {"state": last.end, "headline": f"The run goes on, {where}.", "todo": ""}
+    if last.end in ("preempted", "regrouped"):
+        why = f": {last.why}" if last.why else ""
+        return {"state": last.end, "headline": f"The run was stopped when asked, {where}{why}.", "todo": go_on}
+    kinds = ("no_progress", last.end)  # of the launcher, after that of the ranks
+    judged = next((one for one in reversed(verdicts) if one["at"] >= last.began and one["kind"] in kinds), None)
+    if judged is not None:
+        return {
+            "state": last.end,
+            "headline": f"{judged['headline'] or judged['cause']} ({where})",
+            "todo": f"{judged.get('remedy', '').rstrip('.')}. {go_on}".lstrip(". "),
+        }
+    if last.end == "failed":
+        text = f"{name_ranks(last.culprits).capitalize()} failed {where}: {last.why}"
+        return {"state": last.end, "headline": text, "todo": go_on}
+    silent = f"nothing was heard for {now - last.last:.0f} s"
+    return {
+        "state": last.end,
+        "headline": f"The run ended {where} without a word ({last.why or silent}).",
+        "todo": f"Look at the log of the job and of its hosts for what killed it. {go_on}",
+    }
+
+
+def _attempt(one: Attempt, follower: Attempt | None) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(one).items() if name != "windows"}
+    lost = 0 if follower is None else max(one.last_step - follower.first_step, 0)
+    return {**fields, "steps_lost": lost, "has_failed": one.has_failed, "first_step_at": one.first_step_at}
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    return {
+        "wall_s": goodput.wall_s,
+        "share": goodput.share,
+        "parts": [{"name": name, "seconds": goodput.seconds[name], "meaning": told} for name, told in PARTS.items()],
+        "incidents": [asdict(one) for one in goodput.incidents],
+        "advice": goodput.advice,
+    }
+
+
+def _checkpoints(saves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The newest saves, and what is there of each now."""
+    newest = {event["path"]: event for event in saves}  # a path may be saved again: the last one counts
+    found = []
+    for path, event in sorted(newest.items(), key=lambda item: item[1]["time"])[-_MOST_CHECKPOINTS:]:
+        entry = {
+            "path": path,
+            "step": event.get("global_step"),
+            "at": event["time"],
+            "stall_s": event.get("stall_s"),
+            "state": "elsewhere" if "://" in path else "unknown",
+        }
+        with suppress(OSError, DistplusError):
+            if "://" not in path:
+                entry["state"] = state(path).value
+            if entry["state"] == CheckpointState.COMMITTED.value:
+                manifest = read_manifest(path)
+                entry |= {"size_bytes": manifest.size_bytes, "data": manifest.data}
+        found.append(entry)
+    return found
+
+
+def _deadlines(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What ``timeout="auto"`` has found last, each value with its reason."""
+    last = next((event for event in reversed(events) if event["kind"] == "calibrated"), None)
+    if last is None:
+        return None
+    reasons = last.get("reasons", {})
+    return {
+        "attempt": last["attempt"],
+        "phases": [
+            {"phase": phase, "seconds": seconds, "reason": reasons.get(phase, "")}
+            for phase, seconds in sorted(last["deadlines_s"].items())
+        ],
+    }
+
+
+def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    told = [event for event in events if event["kind"] in _NOTICES]
+    return [{name: value for name, value in event.items() if name != "run_id"} for event in told[-_MOST_NOTICES:]]
+
+
+def _failures(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    failed = [event for event in events if event["kind"] == "failed"]
+    return [
+        {
+            "rank": event["rank"],
+            "at": event["time"],
+            "attempt": event["attempt"],
+            "error": str(event.get("error", "")).partition("\n")[0],
+        }
+        for event in failed[:_MOST_NOTICES]
+    ]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def step_parts(windows: Sequence[Window]) -> dict[str, float]:
+    """Seconds of each part of a mean step; what is left of it is ``other``."""
+    steps = sum(window.steps for window in windows) or 1
+    parts = {part: sum(getattr(window, f"{part}_s") for window in windows) / steps for part in _PARTS_OF_STEP}
+    parts["wait"] = sum(window.wait_s for window in windows) / steps
+    whole = sum(window.step_s * window.steps for window in windows) / steps
+    return {**parts, "other": max(whole - sum(parts.values()), 0.0), "whole": whole}
+
+
+def _stragglers(ledgers: Ledgers, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows."""
+    if not ledgers.windows:
+        return []
+    key = max(ledgers.windows, key=lambda one: max(ranks[-1].end for ranks in ledgers.windows[one].values()))
+    ranks = ledgers.windows[key]
+    hosts = {event["rank"]: event.get("host", "") for event in starts}
+    named = [event for event in ledgers.events if event["kind"] == "straggler" and event["attempt"] == key[1]]
+    since = {rank: event.get("global_step") for event in reversed(named) for rank in event.get("ranks", ())}
+    first = min(since.values(), default=0) or 0
+    late = {
+        rank: step_parts([one for one in windows if one.step > first][-_COLUMNS:] or windows[-1:])
+        for rank, windows in ranks.items()
+    }
+    found = []
+    for rank, parts in late.items():
+        others = {
+            part: median([late[other][part] for other in late if other != rank] or [parts[part]])
+            for part in _PARTS_OF_STEP
+        }
+        part = max(_PARTS_OF_STEP, key=lambda name: parts[name] - others[name])
+        excess = parts[part] - others[part]
+        if rank in since or (excess > _LATE_SHARE * parts["whole"] and excess > _LATE_S and part != "backward"):
+            found.append(
+                {
+                    "rank": rank,
+                    "host": hosts.get(rank, ""),
+                    "part": part,
+                    "seconds": parts[part],
+                    "median_s": others[part],
+                    "factor": parts[part] / others[part] if others[part] else None,
+                    "since_step": since.get(rank),
+                }
+            )
+    return found
+
+
+def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]]) -> dict[str, Any] | None:
+    """The time of a step, by rank and time; above 64 ranks a row is the slowest one of several."""
+    every = [window for ranks in windows.values() for of_rank in ranks.values() for window in (of_rank[0], of_rank[-1])]
+    if not every:
+        return None
+    begin = min(window.end - window.seconds for window in every)
+    end = max(window.end for window in every)
+    ranks = sorted({rank for of_ranks in windows.values() for rank in of_ranks})
+    per_row = math.ceil(len(ranks) / _ROWS)
+    num_windows: Counter[int] = Counter()
+    for of_ranks in windows.values():
+        num_windows.update({rank: len(of_rank) for rank, of_rank in of_ranks.items()})
+    columns = min(_COLUMNS, max(num_windows.values()))
+    width = max(end - begin, 1e-6) / columns
+    rows = []
+    for first in range(0, len(ranks), per_row):
+        members = ranks[first : first + per_row]
+        slowest: list[float | None] = [None] * columns
+        for member in members:
+            for column, seconds in enumerate(_binned(windows, member, begin, width, columns)):
+                if seconds is not None:
+                    slowest[column] = max(seconds, slowest[column] or 0.0)
+        rows.append({"ranks": members, "step_s": [None if one is None else round(one, 5) for one in slowest]})
+    return {"begin": begin, "end": end, "rows": rows}
+
+
+def _binned(
+    windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]], rank: int, begin: float, width: float,
+    columns: int,
+) -> Iterator[float | None]:  # fmt: skip
+    """The mean time of a step of one rank in each column; a window counts in all columns that it covers."""
+    seconds, steps = [0.0] * columns, [0.0] * columns
+    for of_ranks in windows.values():
+        for window in of_ranks.get(rank, ()):
+            length = max(window.seconds, 1e-9)
+            start = window.end - window.seconds
+            first = min(max(int((start - begin) / width), 0), columns - 1)
+            last = min(max(int((window.end - begin) / width), 0), columns - 1)
+            step_s = window.step_s
+            for column in range(first, last + 1):
+                left = max(start, begin + column * width)
+                share = max(min(window.end, begin + (column + 1) * width) - left, 0.0) / length * window.steps
+                seconds[column] += step_s * share
+                steps[column] += share
+    return (took / count if count > 0.01 else None for took, count in zip(seconds, steps, strict=True))
+
+
+def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    """The loss by step, a line for each attempt."""
+    lines = []
+    for attempt in attempts:
+        points = [(window.step, window.loss) for window in attempt.windows if window.loss is not None]
+        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        every = math.ceil(len(finite) / _POINTS) or 1
+        if finite:
+            lines.append({"attempt": attempt.number, "run_id": attempt.run_id, "points": finite[::-every][::-1]})
+    return lines
+
+
+def _ranks(ledgers: Ledgers, now: float) -> list[dict[str, Any]]:
+    """The last that is known of each rank."""
+    if not ledgers.windows:
+        return []
+    key = max(ledgers.windows, key=lambda one: max(ranks[-1].end for ranks in ledgers.windows[one].values()))
+    hosts = {event["rank"]: event.get("host", "") for event in ledgers.events if event["kind"] == "start"}
+    return [
+        {
+            "rank": rank,
+            "host": hosts.get(rank, ""),
+            "step": windows[-1].step,
+            "heard_s": round(now - windows[-1].end, 1),
+        }
+        | {part: round(seconds, 5) for part, seconds in step_parts(windows[-3:]).items()}
+        for rank, windows in sorted(ledgers.windows[key].items())
+    ]

@@ -1,0 +1,102 @@
+"""Where the training thread spends its steps, added up over windows, each of which is one line of the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["StepTimes"]
+
+_LEAST_STEPS = 4  # of a window: a line has up to 350 bytes, and a step may cost the ledger 100
+_SHORTEST_S, _LONG_S = 0.5, 30.0
+_MILLISECOND = 3  # digits
+
+
+class StepTimes:
+    """Adds up the parts of the steps on the clock of the host, for which work on a GPU lasts as long as issuing it.
+
+    A window grows with the age of the run, from half a second to a hundredth of it, and from 30 s to a two thousandth,
+    so that a short run has a history and a long one a small ledger. A step costs some twenty readings of the clock.
+
+    Args:
+        note: Writes one event into the ledger.
+    """
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        self._note = note
+        self._seconds: dict[str, float] = {}
+        self._began_at: float | None = None
+        self._window_at = 0.0
+        self._window_step = 0
+        self._step = 0
+        self._loss: torch.Tensor | None = None
+
+    def begin(self, global_step: int) -> None:
+        """Training starts: the first window begins when the first step is done, which belongs to the set-up."""
+        self._began_at = None
+        self._step = self._window_step = global_step
+        self._loss = None
+
+    def take_loss(self, output: Any) -> None:
+        """Keeps the loss that a ``training_step`` has returned, to be read once a window."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        # Of a DTensor the value is a matter of all ranks.
+        self._loss = loss.detach() if type(loss) is torch.Tensor and loss.numel() == 1 else None
+
+    def add(self, part: str, seconds: float) -> None:
+        """A part of a step, such as ``"forward"``, has taken so long; also what stands between steps."""
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def within(self, part: str) -> float:
+        """What was added to a part in this window."""
+        return self._seconds.get(part, 0.0)
+
+    def pass_gate(self, global_step: int, waited_s: float) -> None:
+        """So many steps are done, and the next one begins; this rank has waited for the others."""
+        if self._began_at is None:
+            if global_step > self._step:
+                self._began_at = time.monotonic()
+                self._open_window(self._began_at, global_step)
+            return
+        self.add("wait", waited_s)
+        self._step = global_step
+        now = time.monotonic()
+        age = now - self._began_at
+        is_due = now - self._window_at >= max(_SHORTEST_S, min(age / 100, _LONG_S), age / 2000)
+        if is_due and global_step - self._window_step >= _LEAST_STEPS:
+            # Only here: it waits for the device, which may stand still where a run ends.
+            self.write(loss=None if self._loss is None else self._loss.item())
+
+    def write(self, global_step: int | None = None, *, loss: float | None = None) -> None:
+        """Writes what is there of the window, and begins the next one.
+
+        Args:
+            global_step: Steps that are done, where training has ended; by default those of the last gate.
+            loss: Of the last step, where it is known.
+        """
+        now = time.monotonic()
+        self._step = self._step if global_step is None else global_step
+        steps = self._step - self._window_step
+        if self._began_at is not None and steps > 0:
+            seconds = self._seconds
+            # Lightning calls the forward and the backward from within the step of the optimizer.
+            if "optimizer" in seconds:
+                inner = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+                seconds["optimizer"] = max(seconds["optimizer"] - inner, 0.0)
+            parts = {f"{part}_s": value for part, took in seconds.items() if (value := round(took, _MILLISECOND))}
+            self._note(
+                "steps",
+                global_step=self._step,
+                steps=steps,
+                seconds=round(now - self._window_at, _MILLISECOND),
+                **parts,
+                **({} if loss is None else {"loss": float(f"{loss:.6g}")}),
+            )
+        self._open_window(now, self._step)
+
+    def _open_window(self, now: float, global_step: int) -> None:
+        self._window_at, self._window_step, self._step = now, global_step, global_step
+        self._seconds = {}

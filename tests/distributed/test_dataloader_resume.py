@@ -1,0 +1,451 @@
+"""A plain DataLoader under a Resilient strategy resumes exactly, at whichever moment its checkpoint was saved."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_distplus import ResilientDDP, ResumableDataModule
+from lightning_distplus.data.dataloader import after
+from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.testing import spawn
+from tests.distributed.loader_jobs import Augmented, Diary, assert_every_save_resumes_exactly, fit
+from tests.distributed.resume_jobs import SaveAt, quiet_trainer
+from tests.pairs import kept
+
+Make = Callable[[], Any]
+
+
+def shuffled(data: Any = None, **arguments: Any) -> DataLoader:
+    return DataLoader(Augmented() if data is None else data, **{"batch_size": 2, "shuffle": True, **arguments})
+
+
+def seeded(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_by(generator: bool) -> DataLoader:
+    return shuffled(generator=seeded() if generator else None)
+
+
+def repeating() -> DataLoader:
+    return shuffled(shuffle=None, sampler=RandomSampler(range(17), replacement=True, num_samples=9))
+
+
+def with_seeded_sampler() -> DataLoader:
+    return shuffled(shuffle=None, sampler=RandomSampler(range(17), generator=seeded()))
+
+
+def with_batches_as_indices() -> DataLoader:
+    batches = BatchSampler(SequentialSampler(range(17)), 3, drop_last=False)
+    return shuffled(batch_size=None, shuffle=None, sampler=batches)
+
+
+class Drawn(Sampler[int]):
+    """Draws from python's and numpy's global generators, and from one of its own."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(4)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = random.sample(range(17), 5) + np.random.permutation(17)[:4].tolist()
+        yield from drawn
+        yield from self.own.permutation(17).tolist()
+
+    def __len__(self) -> int:
+        return 26
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of as many samples as the draw says, made at once."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = random.randrange(3) + 1
+        order = torch.randperm(17).tolist()
+        return iter([order[:first], order[first:9], order[9:11], order[11:]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class ByTheClock(Sampler[int]):
+    """Another order at each time."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(time.time_ns()).permutation(17).tolist()
+
+    def __len__(self) -> int:
+        return 17
+
+
+def sampled_by(kind: str, **arguments: Any) -> DataLoader:
+    samplers: dict[str, Any] = {
+        "weighted": lambda: {"sampler": WeightedRandomSampler(range(1, 18), 17)},
+        "subset": lambda: {"sampler": SubsetRandomSampler(range(0, 17, 2), generator=seeded())},
+        "drawn": lambda: {"sampler": Drawn()},
+        "by length": lambda: {"batch_sampler": ByLength(), "batch_size": 1},
+        "clock": lambda: {"sampler": ByTheClock()},
+    }
+    return shuffled(**{"shuffle": None, **samplers[kind](), **arguments})
+
+
+def combined(mode: str) -> CombinedLoader:
+    parts = {"a": shuffled(), "b": [shuffled(batch_size=3, num_workers=1), DataLoader(Augmented(3), batch_size=1)]}
+    return CombinedLoader(parts, mode)
+
+
+BOTH = ["on_train_batch_end", "on_train_epoch_end"]
+MOMENTS = [*BOTH, "on_validation_end", "on_train_epoch_start", "on_train_start"]
+OWN = {"use_distributed_sampler": False, "max_epochs": 2}
+WINDOWS = {"accumulate_grad_batches": 2, "draws": False}
+TWO = {"max_epochs": 2}
+
+ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
+    "every moment": (shuffled, MOMENTS, {"val_check_interval": 3}),
+    "before a step": (shuffled, ["on_before_optimizer_step"], {"val_check_interval": 3, "draws": False}),
+    "windows": (shuffled, BOTH, {"limit_train_batches": 5, **WINDOWS}),
+    "open windows": (shuffled, BOTH, {"accumulate_grad_batches": 4, "draws": False}),
+    "planned schedule": (shuffled, BOTH, {"plans_schedule": True}),
+    "loaders made anew": (shuffled, BOTH, {"reload_dataloaders_every_n_epochs": 1}),
+    "overfit": (shuffled, BOTH, {"overfit_batches": 4}),
+    "steps": (shuffled, BOTH, {"max_steps": 20, "max_epochs": -1}),
+    "validation by steps": (shuffled, BOTH, {"check_val_every_n_epoch": None, "val_check_interval": 7}),
+    "workers": (partial(shuffled, num_workers=2), BOTH[:1], TWO),
+    "persistent workers": (partial(shuffled, num_workers=2, persistent_workers=True, prefetch_factor=4), BOTH, TWO),
+    "drop_last": (partial(shuffled, drop_last=True), BOTH[:1], TWO),
+    "in order": (partial(shuffled, shuffle=False), BOTH[:1], TWO),
+    "without batches": (partial(shuffled, batch_size=None, shuffle=None), BOTH[:1], TWO),
+    "global generator": (partial(random_by, generator=False), BOTH, OWN),
+    "loader's generator": (partial(random_by, generator=True), BOTH, OWN),
+    "global generator, persistent workers": (partial(shuffled, num_workers=2, persistent_workers=True), BOTH, OWN),
+    "with replacement": (repeating, BOTH, OWN),
+    "sampler's generator": (with_seeded_sampler, BOTH, OWN),
+    "batches as indices": (with_batches_as_indices, BOTH, OWN),
+    **{
+        f"{kind}, {num_workers} workers": (partial(sampled_by, kind, num_workers=num_workers), BOTH, OWN)
+        for kind in ("weighted", "subset", "drawn", "by length")
+        for num_workers in (0, 2)
+    },
+    "wrapped by Lightning": (partial(sampled_by, "weighted"), BOTH[:1], TWO),
+    **{mode: (partial(combined, mode), BOTH, OWN) for mode in ("max_size_cycle", "max_size", "min_size")},
+    "cycle in windows": (partial(combined, "max_size_cycle"), BOTH, {**OWN, **WINDOWS}),
+    "cycle over ranks": (partial(combined, "max_size_cycle"), BOTH[:1], TWO),
+}
+EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle"]
+
+
+def resume_from_every_save(names: list[str], folder: str) -> dict[str, int]:
+    counts = {}
+    for name in names:
+        make, hooks, arguments = ORACLES[name]
+        for hook in hooks:
+            saves = Path(folder) / name / hook
+            saves.mkdir(parents=True)
+            counts[f"{name}, {hook}"] = assert_every_save_resumes_exactly(make, hook, saves, **arguments)
+    return counts
+
+
+@pytest.mark.deadline(170)
+@pytest.mark.parametrize(
+    "names",
+    [EACH_COMMIT, *(pytest.param([name], marks=pytest.mark.soak) for name in ORACLES if name not in EACH_COMMIT)],
+    ids=lambda names: names[0] if len(names) == 1 else "each commit",
+)
+def test_resume_from_every_save_is_the_undisturbed_run(names: list[str], tmp_path: Path) -> None:
+    run = spawn(resume_from_every_save, 1, args=(names, str(tmp_path)), deadline="150s").check()
+    assert min(run.results[0].values()) >= 1
+
+
+# -- single runs -------------------------------------------------------------------------------------------------------
+
+
+def saved(make: Make, folder: str, **arguments: Any) -> tuple[Diary, list[Any]]:
+    """A run that saves after each batch, and its saves."""
+    saver = SaveAt("on_train_batch_end", Path(folder))
+    run = fit(make, callbacks=[saver], **arguments)
+    return run, saver.saves
+
+
+def rest_of(run: Diary) -> list[Any]:
+    return [event[2] for event in run.events if event[0] == "train"]
+
+
+def on_one_rank(job: Callable[..., Any], *arguments: Any) -> Any:
+    return spawn(job, 1, args=arguments, deadline="60s").check().results[0]
+
+
+def reads_of_a_resume(folder: str) -> dict[str, Any]:
+    run, saves = saved(shuffled, folder, max_epochs=1)
+    data = Augmented()
+    resumed = fit(lambda: DataLoader(data, batch_size=2, shuffle=True), ckpt_path=saves[4][0], max_epochs=1)
+    return {"read": data.read, "asked": [one for ids in rest_of(resumed) for one in ids], "whole": rest_of(run)}
+
+
+def test_resume_reads_nothing_that_is_done(tmp_path: Path) -> None:
+    found = on_one_rank(reads_of_a_resume, str(tmp_path))
+    assert found["read"] == found["asked"] == [one for ids in found["whole"][5:] for one in ids]
+
+
+def resume_with_another_seed(folder: str) -> list[Any]:
+    run, saves = saved(shuffled, folder)
+    resumed = fit(shuffled, ckpt_path=saves[4][0], seed=99)
+    return [run.events[-len(resumed.events) :], resumed.events]
+
+
+@pytest.mark.soak
+def test_seed_of_the_checkpoint_holds_to_the_end(tmp_path: Path) -> None:
+    whole, resumed = on_one_rank(resume_with_another_seed, str(tmp_path))
+    assert len(resumed) > 20
+    assert resumed == whole
+
+
+def samples_by_step(folder: str, save: int | None, batch_size: int, arguments: dict[str, Any]) -> dict[int, Any]:
+    """Samples with their augmentation, by optimizer step; ``save`` is the checkpoint to resume from."""
+    saver = SaveAt("on_train_batch_end", Path(folder))
+    settings: dict[str, Any] = {"callbacks": [saver]} if save is None else {"ckpt_path": f"{folder}/{save}.ckpt"}
+    settings["default_root_dir"] = folder
+    loader = partial(shuffled, data=Augmented(24), batch_size=batch_size)
+    run = fit(loader, max_epochs=2, strategy=partial(ResilientDDP, timeout="40s"), **settings, **arguments)
+    steps: dict[int, list[Any]] = {}
+    for event in run.events:
+        if event[0] == "train":
+            steps.setdefault(event[5], []).extend(zip(event[2], event[3], strict=True))
+    return steps
+
+
+def of_all_ranks(results: dict[int, dict[int, Any]]) -> dict[int, list[Any]]:
+    return {step: sorted(pair for one in results.values() for pair in one[step]) for step in results[0]}
+
+
+@pytest.mark.deadline(120)
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    """Each step has the same samples, under the same augmentation."""
+    args = (str(tmp_path), None, 2, {"devices": 2})
+    whole = of_all_ranks(spawn(samples_by_step, 2, args=args, deadline="60s").check().results)
+    for batch_size, accumulation in ((4, 1), (2, 2)):
+        args = (str(tmp_path), 3, batch_size, {"accumulate_grad_batches": accumulation})
+        resumed = of_all_ranks(spawn(samples_by_step, 1, args=args, deadline="60s").check().results)
+        assert resumed == {step: samples for step, samples in whole.items() if step >= 4}
+
+
+def show_the_loader(folder: str) -> dict[str, Any]:
+    loader = Named(Augmented(), batch_size=2, shuffle=True, persistent_workers=True, num_workers=1)
+    run, saves = saved(lambda: loader, folder, max_epochs=1, use_distributed_sampler=False)
+    shown: Any = run.trainer.train_dataloader
+    state = torch.load(saves[3][0], weights_only=True)["lightning_distplus_dataloaders"]
+    return {
+        "is_of_class": isinstance(shown, Named) and type(shown).__name__ == "Named",
+        "is_a_copy": shown is not loader and type(loader) is Named,
+        "same": [name for name, value in vars(loader).items() if vars(shown)[name] is not value],
+        "length": len(shown),
+        "version": state["version"],
+        "validation": type(run.trainer.val_dataloaders),
+    }
+
+
+class Named(DataLoader):
+    """A class of a user's own that iterates as torch does."""
+
+
+@pytest.mark.soak
+def test_loader_looks_as_the_user_has_made_it(tmp_path: Path) -> None:
+    found = on_one_rank(show_the_loader, str(tmp_path))
+    expected = {"is_of_class": True, "is_a_copy": True, "same": [], "length": 9, "version": 1, "validation": DataLoader}
+    assert found == expected
+
+
+def use_as_is(folder: str) -> dict[str, Any]:
+    loader = shuffled()
+    strategy = partial(ResilientDDP, data="as_is")
+    run, saves = saved(lambda: loader, folder, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
+    checkpoint = torch.load(saves[3][0], weights_only=True)
+    exact = fit(shuffled, max_epochs=1, use_distributed_sampler=False)
+    return {
+        "same": run.trainer.train_dataloader is loader,
+        "state": "lightning_distplus_dataloaders" in checkpoint,
+        "order": rest_of(run) == rest_of(exact),
+        "whole": len(rest_of(fit(shuffled, ckpt_path=saves[3][0], max_epochs=1))),
+    }
+
+
+def test_as_is_leaves_the_loader_to_lightning(tmp_path: Path) -> None:
+    """A checkpoint without a state is resumed as Lightning does: here with all batches, of which five are left."""
+    assert on_one_rank(use_as_is, str(tmp_path)) == {"same": True, "state": False, "order": True, "whole": 5}
+
+
+@pytest.mark.parametrize("data", ["exactly", None])
+def test_other_words_are_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match=r'data is .*; it is "exact" or "as_is"'):
+        ResilientDDP(data=data)
+
+
+class Counting(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.zeros(6, 2)
+
+
+class Doubling(DataLoader):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+def unknown(kind: str) -> Any:
+    return {
+        "iterable": lambda: DataLoader(Counting(), batch_size=2),
+        "own class": lambda: Doubling(Augmented(), batch_size=2),
+        "own iterable": lambda: [torch.zeros(2, 2)] and Batches(),
+        "any order": lambda: shuffled(num_workers=2, in_order=False),
+        "with a loader": lambda: [shuffled(), DataLoader(Counting(), batch_size=2)],
+    }[kind]()
+
+
+class Batches:
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.zeros(3, 2, 2)
+
+
+def warnings_of(kind: str, folder: str) -> tuple[list[str], bool]:
+    _, saves = saved(partial(unknown, kind), folder, max_epochs=2)
+    return "lightning_distplus_dataloaders" in torch.load(saves[0][0], weights_only=True), len(saves) > 1
+
+
+WARNINGS = {
+    "iterable": "Counting is iterable.",
+    "own class": "Doubling iterates in a way of its own.",
+    "own iterable": "Batches is no torch.utils.data.DataLoader.",
+    "any order": "in_order=False",
+    "with a loader": "Counting is iterable.",
+}
+
+
+@pytest.mark.parametrize("kind", kept(list(WARNINGS), ["with a loader"]))
+def test_one_warning_for_what_would_be_repeated(kind: str, tmp_path: Path) -> None:
+    run = spawn(warnings_of, 1, args=(kind, str(tmp_path)), deadline="60s").check()
+    assert run.results[0] == (False, True)
+    told = [line for line in run.logs[0].splitlines() if "will begin the data of that epoch anew" in line]
+    assert len(told) == 1
+    assert WARNINGS[kind] in told[0]
+
+
+def resume_with(make: Make, other: Make, folder: str, arguments: dict[str, Any]) -> tuple[str, str, int]:
+    """What a resume inside an epoch, and one between two epochs, say to another loader."""
+    saver = SaveAt("on_train_epoch_end", Path(folder))
+    _, saves = saved(make, f"{folder}/inside", max_epochs=1, **arguments)
+    fit(make, callbacks=[saver], max_epochs=1, **arguments)
+    try:
+        fit(other, ckpt_path=saves[3][0], **arguments)
+    except DatasetMismatch as error:
+        text = str(error)
+    as_is = {**arguments, "strategy": partial(ResilientDDP, data="as_is")}
+    num_left = len(rest_of(fit(other, ckpt_path=saves[3][0], max_epochs=1, **as_is)))
+    fit(other, ckpt_path=saver.saves[0][0], max_epochs=2, **arguments)
+    return text, saves[3][0].name, num_left
+
+
+def refusal(make: Make, other: Make, folder: Path, **arguments: Any) -> str:
+    (folder / "inside").mkdir()
+    text, _, num_left = on_one_rank(resume_with, make, other, str(folder), arguments)
+    assert num_left > 0
+    assert 'data="as_is"' in text
+    return text
+
+
+def larger() -> DataLoader:
+    return DataLoader(Augmented(21), batch_size=2, shuffle=True)
+
+
+@pytest.mark.soak
+def test_other_data_inside_an_epoch_are_refused(tmp_path: Path) -> None:
+    assert "num_samples: 17 in the checkpoint, 21 in this run" in refusal(shuffled, larger, tmp_path)
+
+
+def resume_with_another_batch(folder: str) -> tuple[list[Any], list[Any]]:
+    _, saves = saved(shuffled, folder, max_epochs=1)
+    other = partial(shuffled, batch_size=3)
+    return rest_of(fit(other, ckpt_path=saves[2][0], max_epochs=1)), rest_of(fit(other, max_epochs=1))
+
+
+def test_other_global_batch_inside_an_epoch_begins_it_anew_with_a_warning(tmp_path: Path) -> None:
+    """As Lightning does, which counts the batches that are done, and reads from the beginning."""
+    run = spawn(resume_with_another_batch, 1, args=(str(tmp_path),), deadline="60s").check()
+    resumed, whole = run.results[0]
+    assert resumed == whole[: len(whole) - 3]
+    assert "begin anew, as they do in Lightning: batch size 2 x 1 data-parallel ranks x acc" in run.logs[0]
+
+
+@pytest.mark.soak
+def test_other_kind_of_loader_inside_an_epoch_is_refused(tmp_path: Path) -> None:
+    assert "Counting is iterable" in refusal(shuffled, partial(unknown, "iterable"), tmp_path)
+
+
+def test_sampler_that_listens_to_the_clock_is_refused(tmp_path: Path) -> None:
+    by_the_clock = partial(sampled_by, "clock")
+    text = refusal(by_the_clock, by_the_clock, tmp_path, use_distributed_sampler=False)
+    assert "ByTheClock does not draw again what it drew before the checkpoint: its first 4 draws" in text
+
+
+def resume_unseeded(folder: str) -> list[Any]:
+    strategy = partial(ResilientDDP, seed_samples=False)
+    run, saves = saved(shuffled, folder, strategy=strategy, max_epochs=1)
+    resumed = fit(shuffled, ckpt_path=saves[3][0], strategy=strategy, max_epochs=1)
+    seeded = fit(shuffled, max_epochs=1)
+    return [run.events, resumed.events, seeded.events]
+
+
+@pytest.mark.soak
+def test_unseeded_samples_draw_as_torch_has_them(tmp_path: Path) -> None:
+    """Without workers those draws are of the training process, whose generators a checkpoint holds."""
+    run, resumed, seeded = on_one_rank(resume_unseeded, str(tmp_path))
+    assert resumed == run[-len(resumed) :]
+    trained = [[event[2] for event in one if event[0] == "train"] for one in (run, seeded)]
+    drawn = [[event[3] for event in one if event[0] == "train"] for one in (run, seeded)]
+    assert trained[0] == trained[1]
+    assert drawn[0] != drawn[1]
+
+
+def fit_ours(folder: str) -> list[str]:
+    data = ResumableDataModule(Augmented(), batch_size=2)
+    trainer = quiet_trainer(strategy=ResilientDDP(), max_epochs=1, default_root_dir=folder)
+    trainer.fit(Diary(plans_schedule=False, draws=False), data)
+    return [type(one).__name__ for one in (*trainer.callbacks, trainer.train_dataloader)]
+
+
+def test_data_modules_of_ours_keep_their_loaders(tmp_path: Path) -> None:
+    names = on_one_rank(fit_ours, str(tmp_path))
+    assert "LoaderResume" not in names
+    assert {"InStep", "SampleLoader"} <= set(names)
+
+
+def test_place_of_a_million_batches_is_reached_at_once() -> None:
+    """Of 8 million samples the permutation is made again: no data is read, and no batch is made."""
+    indices = steps_of_a_skip(BatchSampler(DistributedSampler(range(8_000_000), 1, 0), 8, drop_last=False), 999_990)
+    assert indices < 10
+
+
+def steps_of_a_skip(batches: BatchSampler, skip: int) -> float:
+    began = time.perf_counter()
+    rest = list(after(batches, skip))
+    assert len(rest) == 10
+    return time.perf_counter() - began

@@ -1,0 +1,54 @@
+"""How rare the monitor's looks become, so that they take no more than their share of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_distplus import RankDivergenceMonitor
+from lightning_distplus.divergence.budget import Budget
+
+FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
+
+
+def test_nothing_waits_before_all_ranks_have_measured() -> None:
+    budget = Budget(0.005)
+    assert not budget.agree([FIGURES, {}])
+    assert [budget.exceeds(look) for look in ("state", "batch", "everything")] == [1, 1, 1]
+
+
+def test_a_look_takes_at_most_its_part_of_the_share() -> None:
+    budget = Budget(0.005)  # 100 us of a step: 50 for windows, 25 for the batch, 25 for full comparisons
+    assert budget.agree([FIGURES, FIGURES])
+    assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (20, 4, 40)
+    assert (budget.exceeds("state", 16), budget.exceeds("everything", 50)) == (2, 1)
+
+
+def test_the_largest_cost_and_the_shortest_step_count() -> None:
+    budget = Budget(0.005)
+    assert budget.agree([{**FIGURES, "state": 0.002}, {**FIGURES, "step": 0.010}])
+    assert budget.exceeds("state") == 80
+
+
+def test_without_a_share_nothing_waits() -> None:
+    budget = Budget(None)
+    assert not budget.agree([FIGURES])
+    assert budget.exceeds("state") == 1
+
+
+def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
+    budget = Budget(0.005)
+    for _ in range(20):
+        budget.begin_step()
+    assert budget.figures() == {}
+    budget.begin_step()
+    with budget.measure("state", scale=16):
+        sum(range(10_000))
+    found = budget.figures()
+    assert sorted(found) == ["state", "step"]
+    assert 0 < found["step"] < found["state"]
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, 1.5])
+def test_a_share_that_is_none_is_refused(budget: float) -> None:
+    with pytest.raises(ValueError, match=r"budget is .* above 0 and at most 1, or None"):
+        RankDivergenceMonitor(budget=budget)

@@ -1,0 +1,49 @@
+"""Every row of the failure table has a test that names it, and every file of ``tests/faults`` a row."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+LAST = {"S": 13, "H": 14, "D": 15, "R": 16, "C": 11, "P": 8}
+ROWS = {f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1)}
+UNTESTED = {"R12"}
+
+
+def rows_in(text: str) -> set[str]:
+    """Those behind the word "row": one, several, or from one to another."""
+    found: set[str] = set()
+    for words in re.findall(r"\b[Rr]ows? ((?:[A-Z]\d+(?:, | and | to |-)?)+)", text):
+        found |= set(re.findall(r"[A-Z]\d+", words))
+        for letter, first, last in re.findall(r"([A-Z])(\d+)(?: to |-)[A-Z](\d+)", words):
+            found |= {f"{letter}{number}" for number in range(int(first), int(last))}
+    return found
+
+
+def test_every_row_has_a_test_and_no_row_is_unknown() -> None:
+    named = {path: rows_in(path.read_text()) for path in TESTS.rglob("test_*.py") if path != Path(__file__)}
+    assert ROWS - set().union(*named.values()) <= UNTESTED
+    assert {path.name: rows - ROWS for path, rows in named.items() if rows - ROWS} == {}
+
+
+def test_every_fault_test_names_its_rows_first() -> None:
+    without = [
+        path.name
+        for path in (TESTS / "faults").glob("test_*.py")
+        if not rows_in(ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert without == []
+
+
+def test_rows_are_read_as_people_write_them() -> None:
+    assert rows_in("Rows H1 to H3 and R5, a row S2; (rows S1-S3). Throws C4") == {
+        "H1",
+        "H2",
+        "H3",
+        "S1",
+        "S2",
+        "S3",
+        "R5",
+    }

@@ -180,7 +180,8 @@ def _recording(
         calls=read_entries(entries, groups),
         groups=groups,
         roles={names[name]: str(dump["pg_config"][name].get("desc", "")) for name in names},
-        enqueued=_enqueued(dump, names),
+        enqueued=_numbers(dump, names, "last_enqueued_collective"),
+        completed=_numbers(dump, names, "last_completed_collective"),
     )
 
 
@@ -191,14 +192,14 @@ def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: ranks for name, ranks in groups.items() if ranks}
 
 
-def _enqueued(dump: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
-    """The last call of each group; torch numbers the groups of one process in the order of their names."""
+def _numbers(dump: Mapping[str, Any], names: Mapping[str, str], field: str) -> dict[str, int]:
+    """A number of each group's status; torch numbers the groups of one process in the order of their names."""
     status = dump.get("pg_status") or {}
     known = {str(entry["pg_id"]): entry["process_group"][0] for entry in dump["entries"] if "pg_id" in entry}
     if len(status) == len(names) and all(str(name).isdigit() for name in (*status, *names)):
         known = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True)) | known
     return {
-        names[known[number]]: int(values["last_enqueued_collective"])
+        names[known[number]]: int(values[field])
         for number, values in status.items()
-        if known.get(number) in names
+        if known.get(number) in names and field in values
     }

@@ -98,6 +98,8 @@ class Recording:
     """What each group is for, by name, as whoever made it has said: ``"mesh_tp"``."""
     enqueued: dict[str, int] = field(default_factory=dict)
     """The number of the last collective in each group, where the dump leaves out what has ended."""
+    completed: dict[str, int] = field(default_factory=dict)
+    """The number of the last call in each group that has ended."""
 
     @property
     def unfinished(self) -> list[Collective]:
@@ -119,14 +121,15 @@ class Recording:
         """
         groups = {name: ranks if with_members else [] for name, ranks in self.groups.items()}
         calls = [list(vars(call).values()) for call in self.calls]
-        return {"calls": calls, "groups": groups, "roles": self.roles, "enqueued": self.enqueued}
+        rest = {"roles": self.roles, "enqueued": self.enqueued, "completed": self.completed}
+        return {"calls": calls, "groups": groups, **rest}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Recording:
         """Reads what ``to_plain`` wrote."""
         names = list(Collective.__dataclass_fields__)
         calls = [Collective(**dict(zip(names, call, strict=True))) for call in values.get("calls", [])]
-        rest = {name: values.get(name, {}) for name in ("groups", "roles", "enqueued")}
+        rest = {name: values.get(name, {}) for name in ("groups", "roles", "enqueued", "completed")}
         return cls(calls=calls, **rest)
 
 

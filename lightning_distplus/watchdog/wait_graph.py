@@ -31,7 +31,7 @@ _CONTEXT = 8  # how many calls before a place say that it is the same place of t
 _PLAIN_ROLES = ("", "undefined")
 _AT_ONCE_NS = 200_000  # a processor that waits for nothing makes its next call within less
 _ALIKE = 3  # times as long as its peers took may still be called the same
-_SHORT_CONTEXT = 3
+_SHORT_CONTEXT = 2  # how many say that it is the same kind of place
 _MOST_MISSING = 4  # with more than one of so many ranks missing, nothing is certain
 
 
@@ -66,7 +66,7 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
     doubtful: dict[int, str] = {}
     for rank in sorted(set(job.in_flight) - set(reasons)):
         call, is_sure = _stopped_short(job, rank)
-        if call is not None and is_sure is not False:
+        if call is not None:
             why = (
                 f"has not come to {call.describe()}, though such calls as it has in flight did not hold up ranks before"
             )
@@ -95,9 +95,13 @@ class _Job:
         self.silent = set(self.ranks) - set(recordings)
         self.in_flight = {rank: recording.unfinished for rank, recording in recordings.items()}
         self.reached: dict[tuple[int, str], int] = {}
-        self.recorded: dict[tuple[int, str], int] = {}
-        self.oldest: dict[tuple[int, str], int] = {}
+        self.ended: dict[tuple[int, str], int] = {}
         self._read_numbers()
+        self.ways = {rank: _ways(rank, recording) for rank, recording in recordings.items()}
+        self.keys = {
+            rank: [_key(rank, recording, call) for call in recording.calls] for rank, recording in recordings.items()
+        }
+        """The place of each call in the program."""
         self.absent = {rank: self._absent(rank) for rank in recordings}
         """For whom each rank waits, with the first call to which that one has not come."""
         self.attended = {rank: self._attended(rank) for rank in recordings}
@@ -112,9 +116,8 @@ class _Job:
                 if call.peer is None:
                     place = (rank, call.group)
                     self.reached[place] = max(self.reached.get(place, 0), call.seq)
-                    if not call.is_done:
-                        self.oldest[place] = min(self.oldest.get(place, call.seq), call.seq)
-        self.recorded.update(self.reached)
+                    if call.is_done:
+                        self.ended[place] = max(self.ended.get(place, 0), call.seq)
         highest = {
             group: max(self.reached.get((rank, group), 0) for rank in self.members[group]) for group in self.members
         }
@@ -123,6 +126,9 @@ class _Job:
                 # Torch counts sends and receives in the same place, so that the number may be one of theirs.
                 if group not in p2p and number <= highest.get(group, 0):
                     self.reached[rank, group] = max(self.reached.get((rank, group), 0), number)
+            for group, number in recording.completed.items():
+                if group not in p2p:
+                    self.ended[rank, group] = max(self.ended.get((rank, group), 0), number)
 
     def _absent(self, rank: int) -> dict[int, Collective]:
         found: dict[int, Collective] = {}
@@ -197,15 +203,13 @@ class _Job:
             for call in calls:
                 if call.peer is not None or call.is_gloo or call.op not in _NEEDS_ALL:
                     continue
-                ended = [one for one in self.members[call.group] - {rank} if self._has_ended(one, call)]
+                ended = [
+                    one for one in self.members[call.group] - {rank} if self.ended.get((one, call.group), 0) >= call.seq
+                ]
                 if ended:
                     found[rank] = f"has {call.describe()} in flight, which {name_ranks(sorted(ended))} ended"
                     break
         return found
-
-    def _has_ended(self, rank: int, call: Collective) -> bool:
-        place = (rank, call.group)
-        return self.recorded.get(place, 0) >= call.seq and self.oldest.get(place, call.seq + 1) > call.seq
 
 
 def _ends_of(job: _Job) -> dict[int, str]:
@@ -268,35 +272,33 @@ def _reached_from(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
 # -- one that has stopped short --------------------------------------------------------------------------------------
 
 
-def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool | None]:
-    """The call to which the like of a rank went on with the same calls in flight, and it has not.
+def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
+    """The call to which a rank has not come although the calls that it has in flight do not hold it up.
 
-    Its own calls in flight then do not hold it up; unless it alone waits for them there, as one rank does that prints
-    the loss. Earlier rounds tell, where the record holds them: it went on as soon as its like did, or not. And so does
-    its own way here, where it went on from just such a call that is in flight still.
+    Ranks run the same program: where its like went on from the same place with the same calls in flight, or from such a
+    place with such calls, it would have gone on as well, unless it alone waits there, as one rank does that prints the
+    loss. Its own earlier rounds tell: it used to go on at once from there, or not.
 
     Returns:
-        The call, or None; and whether earlier rounds prove it (None: the record holds none).
+        The call, or None; and whether that is certain.
     """
-    own = {_key(job, rank, call) for call in job.in_flight[rank]}
-    calls = _missed(job, rank) if own else []
-    is_alone = bool(calls) and not _stops_with_its_like(job, rank)
-    if is_alone and _went_on_before(job.recordings[rank]):
-        return calls[0], True
-    verdicts: list[tuple[Collective, bool | None]] = []
-    for missed in calls:
-        place = _key(job, rank, missed)
-        for other, recording in job.recordings.items():
-            if other == rank or _ways(job, other) != _ways(job, rank):
-                continue
-            index = next((i for i, call in enumerate(recording.calls) if _key(job, other, call) == place), None)
-            if index is None:
-                continue
-            if own <= {_key(job, other, call) for call in recording.calls[:index] if not call.is_done}:
-                verdicts.append((missed, _went_on_alike(job, rank, other)))
-    if not verdicts:
-        return (calls[0], None) if is_alone and _goes_on_at_once(job.recordings[rank]) else (None, None)
-    return min(verdicts, key=lambda one: (one[1] is not False, one[1] is None))
+    calls = _missed(job, rank) if job.in_flight[rank] else []
+    if not calls:
+        return None, False
+    recording = job.recordings[rank]
+    is_passed = _went_on_alike(job, rank)
+    if not is_passed:
+        if _stops_with_its_like(job, rank):
+            return None, False
+        is_passed = _is_passed(job, rank)
+    mine, usual = _gaps(recording, len(recording.calls) - 1), _usual(recording)
+    at_once = _ALIKE * max(usual, _AT_ONCE_NS)
+    if (mine and median(mine) > at_once) or not (mine or is_passed):
+        return None, False
+    goes_on = max(mine, default=0) <= at_once  # now and then it took longer: it may print every so often
+    # A processor that is slow everywhere does not show where it waits.
+    shows_waits = bool(mine) and usual <= _AT_ONCE_NS
+    return calls[0], is_passed and goes_on and (shows_waits or not _may_be_meant_alone(job, rank))
 
 
 def _missed(job: _Job, rank: int) -> list[Collective]:
@@ -309,74 +311,96 @@ def _missed(job: _Job, rank: int) -> list[Collective]:
         if call.peer is None:
             found.append(replace(call, seq=job.reached.get((rank, call.group), 0) + 1))
         else:
-            made = [one.seq for one in job.recordings[rank].calls if one.peer is not None and one.group == call.group]
-            op = "recv" if call.op == "send" else "send"
-            found.append(replace(call, op=op, peer=other, seq=max(made, default=0) + 1))
-    return list({(call.group, call.op, call.seq): call for call in found}.values())
+            found.append(replace(call, op="recv" if call.op == "send" else "send", peer=other))
+    return found
+
+
+def _went_on_alike(job: _Job, rank: int) -> bool:
+    """Whether its like has gone on from the same place of the program with the same calls in flight."""
+    keys = job.keys[rank]
+    own = {key for key, call in zip(keys, job.recordings[rank].calls, strict=True) if not call.is_done}
+    for other in _likes(job, rank):
+        calls, theirs = job.recordings[other].calls, job.keys[other]
+        end = theirs.index(keys[-1]) + 1 if keys[-1] in theirs[:-1] else 0
+        length = min(_CONTEXT, len(keys), end)
+        is_there = length and theirs[end - length : end] == keys[-length:]
+        if is_there and own <= {key for key, call in zip(theirs[:end], calls, strict=False) if not call.is_done}:
+            return True
+    return False
 
 
 def _stops_with_its_like(job: _Job, rank: int) -> bool:
     """Whether another rank has stopped at the same place of the program: then it may be a place where ranks wait."""
-    last = {one: _key(job, one, recording.calls[-1]) for one, recording in job.recordings.items() if recording.calls}
-    return any(key == last[rank] and _ways(job, one) == _ways(job, rank) for one, key in last.items() if one != rank)
+    return any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank))
 
 
-def _ways(job: _Job, rank: int) -> set[int]:
+def _is_passed(job: _Job, rank: int) -> bool:
+    """Whether a rank of its stage has gone on from such calls as its last ones, while they were in flight."""
+    last = _signs(job, rank)[-_SHORT_CONTEXT:]
+    for other in [rank, *_likes(job, rank)]:
+        calls, signs = job.recordings[other].calls, _signs(job, other)
+        for i in range(_SHORT_CONTEXT - 1, len(calls) - 1):
+            if not calls[i].is_done and signs[i - _SHORT_CONTEXT + 1 : i + 1] == last and not _are_one(calls, i):
+                return True
+    return False
+
+
+def _likes(job: _Job, rank: int) -> list[int]:
+    """The other ranks of its stage, with a record."""
+    return [one for one, ways in job.ways.items() if one != rank and job.keys[one] and ways == job.ways[rank]]
+
+
+def _ways(rank: int, recording: Recording) -> set[int]:
     """Where its sends and receives go; equal on ranks of the same stage."""
-    return {call.peer - rank for call in job.recordings[rank].calls if call.peer is not None}
+    return {call.peer - rank for call in recording.calls if call.peer is not None}
 
 
-def _key(job: _Job, rank: int, call: Collective) -> tuple[Any, ...]:
+def _key(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:
     """The same for calls that stand at the same place of the program on two ranks that run it."""
-    role = job.recordings[rank].roles.get(call.group, "")
+    role = recording.roles.get(call.group, "")
     place = role if role not in _PLAIN_ROLES else call.group
     return (place, call.op, call.seq, None if call.peer is None else call.peer - rank)
 
 
-def _went_on_alike(job: _Job, rank: int, other: int) -> bool | None:
-    ours, theirs = job.recordings[rank], job.recordings[other]
-    mine = _gaps(ours, len(ours.calls) - 1)
-    last = _key(job, rank, ours.calls[-1])
-    places = [index for index, call in enumerate(theirs.calls) if _key(job, other, call) == last]
-    if not mine or not places or places[-1] + 1 >= len(theirs.calls):
-        return None
-    at_once = _ALIKE * max(_gap(theirs.calls, places[-1]), _AT_ONCE_NS)
-    if max(mine) <= at_once:
-        return True
-    return False if median(mine) > at_once else None  # now and then it took longer: it may print every so often
+def _signs(job: _Job, rank: int) -> list[tuple[Any, ...]]:
+    """What each call is, without its number."""
+    pairs = zip(job.keys[rank], job.recordings[rank].calls, strict=True)
+    return [(place, op, way, str(call.shapes)) for (place, op, _, way), call in pairs]
 
 
-def _goes_on_at_once(recording: Recording) -> bool:
-    """Whether the rank did not use to wait at its last place, as far as its own record tells."""
-    mine = _gaps(recording, len(recording.calls) - 1)
-    usual = median([_gap(recording.calls, i) for i in range(len(recording.calls) - 1)]) if mine else 0
-    return bool(mine) and max(mine) <= _ALIKE * max(usual, _AT_ONCE_NS)
+def _may_be_meant_alone(job: _Job, rank: int) -> bool:
+    """Whether a program may mean this rank: the first of a group, or the last of its stage."""
+    p2p = {call.group for call in job.recordings[rank].calls if call.peer is not None}
+    firsts = {min(job.members[group]) for group in job.recordings[rank].groups if group not in p2p}
+    return rank in firsts or rank == max([rank, *_likes(job, rank)])
 
 
-def _went_on_before(recording: Recording) -> bool:
-    """Whether the rank has gone on, with the same kind of calls in flight, from a call like its last one."""
-    signs = [_sign(recording, call) for call in recording.unfinished]
-    last = len(signs) - 1
-    return any(
-        signs[i - _SHORT_CONTEXT + 1 : i + 1] == signs[last - _SHORT_CONTEXT + 1 :]
-        for i in range(_SHORT_CONTEXT - 1, last)
-    )
+def _usual(recording: Recording) -> int:
+    """How long the rank takes from one call to the next where it does not wait: at a quarter of its calls, at least."""
+    gaps = sorted(_gap(recording.calls, i) for i in range(len(recording.calls) - 1) if not _are_one(recording.calls, i))
+    return gaps[len(gaps) // 4] if gaps else 0
 
 
 def _gaps(recording: Recording, place: int) -> list[int]:
     """How long the rank took, in earlier rounds, from such a call after such calls to its next one."""
-    signs = [_sign(recording, call) for call in recording.calls]
+    if all(call.peer is not None for call in recording.calls if call.is_done):
+        return []  # a dump of active calls only: what stands side by side there did not follow on each other
+    signs = [(call.group, call.op, call.peer, str(call.shapes)) for call in recording.calls]
     for length in range(min(_CONTEXT, place), 0, -1):
         context = signs[place - length : place + 1]
-        found = [i for i in range(length, place) if signs[i - length : i + 1] == context]
+        found = [
+            i for i in range(length, place) if signs[i - length : i + 1] == context and not _are_one(recording.calls, i)
+        ]
         if found:
             return [_gap(recording.calls, i) for i in found]
     return []
 
 
+def _are_one(calls: Sequence[Collective], index: int) -> bool:
+    """Whether a call and the next one are parts of one batch."""
+    one, other = calls[index], calls[index + 1]
+    return None not in (one.peer, other.peer) and (one.group, one.seq) == (other.group, other.seq)
+
+
 def _gap(calls: Sequence[Collective], index: int) -> int:
     return calls[index + 1].created_ns - calls[index].created_ns
-
-
-def _sign(recording: Recording, call: Collective) -> tuple[Any, ...]:
-    return (call.group, call.op, call.peer, str(call.shapes))

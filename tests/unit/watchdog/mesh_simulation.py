@@ -16,6 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+HABITS = (
+    "all ranks of the last stage read the loss",
+    "all ranks of the last stage read a result before the loss",
+    "the first rank of each tensor-parallel group reads the loss",
+    "the last rank reads every second loss",
+    "all ranks read what the gradients tell",
+    "the first rank of each host reads what the gradients tell",
+    "rank 0 synchronizes before the norm",
+    "all ranks synchronize before each backward",
+    "the processors are slow",
+)
+"""What a program may do otherwise, above all where it waits for its GPU."""
+RANKS_OF_HOST = 8
 FAULTS = ("hangs", "holds the lock", "dies", "dies without a dump")
 SHAPES = [(2, 2, 4), (4, 2, 2), (2, 4, 2), (4, 4, 2), (2, 4, 4), (8, 2, 2), (4, 4, 4), (8, 2, 4), (4, 4, 1), (16, 1, 2)]
 STEPS = 2
@@ -42,6 +55,8 @@ class Mesh:
     """What one seed draws: the shape of the job, its habits, its faults."""
 
     seed: int
+    habit: str = ""
+    """One of ``HABITS``."""
     guilty: set[int] = field(default_factory=set)
     faults: dict[int, str] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
@@ -78,7 +93,8 @@ class Mesh:
         self._add("mesh_pp", lambda p, d, t: (d, t))
         self._add("model_parallel", lambda p, d, t: (d,))
         self.of = {(rank, desc): name for name, (desc, ranks) in self.groups.items() for rank in ranks}
-        self.programs = [list(self._program(rank)) for rank in range(self.size)]
+        assert self.habit in ("", *HABITS)
+        self.programs = [list(self._with_habit(rank)) for rank in range(self.size)]
         self.pace = [random.Random(f"{self.seed}-{rank}") for rank in range(self.size)]
         self.costs = [[self._cost(rank, one) for one in program] for rank, program in enumerate(self.programs)]
 
@@ -96,7 +112,7 @@ class Mesh:
         draw = self.pace[rank]
         if one[0] == "compute":
             return one[1] * draw.uniform(0.9, 1.3)
-        return draw.uniform(20e-6, 150e-6)
+        return draw.uniform(20e-6, 150e-6) * (10 if self.habit == "the processors are slow" else 1)
 
     # -- the program of one rank ------------------------------------------------------------------------------------
 
@@ -134,6 +150,39 @@ class Mesh:
             yield from self._end_of_step(rank, step)
         yield ("coll", "0", "all_reduce", [1], "end")
         yield ("item", "end")
+
+    def _with_habit(self, rank: int) -> Iterator[tuple[Any, ...]]:
+        before: tuple[Any, ...] = ("",)
+        num_losses = 0
+        for one in self._program(rank):
+            num_losses += one == ("item", "loss")
+            if self.habit == "the last rank reads every second loss" and one == ("item", "loss") and num_losses % 2:
+                continue
+            yield from self._waits_before(rank, one, before)
+            yield one
+            yield from self._waits_after(rank, one)
+            before = one
+
+    def _waits_before(self, rank: int, one: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        is_backward = one == ("compute", self.draw_time("backward")) and before[0] != "wait"
+        if self.habit == "all ranks synchronize before each backward" and is_backward:
+            yield ("sync",)
+        if self.habit == "rank 0 synchronizes before the norm" and rank == 0 and one[4:] == ("norm",):
+            yield ("sync",)
+        if self.habit == "all ranks of the last stage read a result before the loss" and one[4:] == ("loss",):
+            yield ("item", "tp")
+
+    def _waits_after(self, rank: int, one: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        is_of_grads = str(one[-1]).startswith("grads")
+        if one == ("wait", "loss"):
+            if self.habit == "all ranks of the last stage read the loss":
+                yield ("item", "loss")
+            if self.habit == "the first rank of each tensor-parallel group reads the loss" and not self.place(rank)[2]:
+                yield ("item", "loss")
+        if self.habit == "all ranks read what the gradients tell" and one[0] == "wait" and is_of_grads:
+            yield ("item", one[-1])
+        if self.habit == "the first rank of each host reads what the gradients tell" and rank % RANKS_OF_HOST == 0:
+            yield from [("item", one[-1])] if one[0] == "coll" and is_of_grads else []
 
     def _layers(self, way: str, step: int, batch: int) -> Iterator[tuple[Any, ...]]:
         for layer in range(self.layers):
@@ -207,7 +256,10 @@ class Mesh:
                 return
             one, cost = program[self.next[rank]], self.costs[rank][self.next[rank]]
             if one[0] in ("item", "sync"):
-                waits = [*self.tails[rank], *([self.handles[rank, one[1]]] if one[0] == "item" else [])]
+                waits = [
+                    *self.tails[rank],
+                    *([self.handles[rank, one[1]]] if one[0] == "item" else self._streams(rank)),
+                ]
                 unfinished = next((node for node in waits if node.done is None), None)
                 if unfinished is not None:
                     self.asleep[id(unfinished)].append(rank)
@@ -224,6 +276,10 @@ class Mesh:
                 self._collective(rank, *one[1:])
             elif one[0] == "p2p":
                 self._batch(rank, one[1], one[2])
+
+    def _streams(self, rank: int) -> list[Node]:
+        """The last kernel of every stream: `torch.cuda.synchronize()` waits for all of the device, not for one."""
+        return [node for (owner, _), node in self.streams.items() if owner == rank]
 
     def _put(self, node: Node, deps: list[Node]) -> Node:
         node.ready = self.clock[node.rank]
@@ -386,7 +442,19 @@ class Mesh:
         return folder
 
     def _status(self, rank: int) -> dict[str, dict[str, str]]:
-        return {name: {"last_enqueued_collective": str(seq)} for name, seq in self.enqueued[rank].items()}
+        ended: dict[str, tuple[float, int]] = {}
+        for entry in self.entries[rank]:
+            if entry["state"] is not None and entry["state"].done is not None:
+                name, seq = entry["process_group"][0], entry["p2p_seq_id"] or entry["collective_seq_id"]
+                ended[name] = max(ended.get(name, (0.0, 0)), (entry["state"].done, seq))
+        return {
+            name: {
+                "last_enqueued_collective": str(seq),
+                "last_started_collective": "-1",
+                "last_completed_collective": str(ended[name][1] if name in ended else -1),
+            }
+            for name, seq in self.enqueued[rank].items()
+        }
 
     def _entries(self, rank: int) -> list[dict[str, Any]]:
         return [found for entry in self.entries[rank][-self.ring :] if (found := self._entry(entry, rank)) is not None]

@@ -32,7 +32,7 @@ from lightning_distplus.checkpoint.catalog import (
 )
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.fingerprints import Sums, differing, is_current, sums_of_pieces
-from lightning_distplus.checkpoint.foreign import refuse_foreign
+from lightning_distplus.checkpoint.foreign import origin_of, refuse_foreign
 from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
@@ -400,8 +400,9 @@ class VerifiedLoads:
         return {"has_files": self._verification == "full", "has_manifest": True}
 
     def _check_unmanifested(self, path: Path) -> None:
-        refuse_foreign(path)
         findings = () if self._verification == "off" else check_unmanifested(path)
+        if not findings or origin_of(path) is not None:  # a folder of another program looks damaged here
+            refuse_foreign(path)
         if findings:
             raise CheckpointCorrupt(
                 f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "

@@ -150,7 +150,7 @@ BY_THE_CLOCK = ("time limit", "one rank wants to stop")
 """How far they come is not the same twice; stock waits for ever in the second."""
 REFUSED = (("accumulation and clipping", "FSDP"), ("clipping by value", "DeepSpeed"))
 """Lightning clips no norm under FSDP, and DeepSpeed nothing else."""
-EACH_COMMIT = (("frozen backbone", "FSDP"), ("two fits", "ModelParallel"), ("evaluation around it", "DeepSpeed"))
+EACH_COMMIT = (("frozen backbone", "FSDP"), ("two fits", "ModelParallel"))
 SHARDED = [(which, name) for which in SETTINGS for name in ("FSDP", "ModelParallel", "DeepSpeed")]
 
 

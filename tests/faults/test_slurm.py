@@ -15,6 +15,7 @@ import pytest
 
 from lightning_distplus.events import read_events
 from tests.distributed.slurm_cluster import Cluster, missing_programs, slurm
+from tests.faults.test_endings import SCRIPT, verdict_at_the_end_of
 from tests.faults.test_restarting import undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +171,18 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(cluster: Cluster, tmp_path
     assert cluster.job(number)["JobState"] == "CANCELLED"
     assert list((tmp_path / "checkpoints").glob("preempt-step=*.ckpt")), cluster.logs()
     assert kinds(tmp_path, 0) == kinds(tmp_path, 1) == ["preempted"]
+
+
+def test_the_verdict_is_the_last_thing_that_srun_shows(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "DISTPLUS_TRACEBACK": ""}
+    command = ["srun", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--overcommit", sys.executable, "train.py"]
+    ended = subprocess.run(
+        [*command, "hang"], cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    lines = [line for line in ended.stdout.rstrip().splitlines() if not line.startswith(("srun: ", "slurmstepd: "))]
+    block = verdict_at_the_end_of(lines[-40:])
+    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
+    assert not any("Traceback" in line for line in lines)
+    assert ended.returncode != 0

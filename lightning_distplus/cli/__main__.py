@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,25 +28,105 @@ class Command:
     function: str = "main"
     keeps_name: bool = False
     """Whether the module reads the command's name itself, as LightningCLI does."""
+    examples: str = ""
+    """What stands at the end of its ``--help``."""
 
 
+_AUTO = """
+--ckpt_path auto: goes on from the newest valid checkpoint of this run. Where there is none, fit starts anew; where
+there are only torn or damaged ones it refuses, and starts anew with --allow_fresh."""
 COMMANDS = {
-    "init": Command("init", "write a starting point here: a script, or a recipe"),
-    "fit": Command("training", "train, or resume with --ckpt_path auto", keeps_name=True),
-    "validate": Command("training", "run the validation loop", keeps_name=True),
-    "test": Command("training", "run the test loop", keeps_name=True),
-    "predict": Command("training", "run the prediction loop", keeps_name=True),
+    "init": Command(
+        "init",
+        "write a starting point here: a script, or a recipe",
+        examples="distplus init script\ndistplus init tinyllama",
+    ),
+    "fit": Command(
+        "training",
+        "train, or resume with --ckpt_path auto",
+        keeps_name=True,
+        examples="distplus fit --config recipe:tiny_cpu_fsdp --trainer.max_steps 20\n"
+        "distplus fit --config my.yaml --ckpt_path auto\n"
+        f"distplus fit --config my.yaml --print_config\n{_AUTO}",
+    ),
+    "validate": Command(
+        "training",
+        "run the validation loop",
+        keeps_name=True,
+        examples="distplus validate --config my.yaml --ckpt_path auto",
+    ),
+    "test": Command(
+        "training", "run the test loop", keeps_name=True, examples="distplus test --config my.yaml --ckpt_path auto"
+    ),
+    "predict": Command(
+        "training",
+        "run the prediction loop",
+        keeps_name=True,
+        examples="distplus predict --config my.yaml --ckpt_path auto",
+    ),
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
-    "prepare": Command("data", "turn text, JSONL or Parquet into token files", "run_prepare"),
-    "audit": Command("data", "check that every sample was trained on once", "run_audit"),
-    "preflight": Command("preflight", "meet all ranks, and check every host", "run_preflight"),
-    "rehearse": Command("rehearse", "what a configuration would do on many ranks"),
-    "doctor": Command("preflight", "what would go wrong on this host", "run_doctor"),
-    "report": Command("report", "show a run: attempts, goodput, verdicts, checkpoints"),
-    "top": Command("report", "show what each rank does, as the run goes on", "run_top"),
-    "verify": Command("checkpoints", "check every checkpoint in a folder", "run_verify"),
-    "import": Command("importing", "make a checkpoint of another program one to resume from", "run_import"),
-    "export": Command("checkpoints", "write a checkpoint as one file, or for another program", "run_export"),
+    "prepare": Command(
+        "data",
+        "turn text, JSONL or Parquet into token files",
+        "run_prepare",
+        examples="distplus prepare corpus/ --output tokens/train --tokenizer tokenizer.json",
+    ),
+    "audit": Command(
+        "data",
+        "check that every sample was trained on once",
+        "run_audit",
+        examples="distplus audit runs/x",
+    ),
+    "preflight": Command(
+        "preflight",
+        "meet all ranks, and check every host",
+        "run_preflight",
+        examples="srun distplus preflight\nsrun distplus preflight --deadline 5m --json",
+    ),
+    "rehearse": Command(
+        "rehearse",
+        "what a configuration would do on many ranks",
+        examples="distplus rehearse --config my.yaml",
+    ),
+    "doctor": Command(
+        "preflight",
+        "what would go wrong on this host",
+        "run_doctor",
+        examples="distplus doctor\ndistplus doctor --devices 8 --nodes 2 --json",
+    ),
+    "report": Command(
+        "report",
+        "show a run: attempts, goodput, verdicts, checkpoints",
+        examples="distplus report runs/x --html report.html\ndistplus report --dumps nccl_traces/ --json",
+    ),
+    "top": Command(
+        "report", "show what each rank does, as the run goes on", "run_top", examples="distplus top runs/x --every 5"
+    ),
+    "verify": Command(
+        "checkpoints",
+        "check every checkpoint in a folder",
+        "run_verify",
+        examples="distplus verify runs/x/checkpoints\ndistplus verify --deep runs/x/checkpoints/step=300.ckpt --json",
+    ),
+    "import": Command(
+        "importing",
+        "make a checkpoint of another program one to resume from",
+        "run_import",
+        examples="distplus import --from hf TinyLlama-1.1B/ --to start.ckpt",
+    ),
+    "export": Command(
+        "checkpoints",
+        "write a checkpoint as one file, or for another program",
+        "run_export",
+        examples="distplus export runs/x/checkpoints/step=300.ckpt weights.safetensors\n"
+        "distplus export --to hf runs/x/checkpoints/step=300.ckpt hf/",
+    ),
+    "completion": Command(
+        "completion",
+        "print what completes commands and options in a shell",
+        "run_completion",
+        examples='eval "$(distplus completion bash)"\ndistplus completion fish | source',
+    ),
 }
 
 
@@ -65,6 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as end:
+        if not end.code and command.examples and {"-h", "--help"} & set(arguments[1:2]):
+            print("\nexamples:\n" + textwrap.indent(command.examples, "  "))
+        raise
 
 
 def _import(name: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -16,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_distplus.checkpoint import (
     CheckpointState,
@@ -57,8 +58,11 @@ def run_verify(argv: Sequence[str]) -> int:
         print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
         return 1
     reports = sorted(_verify(paths, "size" if arguments.quick else "full", arguments), key=_step)
-    _print(reports)
-    _print_quarantine(folder)
+    if arguments.json:
+        print(json.dumps({"version": 1, "checkpoints": [_as_json(report) for report in reports]}, indent=2))
+    else:
+        _print(reports)
+        _print_quarantine(folder)
     return 0 if all(report.ok for report in reports) else 1
 
 
@@ -115,7 +119,20 @@ def _parser() -> argparse.ArgumentParser:
         help="also compare every tensor with its fingerprint and, without a manifest, the CRC of every member",
     )
     parser.add_argument("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    manifest = report.manifest
+    return {
+        "path": str(report.path),
+        "verdict": _verdict(report),
+        "global_step": None if manifest is None else manifest.global_step,
+        "world_size": None if manifest is None else manifest.world_size,
+        "size_bytes": None if manifest is None else manifest.size_bytes,
+        "findings": [str(finding) for finding in report.findings],
+    }
 
 
 def _print_quarantine(folder: Path) -> None:
@@ -127,28 +144,36 @@ def _print_quarantine(folder: Path) -> None:
 
 
 def _print(reports: Sequence[Report]) -> None:
-    table = Table("checkpoint", "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
+    table = Table(Column("checkpoint", overflow="fold"), "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
     for report in reports:
-        table.add_row(report.path.name, _verdict(report), *_facts(report))
+        verdict = _verdict(report)
+        table.add_row(report.path.name, f"[{_COLOURS[verdict]}]{verdict}", *_facts(report))
     console = Console(soft_wrap=not sys.stdout.isatty())
     console.print(table)
     for report in reports:
         for finding in report.findings:
             console.print(f"{report.path.name}: {finding}", markup=False, highlight=False, soft_wrap=True)
+    counts = Counter(_verdict(report) for report in reports)
+    size_mb = sum(report.manifest.size_bytes for report in reports if report.manifest is not None) / 1e6
+    what = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"{len(reports)} checkpoints, {size_mb:,.1f} MB: {what}", highlight=False)
 
 
 def _step(report: Report) -> int:
     return -1 if report.manifest is None else report.manifest.global_step
 
 
+_COLOURS = {"valid": "green", "refused": "yellow", "unverified": "yellow", "damaged": "red", "torn": "red"}
+
+
 def _verdict(report: Report) -> str:
     if report.ok:
-        return "[green]valid"
+        return "valid"
     if any(isinstance(finding, _Refusal) for finding in report.findings):
-        return "[yellow]refused"
+        return "refused"
     if report.state is CheckpointState.COMMITTED:
-        return "[red]damaged"
-    return "[yellow]unverified" if report.state is CheckpointState.UNMANIFESTED else "[red]torn"
+        return "damaged"
+    return "unverified" if report.state is CheckpointState.UNMANIFESTED else "torn"
 
 
 def _facts(report: Report) -> list[str]:

@@ -150,6 +150,16 @@ def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[st
             table.add_row(finding.check, status, escape(str(finding)))
         Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
     print(f"nothing to say: {', '.join(quiet) or '-'}")
+    print(_summary(findings))
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
+    told = ", ".join(f"{count} {status.value}{'s' * (count > 1)}" for status, count in counts.items() if count)
+    if not counts[Status.ERROR]:
+        return f"ready: {told or 'nothing was found'}"
+    errors = sorted({finding.check for finding in findings if finding.status is Status.ERROR})
+    return f"not ready: {told}; a run would end with 173 until {', '.join(errors)} is mended"
 
 
 # -- distplus preflight ------------------------------------------------------------------------------------------------

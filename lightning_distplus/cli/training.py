@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_distplus import env
 from lightning_distplus.checkpoint.resume import AUTO
+from lightning_distplus.cli.refusals import Parser, print_refusal
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.recipes import expand
 from lightning_distplus.strategies import register_strategies
@@ -89,6 +99,7 @@ class DistplusCLI(LightningCLI):
             save_config_callback=KeepEveryConfig,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"parser_mode": "omegaconf+", "prog": "distplus", "exit_on_error": self.exits_on_error},
+            parser_class=Parser,
             args=None if args is None else expand(args),
             run=run,
         )
@@ -103,9 +114,32 @@ class DistplusCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses; an interpolation that leads nowhere is an error like any other."""
+        given = sys.argv[1:] if args is None else args
         try:
+            if isinstance(given, list) and any(one.startswith("--print_config") for one in given):
+                self._check_values(parser, [one for one in given if not one.startswith("--print_config")])
             super().parse_arguments(parser, args)
         except OmegaConfBaseException as error:
+            self._refuse(error)
+
+    def _check_values(self, parser: LightningArgumentParser, args: list[str]) -> None:
+        """Builds strategy and callbacks, which look at their values, before the configuration is printed."""
+        try:
+            with redirect_stderr(io.StringIO()):
+                config = parser.parse_args(args)
+        except (SystemExit, OmegaConfBaseException):
+            return  # the parse that prints says it, where it needs the values that are missing or wrong
+        trainer = config[config.subcommand].trainer
+        known = ("auto", *StrategyRegistry.available_strategies())
+        try:
+            if isinstance(trainer.strategy, str) and trainer.strategy not in known:
+                raise ValueError(f"{trainer.strategy!r} is an invalid strategy name.")
+            for one in (trainer.strategy, *(trainer.callbacks or ())):
+                if isinstance(one, Namespace) and not any(
+                    isinstance(value, Namespace) for value in one.init_args.values()
+                ):
+                    instantiate_class((), one.as_dict())
+        except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
             self._refuse(error)
 
     def instantiate_classes(self) -> None:
@@ -140,5 +174,5 @@ class DistplusCLI(LightningCLI):
     def _refuse(self, error: Exception) -> None:
         """Ends the process before anything has begun; no other rank waits for this one yet."""
         code = getattr(error, "exit_code", ExitCode.FAILED)
-        print(f"distplus: {error}", file=sys.stderr)
+        print_refusal(str(error))
         raise SystemExit(int(code)) from error

@@ -394,6 +394,9 @@ def _probe() -> tuple[dict[str, Any], str]:
     return {}, lines[-1] if lines else f"import torch ended with {ended.returncode}"
 
 
+_OPTIONAL = "deepspeed"  # everything but ResilientDeepSpeed works without it
+
+
 def requirements(facts: Facts) -> Iterator[Finding]:
     """The installed versions against those that this package asks for."""
     try:
@@ -404,8 +407,15 @@ def requirements(facts: Facts) -> Iterator[Finding]:
         return
     installed = versions()
     for requirement in needed:
-        version = installed.get(requirement.name)
+        version = installed.get(requirement.name) or _version(requirement.name)
         is_ours = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if version is None and is_ours and requirement.name != _OPTIONAL:
+            yield Finding(
+                status=Status.ERROR,
+                subject=f"{requirement.name} is not installed.",
+                detail="lightning_distplus needs it",
+                remedy=f"pip install '{requirement.name}{requirement.specifier}'",
+            )
         if version is not None and is_ours and not requirement.specifier.contains(version, prereleases=True):
             yield Finding(
                 status=Status.ERROR,
@@ -413,6 +423,12 @@ def requirements(facts: Facts) -> Iterator[Finding]:
                 detail=f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in installed.items())}",
                 remedy=f"pip install '{requirement.name}{requirement.specifier}'",
             )
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def defects(facts: Facts) -> Iterator[Finding]:

@@ -121,14 +121,8 @@ def _wrap(line: str, width: int) -> list[str]:
 # -- the end of this process -------------------------------------------------------------------------------------------
 
 
-_is_armed: list[bool] = []
-_shown_at_exit: list[Ending] = []
-"""That of the last run of this process."""
-
-
-def _show_at_exit() -> None:
-    for ending in _shown_at_exit:
-        ending.show_block(waits=False)
+_at_exit: list[multiprocessing.util.Finalize] = []
+"""Shows the verdict on the last run where no hook is asked: in a notebook, or in a script that goes on."""
 
 
 class Ending:
@@ -151,17 +145,17 @@ class Ending:
 
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
+        self._is_over = False
         show_errors_with(self)
         _compat.stop_child_observer()
-        if not _is_armed:  # where no hook is asked: in a notebook, or where the script goes on after the error
-            multiprocessing.util.Finalize(None, _show_at_exit, exitpriority=0)
-            _is_armed.append(True)
-        _shown_at_exit[:] = [self]
+        for one in _at_exit:  # of an earlier run
+            one.cancel()
+        _at_exit[:] = [multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0)]
 
     def disarm(self) -> None:
         """The run has ended well: nothing is left to show."""
         stop_showing_errors_with(self)
-        _shown_at_exit[:] = [one for one in _shown_at_exit if one is not self]
+        self._is_over = True
 
     @property
     def is_full(self) -> bool:
@@ -184,25 +178,45 @@ class Ending:
             text = fold_traceback(printed) if known is None else self._line(known.exit_code, known)
             if known is None and path is not None:
                 text += f"\n(whole traceback: {path})"
-        found = self._telling.find_verdict()
-        if known is not None and found is None and self._telling.speaks_for_host():
-            self._telling.await_others()
-            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
-        if known is None or found is None or not self._telling.is_shown(found[1]):  # the verdict comes last
+        found = self._find_verdict()
+        if known is None:
+            _say(text)
+        elif found is None:
+            if self._telling.speaks_for_host():
+                self._telling.await_others()
+                text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+            _say(text)
+        elif not self._telling.is_shown(found[1]) and not self._says_all(found[0]):  # the verdict comes last
             _say(text)
         self.show_block()
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
-        found = self._telling.find_verdict()
-        if not self.show_block() and (found is None or not self._telling.is_shown(found[1])):
+        if self.show_block():
+            return
+        found = self._find_verdict()
+        if found is None or not self._telling.is_shown(found[1]):
             _say(self._line(code))
+
+    def _find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run; None where there is none, or where it cannot be read."""
+        with suppress(Exception):  # the process ends
+            return self._telling.find_verdict()
+        return None
+
+    def _says_all(self, verdict: Verdict) -> bool:
+        """Whether the verdict, which this rank prints, leaves nothing for its own line."""
+        return not self._culprits() and self._telling.speaks_for_host(verdict.silent)
+
+    def _culprits(self) -> list[int]:
+        """The other ranks because of which this one stops."""
+        first = self._plane.first_error
+        return [] if first is None else [rank for rank in first.ranks if rank != self._rank]
 
     def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
         """What a rank says that has nothing to tell but that it ends."""
-        first = self._plane.first_error
-        culprits = [] if first is None else [rank for rank in first.ranks if rank != self._rank]
+        culprits = self._culprits()
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
@@ -212,7 +226,7 @@ class Ending:
             return False
         self._is_over = True
         with suppress(Exception):  # the process ends
-            found = self._telling.find_verdict()
+            found = self._find_verdict()
             if found is not None and self._telling.speaks_for_host(found[0].silent):
                 if waits:
                     self._telling.await_others(found[0].silent)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +21,79 @@ from lightning_distplus.events import read_events
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.divergences import own_loader
-from tests.pairs import kept
+from tests.pairs import in_turn, kept
 
 STEP, STEPS = 4, 12
 STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "zero2")
 
 # -- a script of a stranger --------------------------------------------------------------------------------------------
 
+# As Lightning's users write it: a shuffled DataLoader, augmentation, two workers. One line of it changes.
 SCRIPT = """
-    import os, signal
-    import lightning.pytorch as pl, torch
-    from torch.utils.data import DataLoader
-    from lightning_distplus import ResilientDDP
+import os, signal, sys, time
+import lightning.pytorch as pl, torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+import lightning_distplus
 
-    class Model(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
+class Samples(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        sample = torch.full((4,), float(index))
+        return sample + 0.1 * torch.randn(4)
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = None
+
+    def configure_model(self):
+        if self.layer is None:
             self.layer = torch.nn.Linear(4, 1)
+            if self.device_mesh is not None:
+                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
-        def training_step(self, batch, batch_idx):
-            loss, rank, step = self.layer(batch).pow(2).mean(), self.trainer.global_rank, self.trainer.global_step
-            {fault}
-            return loss
+    def training_step(self, batch, batch_idx):
+        loss, rank, step = self.layer(batch).pow(2).mean(), self.trainer.global_rank, self.trainer.global_step
+        if step == 7:
+            pass  # the fault
+        return loss
 
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
 
-    trainer = pl.Trainer(strategy=ResilientDDP({arguments}), accelerator="cpu", devices=2, max_steps=12)
-    samples = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
-    trainer.fit(Model(), DataLoader(samples, batch_size=4, shuffle=True))
-    print("the script goes on")
+trainer = pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, max_epochs=3)
+trainer.fit(Model(), DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=2))
+print("the script goes on")
 """
-NAN_ON_RANK_1 = "loss = loss * torch.nan if (rank, step) == (1, 4) else loss"
-NAN_ON_ALL = "loss = loss * torch.nan if step == 4 else loss"
-SIGTERM = "(rank, step) == (1, 4) and os.kill(os.getpid(), signal.SIGTERM)"
+LINES = {
+    "ddp": "ResilientDDP({})",
+    "fsdp": "ResilientFSDP({})",
+    "fsdp2": "ResilientModelParallel({})",
+    "zero2": "ResilientDeepSpeed(stage=2, {})",
+}
+NAN_ON_RANK_1 = "loss = loss * torch.nan if rank == 1 else loss"
+NAN_ON_ALL = "loss = loss * torch.nan"
+SIGTERM = "rank == 1 and os.kill(os.getpid(), signal.SIGTERM)"
+HANG = "rank == 1 and time.sleep(10**6)"
+EXCEPTION = "loss = [][7] if rank == 1 else loss"
+KILLED_ONCE = "rank == 1 and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and os.kill(os.getpid(), 9)"
 
 
-def run_script(folder: Path, fault: str = "pass", arguments: str = "") -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, fault: str = "pass", arguments: str = "", *, name: str = "ddp", launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """What a shell shows of ``python train.py``, which starts its second rank by itself."""
     script = folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, arguments=arguments))
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    with_us = SCRIPT.replace('"ddp"', "lightning_distplus." + LINES[name].format(arguments))
+    script.write_text(with_us.replace("pass  # the fault", fault))
+    environment = {one: value for one, value in os.environ.items() if one not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *launcher, str(script)],
         cwd=folder,
-        env=environment,
+        env={**environment, "DISTPLUS_TRACEBACK": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,13 +102,37 @@ def run_script(folder: Path, fault: str = "pass", arguments: str = "") -> subpro
     )
 
 
-@pytest.mark.soak
-def test_a_nan_on_one_rank_of_a_script_ends_it_with_the_code_and_verdict_of_a_divergence(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, NAN_ON_RANK_1)
-    assert ended.returncode == ExitCode.DIVERGENCE, ended.stdout
-    assert "Rank 1 has a loss that is not finite in step 4" in ended.stdout
-    (verdict,) = (tmp_path / "distplus").glob("verdict-*.json")
-    assert json.loads(verdict.read_text())["culprits"] == [1]
+ENDS = {
+    NAN_ON_RANK_1: (ExitCode.DIVERGENCE, "Rank 1 has a loss that is not finite in step 7"),
+    SIGTERM: (ExitCode.PREEMPTED, ""),
+    HANG: (ExitCode.HANG, "RANK 1 HANGS"),
+    EXCEPTION: (ExitCode.PEER_LOST, "RANK 1 FAILED"),
+}
+
+
+@pytest.mark.parametrize(("fault", "name"), in_turn(list(ENDS), list(LINES)), ids=lambda one: one[:12])
+def test_a_fault_in_a_strangers_script_ends_it_as_the_table_says(fault: str, name: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, fault, 'timeout={"step": "5s"}', name=name)
+    code, says = ENDS[fault]
+    assert ended.returncode == code, ended.stdout
+    assert says in ended.stdout
+    assert "the script goes on" not in ended.stdout
+    if fault == SIGTERM:
+        (saved,) = tmp_path.glob("lightning_logs/version_*/checkpoints/preempt-step=8.ckpt")
+        assert verify(saved).ok
+    else:
+        (verdict,) = (tmp_path / "distplus").glob("verdict-*.json")
+        assert json.loads(verdict.read_text())["culprits"] == [1]
+
+
+@pytest.mark.parametrize("name", kept(list(LINES), ("fsdp",)))
+def test_a_strangers_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(name: str, tmp_path: Path) -> None:
+    launcher = ("-m", "lightning_distplus.cli", "launch", "--nproc", "2")
+    ended = run_script(tmp_path, KILLED_ONCE, name=name, launcher=launcher)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("the script goes on") == 2
+    assert "restarting from epoch=0-step=5.ckpt (2 steps" in ended.stdout
+    assert newest_valid(tmp_path).name == "epoch=2-step=15.ckpt"
 
 
 def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_ranks_and_goes_on(tmp_path: Path) -> None:
@@ -95,14 +146,6 @@ def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_rank
         "distplus: ResilientDDP on 2 ranks, step deadline 5m, divergence monitor on, SIGTERM saves to "
         "lightning_logs/version_0/checkpoints, data: exact resume (DataLoader), events in distplus"
     )
-
-
-def test_a_sigterm_to_a_script_saves_a_checkpoint_and_ends_with_143(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SIGTERM)
-    assert ended.returncode == ExitCode.PREEMPTED, ended.stdout
-    assert "the script goes on" not in ended.stdout
-    (saved,) = tmp_path.glob("lightning_logs/version_*/checkpoints/preempt-step=5.ckpt")
-    assert verify(saved).ok
 
 
 @pytest.mark.soak
@@ -212,6 +255,32 @@ def test_values_that_are_often_not_finite_on_all_ranks_are_warned_about_once_in_
     run = spawn(fit_with_often_nan, 2, args=(str(tmp_path),)).check()
     assert run.results == {0: 130, 1: 130}
     assert run.logs[0].count("not finite on all 2 ranks") == 2
+
+
+class Changes(Callback):
+    """Rank 1 changes a weight, after the full comparison at step 50 has shown what the looks cost."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 60:
+            next(module.parameters()).data.view(-1)[3] += 1.0
+
+
+def fit_with_little_budget(rank: int, folder: str) -> None:
+    monitor = RankDivergenceMonitor(budget=0.001)
+    trainer = make("ResilientDDP", folder, strategy={"monitor": monitor}, max_steps=400, callbacks=[Changes()])
+    trainer.fit(jobs.Model(), own_loader(rank, 4 * 400))
+
+
+def test_a_monitor_above_its_budget_looks_less_often_and_says_within_how_many_steps_it_sees(tmp_path: Path) -> None:
+    ends_with(spawn(fit_with_little_budget, 2, args=(str(tmp_path),)), ExitCode.DIVERGENCE)
+    plans = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "monitor_plan"]
+    first, last = plans[0], plans[-1]
+    assert (first["steps_per_pass"], first["steps_per_full_comparison"]) == (1, 50)
+    assert last["steps_per_pass"] > 1
+    assert last["steps_per_full_comparison"] > 50
+    verdict = verdict_in(tmp_path)
+    assert (verdict["field"], verdict["culprits"]) == ("parameters", [0, 1])
+    assert 60 < verdict["global_step"] <= 60 + last["steps_per_pass"]
 
 
 # -- whose callback ----------------------------------------------------------------------------------------------------

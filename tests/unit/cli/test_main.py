@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -29,7 +30,20 @@ def test_every_listed_command_explains_itself(name: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
-    assert f"distplus {name}" in capsys.readouterr().out.replace("[options] ", "")
+    text = capsys.readouterr().out.replace("[options] ", "")
+    assert f"distplus {name}" in text
+    assert re.search(rf"^  .*distplus {name} ", text, re.MULTILINE)  # an example
+
+
+def test_a_shell_completes_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell, sign in (("fish", "-l 'max-restarts'"), ("zsh", "bashcompinit"), ("bash", "--max-restarts")):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert sign in script
+        assert "trainer.max_steps" in script
+    asked = f"{script}\nCOMP_WORDS=(distplus verify --d); COMP_CWORD=2; _distplus; echo ${{COMPREPLY[@]}}"
+    found = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=30, check=True)
+    assert found.stdout == "--deep\n"
 
 
 def test_bad_input_of_prepare_is_one_line_and_exit_code_1(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

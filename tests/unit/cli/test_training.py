@@ -118,6 +118,59 @@ def test_what_is_wrong_in_a_configuration_is_named(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("changes", "first", "accepted"),
+    [
+        (
+            {"trainer": {"max_stepz": 3}},
+            "Subcommand 'fit' does not accept option 'trainer.max_stepz'; did you mean trainer.max_steps?",
+            "trainer.max_epochs",
+        ),
+        (
+            {"trainer": {"strategy": {**DDP, "init_args": {"timout": "5m"}}}},
+            "strategy: Option 'timout' is not accepted; did you mean timeout? (lightning_distplus.ResilientDDP)",
+            "timeout, preflight",
+        ),
+        (
+            {"trainer": {"strategy": {**DDP, "init_args": {"on_hang": "repot"}}}},
+            "trainer.strategy.on_hang: repot is none of 'abort', 'report' (lightning_distplus.ResilientDDP)",
+            "",
+        ),
+        ({"trainer": {"max_steps": "x"}}, "trainer.max_steps: x is no int", ""),
+        ({"trainer": {"strategy": "resilient_dp"}}, "invalid strategy name", "resilient_ddp, "),
+    ],
+)
+def test_an_error_is_its_cause_the_accepted_names_and_one_line_of_context(
+    changes: dict[str, Any], first: str, accepted: str, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = refused(["fit", *config(**changes)], capsys).splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("distplus"))
+    assert first in lines[begin]
+    assert lines[begin + 1].startswith("  accepted: ") == bool(accepted)
+    assert accepted in lines[begin + 1]
+    assert "--help" in lines[-1]
+    assert len(lines) - begin == 2 + bool(accepted)
+
+
+@pytest.mark.parametrize("strategy", ["resilient_dp", {**DDP, "init_args": {"timeout": "5q"}}])
+def test_a_configuration_is_printed_only_where_its_values_are_accepted(
+    strategy: Any, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["fit", *config(trainer={"strategy": strategy}), "--print_config"], capsys)
+    assert "resilient_dp" in error or "'5q', which is no duration" in error
+    assert not capsys.readouterr().out
+
+
+def test_a_configuration_without_a_model_is_printed_to_be_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed([], capsys)["trainer"]["max_steps"] == -1
+
+
+def test_help_says_what_auto_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "--ckpt_path auto: goes on from the newest valid checkpoint" in capsys.readouterr().out
+
+
 def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.yaml" in refused(["fit", "--config", "nowhere.yaml"], capsys)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,20 @@ def test_a_folder_of_sound_checkpoints_is_a_table_by_step_and_exit_code_0(
     assert main(["verify", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert output.index("step=9.ckpt") < output.index("step=10.ckpt")
-    assert output.count("valid") == 2
+    assert output.count("valid") == 3
+    assert output.splitlines()[-1] == "2 checkpoints, 0.0 MB: 2 valid"
+
+
+def test_names_are_whole_and_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "-".join(["a-name-that-is-longer-than-a-terminal"] * 4) + ".ckpt"
+    save(tmp_path / name, 3)
+    assert main(["verify", str(tmp_path)]) == 0
+    table = "".join(line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if "│" in line)
+    assert name in table
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (found["verdict"], found["global_step"], found["findings"]) == ("valid", 3, [])
+    assert found["path"] == str(tmp_path / name)
 
 
 def test_damaged_torn_and_foreign_checkpoints_are_named_with_exit_code_1(

@@ -133,7 +133,8 @@ def _keys_of(path: Path) -> list[str]:
 def _origin_of_keys(keys: list[str]) -> Origin | None:
     if "pytorch-lightning_version" in keys:
         return "lightning"
-    if "model" in keys or any(key.startswith("transformer.") for key in keys):
+    counts = {"iter_num", "step_count"} & set(keys)
+    if ("model" in keys and counts) or any(key.startswith("transformer.") for key in keys):
         return "litgpt"
     return "hf" if any(_LAYER.match(key) for key in keys) else None
 

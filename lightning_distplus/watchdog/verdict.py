@@ -435,6 +435,9 @@ def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:
     )
     if not found:
         return None
+    ends = _ends(evidence)
+    if ends is not None and ends.is_decided and all(one.is_recorded_only for one in evidence.values()):
+        return None  # parts of batches, which wait for other calls of theirs
     return _Opinion(
         culprits=sorted(rank for cycle in found for rank in cycle),
         cause="ranks wait for each other in a cycle of sends and receives: each one's other half comes only later",

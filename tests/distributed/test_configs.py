@@ -159,3 +159,22 @@ def test_every_recipe_trains_validates_and_resumes(strategy: str, options: list[
         assert sorted(path.name for path in saved) == [f"step={step}.ckpt" for step in kept]
     logs = sorted((tmp_path / "runs" / "tiny_cpu").rglob("metrics.csv"))
     assert "val_loss" in logs[0].read_text()
+    if "deepspeed" in strategy:
+        assert_other_programs_get_it(tmp_path, tmp_path / "runs" / "tiny_cpu" / "checkpoints" / "step=6.ckpt")
+
+
+def assert_other_programs_get_it(folder: Path, saved: Path) -> None:
+    """Shards of ZeRO as a folder of Hugging Face, and as one file with weights, moments and step."""
+    from safetensors.torch import load_file
+
+    for command in (["export", "--to", "hf", saved, "hf"], ["import", "--from", "deepspeed", saved, "--to", "in.ckpt"]):
+        line = [sys.executable, "-m", "lightning_distplus.cli", *map(str, command)]
+        ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    weights = load_file(folder / "hf" / "model.safetensors")
+    imported = torch.load(folder / "in.ckpt", weights_only=True)
+    state = imported["optimizer_states"][0]["state"]
+    assert imported["global_step"] == 6
+    assert {f"model.{name}" for name in weights} == imported["state_dict"].keys() == state.keys()
+    assert all(torch.equal(one, imported["state_dict"][f"model.{name}"]) for name, one in weights.items())
+    assert all(bool(one["exp_avg_sq"].any()) and int(one["step"]) == 6 for one in state.values())

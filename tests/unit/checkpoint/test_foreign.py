@@ -344,7 +344,7 @@ def test_a_pickle_that_runs_code_is_refused_and_has_not_run(tmp_path: Path, caps
 def test_lightning_is_spared_what_it_cannot_resume_from(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "hf")
     torch.save(trained(is_fork=True)[2], tmp_path / "iter.pth")
-    torch.save({"weights": 1, "other": 2}, tmp_path / "odd.pt")
+    torch.save({"model": 1, "other": 2}, tmp_path / "odd.pt")
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "fine.ckpt")
     assert [origin_of(tmp_path / name) for name in ("hf", "iter.pth", "odd.pt")] == ["hf", "litgpt", None]
     refuse_foreign(tmp_path / "fine.ckpt")
@@ -352,5 +352,5 @@ def test_lightning_is_spared_what_it_cannot_resume_from(tmp_path: Path) -> None:
     for name, command in (("hf", "--from hf"), ("iter.pth", "--from litgpt")):
         with pytest.raises(CheckpointMismatch, match=f"distplus import {command} .*-imported.ckpt"):
             refuse_foreign(tmp_path / name)
-    with pytest.raises(CheckpointMismatch, match="it holds 'weights', 'other'"):
+    with pytest.raises(CheckpointMismatch, match="it holds 'model', 'other'"):
         refuse_foreign(tmp_path / "odd.pt")

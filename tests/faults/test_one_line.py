@@ -79,7 +79,7 @@ NAN_ON_ALL = "loss = loss * torch.nan"
 SIGTERM = "rank == 1 and os.kill(os.getpid(), signal.SIGTERM)"
 HANG = "rank == 1 and time.sleep(10**6)"
 EXCEPTION = "loss = [][7] if rank == 1 else loss"
-KILLED_ONCE = "rank == 1 and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and os.kill(os.getpid(), 9)"
+KILLED_ONCE = "rank == 1 and os.environ.get('DISTPLUS_ATTEMPT') == '0' and os.kill(os.getpid(), 9)"
 
 
 def run_script(
@@ -132,7 +132,7 @@ def test_a_strangers_script_whose_rank_is_killed_goes_on_from_its_last_checkpoin
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("the script goes on") == 2
     assert "restarting from epoch=0-step=5.ckpt (2 steps" in ended.stdout
-    assert newest_valid(tmp_path).name == "epoch=2-step=15.ckpt"
+    assert newest_valid(tmp_path / "lightning_logs" / "version_0" / "checkpoints").name == "epoch=2-step=15.ckpt"
 
 
 def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_ranks_and_goes_on(tmp_path: Path) -> None:

@@ -640,13 +640,16 @@ def part(plane: ControlPlane, deadline: timedelta, *, has_failed: bool) -> None:
         log.warning("rank %d ends alone: %s", plane.world.rank, error)
 
 
-def end_together(plane: ControlPlane, deadline: timedelta, *, have_ended: Callable[[Collection[int]], bool]) -> None:
-    """Ends the run of this rank when it has ended on all: one that fails in its last hooks fails the others too.
+def end_together(plane: ControlPlane, deadline: timedelta, *, have_ended: Callable[[Collection[int]], bool]) -> bool:
+    """Waits until the run has ended on all ranks: one that fails in its last hooks fails the others too.
 
     Args:
         plane: The control plane.
         deadline: How long to wait for ranks that still work.
         have_ended: Whether all of some ranks are known to have ended their run: they may leave before this one.
+
+    Returns:
+        Whether the others are there to take leave of.
 
     Raises:
         PeerFailed, PeerLost: A peer raised, or was killed, before its run had ended.
@@ -655,10 +658,10 @@ def end_together(plane: ControlPlane, deadline: timedelta, *, have_ended: Callab
         plane.await_ends(deadline)
     except PeerMissing as error:
         log.warning("rank %d ends alone: %s", plane.world.rank, error)
-        plane.stop_listening()
     except PeerLost as error:
         if not have_ended(error.ranks):
             raise
-        plane.stop_listening()
     else:
-        part(plane, deadline, has_failed=False)
+        return True
+    plane.stop_listening()
+    return False

@@ -765,12 +765,12 @@ class ResilientStrategy(_Base):
         assert self._plane is not None
         self._say_that_it_has_ended()
         watchdog = self._watchdog
-        end_together(
+        are_there = end_together(
             self._plane,
             self.phases.patience_in(Phase.TEARDOWN),
             have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
         )
-        self._end_run(has_left=True)
+        self._end_run(has_ended=True, has_left=not are_there)
 
     def _say_that_it_has_ended(self) -> None:
         self.phases.enter(Phase.TEARDOWN)
@@ -782,15 +782,15 @@ class ResilientStrategy(_Base):
         if self._watchdog is not None:
             self._watchdog.end(point.has_ended)
 
-    def _end_run(self, *, has_left: bool = False) -> None:
+    def _end_run(self, *, has_ended: bool = False, has_left: bool = False) -> None:
         """Takes leave, unless that is done, and puts everything back; never raises."""
-        if not self._has_failed and not has_left:
+        if not self._has_failed and not has_ended:
             self._say_that_it_has_ended()
+        if not (self._has_failed or self.is_global_zero):  # once it has left, rank 0 may take the store with it
+            self._stop_watching()
         if self._plane is not None and not has_left:
             part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
+        self._stop_watching()
         if self.collectives.points is not None:
             self.collectives.points.end()
             self.collectives.points = None
@@ -802,6 +802,11 @@ class ResilientStrategy(_Base):
         is_told_by_others = self._has_failed and self.world_size > 1  # who prints the verdict, or the launcher
         if self.is_global_zero and not is_told_by_others and not env.DISTPLUS_HOME_FILE.get():
             leave_page(self.home)
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
 
 
 def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:

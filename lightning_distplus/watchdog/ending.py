@@ -125,6 +125,11 @@ _at_exit: list[multiprocessing.util.Finalize] = []
 """Shows the verdict on the last run where no hook is asked: in a notebook, or in a script that goes on."""
 
 
+def _cancel_at_exit() -> None:
+    while _at_exit:
+        _at_exit.pop().cancel()
+
+
 class Ending:
     """Shows how the run ends on this rank.
 
@@ -148,14 +153,14 @@ class Ending:
         self._is_over = False
         show_errors_with(self)
         _compat.stop_child_observer()
-        for one in _at_exit:  # of an earlier run
-            one.cancel()
-        _at_exit[:] = [multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0)]
+        _cancel_at_exit()  # of an earlier run
+        _at_exit.append(multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0))
 
     def disarm(self) -> None:
         """The run has ended well: nothing is left to show."""
         stop_showing_errors_with(self)
         self._is_over = True
+        _cancel_at_exit()  # it would hold what this run has held
 
     @property
     def is_full(self) -> bool:
@@ -169,6 +174,8 @@ class Ending:
             error: The error.
             printed: What the hooks of others have printed of it.
         """
+        if not hasattr(sys, "ps1"):  # this process ends
+            ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         own = error if isinstance(error, DistplusError) else error.__cause__
         known = own if isinstance(own, DistplusError) else None
         if self.is_full:
@@ -192,7 +199,7 @@ class Ending:
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
-        ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
+        ignore_signal(signal.SIGTERM)  # as above
         if self.show_block():
             return
         found = self._find_verdict()

@@ -57,6 +57,7 @@ class Mesh:
     seed: int
     habit: str = ""
     """One of ``HABITS``."""
+    kinds: tuple[str, ...] = FAULTS
     guilty: set[int] = field(default_factory=set)
     faults: dict[int, str] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
@@ -401,7 +402,7 @@ class Mesh:
         stops, deaths = {}, {}
         for rank in chosen:
             moment = begin + self.draw.uniform(0, 2e-3)
-            kind = self.faults[rank] = self.draw.choice(FAULTS)
+            kind = self.faults[rank] = self.draw.choice(self.kinds)
             if kind == "dies without a dump":
                 deaths[rank] = moment
                 continue

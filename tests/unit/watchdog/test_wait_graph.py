@@ -10,10 +10,11 @@ import pytest
 from lightning_distplus.watchdog.dumps import judge_dumps
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording
 from lightning_distplus.watchdog.wait_graph import Ends, follow
-from tests.unit.watchdog.mesh_simulation import HABITS, Mesh
+from tests.unit.watchdog.mesh_simulation import FAULTS, HABITS, Mesh
 
 TP = {"tp0": [0, 1], "tp1": [2, 3]}
 DP = {"dp0": [0, 2], "dp1": [1, 3]}
+WITH_A_DUMP = tuple(kind for kind in FAULTS if kind != "dies without a dump")
 
 
 def call(group: str, seq: int, *, done: bool = False, op: str = "all_reduce", peer: int | None = None) -> Collective:
@@ -148,14 +149,23 @@ def outcome(mesh: Mesh, folder: Path) -> str:
     return "right" if set(verdict.culprits) == mesh.guilty else f"wrong: {verdict.culprits} for {sorted(mesh.guilty)}"
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 16), pytest.param(1000, 1500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("first", "last", "kinds"),
+    [(0, 16, FAULTS), pytest.param(1500, 2000, WITH_A_DUMP, marks=pytest.mark.soak, id="of the three with a dump")],
+)
 def test_of_meshes_that_run_ahead_until_they_block_exactly_the_guilty_ranks_are_named(
-    first: int, last: int, tmp_path: Path
+    first: int, last: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = {seed: outcome(Mesh(seed), tmp_path) for seed in range(first, last)}
+    found = {seed: outcome(Mesh(seed, kinds=kinds), tmp_path) for seed in range(first, last)}
     odd = {seed: text for seed, text in found.items() if text != "right"}
     assert not {seed: text for seed, text in odd.items() if text != "undecided"}
     assert len(odd) <= 0.02 * len(found) + (len(found) < 50), odd
+
+
+@pytest.mark.soak
+def test_where_ranks_die_without_a_dump_no_innocent_rank_is_named(tmp_path: Path) -> None:
+    found = {seed: outcome(Mesh(seed), tmp_path) for seed in range(1500, 2000)}
+    assert not {seed: text for seed, text in found.items() if text not in ("right", "undecided")}
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 1), pytest.param(1, 60, marks=pytest.mark.soak)])

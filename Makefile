@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 # Where torch and DeepSpeed keep the extensions that they compile: beside the packages that they were compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help pretrain test check bench chaos docs clean
+.PHONY: help pretrain test check bench chaos docs readme clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -43,6 +43,9 @@ chaos: $(STAMP) ## Run the long repetitions of the fault tests
 
 docs: $(DOCS_STAMP) ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+readme: $(STAMP) ## Draw the README's picture of a verdict again, from a run that hangs
+	$(BIN)/python docs/picture.py
 
 clean: ## Remove everything that can be made again, .venv included
 	rm -rf .venv .venv-docs build dist site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,9 +3,9 @@
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_distplus import ResilientDDP, ResumableDataModule
+from lightning_distplus import ResilientDDP
 
 
 class Regression(LightningModule):
@@ -29,7 +29,7 @@ class Regression(LightningModule):
 
 if __name__ == "__main__":
     inputs = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
-    data = ResumableDataModule(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8, shuffle=True)
     saves = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=50, monitor="step", mode="max", save_top_k=3)
     trainer = Trainer(
         strategy=ResilientDDP(timeout="5m"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -156,8 +158,11 @@ def run_audit(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"distplus audit: {error}", file=sys.stderr)
         return 1
-    for line in _lines(report, arguments.limit):
-        print(line)
+    if arguments.json:
+        print(json.dumps({"ok": report.ok, **asdict(report)}, default=int))
+    else:
+        for line in _lines(report, arguments.limit):
+            print(line)
     return 0 if report.ok else 1
 
 
@@ -172,6 +177,7 @@ def _audits_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="default_root_dir of the job, or the folder of records")
     parser.add_argument("--limit", type=int, default=20, help="findings to print of each kind (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the whole report for a machine")
     return parser
 
 

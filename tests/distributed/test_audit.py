@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -129,6 +130,9 @@ def test_a_planted_gap_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     named = [int(line.split()[2]) for line in lines if line.startswith("missed: ")]
     assert named == ids_by_step(honest)[4]
     assert lines[-1].endswith("(position 9 of epoch 0)")
+    assert main(["audit", str(tmp_path / "gap"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["repeated"], [one[2] for one in told["missed"]]) == (False, [], [[one] for one in named])
 
 
 def test_overfitting_and_foreign_data_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import ResilientDDP
 from lightning_distplus.testing import weights_digest
+from tests.distributed import resume_jobs
 from tests.distributed.resume_jobs import SaveAt, quiet_trainer
 
 
@@ -35,7 +36,7 @@ class Augmented(Dataset):
         return torch.tensor([float(index), random.random() + np.random.rand() + torch.rand(()).item()])
 
 
-class Diary(pl.LightningModule):
+class Diary(resume_jobs.Diary):
     """Notes every batch with the counters of the Trainer.
 
     Args:
@@ -44,17 +45,8 @@ class Diary(pl.LightningModule):
     """
 
     def __init__(self, *, plans_schedule: bool, draws: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2, 1)
+        super().__init__(plans_schedule=plans_schedule)
         self.draws = draws
-        self.plans_schedule = plans_schedule
-        self.events: list[tuple[Any, ...]] = []
-
-    def note(self, *event: Any) -> None:
-        trainer, loop = self.trainer, self.trainer.fit_loop
-        counters = (trainer.current_epoch, trainer.global_step, loop.total_batch_idx)
-        self.events.append((*event, *counters, loop.epoch_loop._batches_that_stepped))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         samples = torch.cat([one.reshape(-1, 2) for one in _tensors(batch)])
@@ -65,20 +57,6 @@ class Diary(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
             self.note("validate", batch_idx, tuple(batch[:, 0].int().tolist()))
-
-    def on_train_epoch_start(self) -> None:
-        self.note("epoch starts")
-
-    def on_train_epoch_end(self) -> None:
-        self.note("epoch ends")
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        if not self.plans_schedule:
-            return optimizer
-        num_steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps / 2)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from lightning_distplus.errors import DivergenceError
 
 __all__ = ["RECORD_BYTES", "GateRecord", "StepGate", "Wish", "compare"]
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 
 
 class Wish(IntFlag):
@@ -67,6 +67,12 @@ class GateRecord:
     """From the gate before to this rank's first backward, to three digits; it never has to agree."""
     wait_s: float = 0.0
     """How long this rank waited at the gate before, to three digits; it never has to agree."""
+    data_s: float = 0.0
+    """How long it waited for its batches since then, to three digits; it never has to agree, nor do the next two."""
+    forward_s: float = 0.0
+    """In ``training_step``."""
+    optimizer_s: float = 0.0
+    """In the optimizer, without forward and backward."""
 
     def pack(self) -> bytes:
         """The record as bytes."""
@@ -99,7 +105,7 @@ class GateRecord:
 
 _NAMES = tuple(field.name for field in fields(GateRecord))
 _values = attrgetter(*_NAMES)  # dataclasses.astuple copies deeply, which costs more than the exchange
-_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd ee".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd eeeee".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 

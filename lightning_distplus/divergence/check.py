@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +36,7 @@ __all__ = [
     "MonitoredRun",
     "OnDivergence",
     "SkipBudget",
+    "Stopwatch",
     "drop_gradients",
 ]
 
@@ -57,6 +59,8 @@ class MonitoredRun:
     """Warns or raises, as the user chose, after the evidence is written; all ranks that call it do the same."""
     note: Callable[..., None]
     """Writes one event into the ledger: ``note("kind", field=value)``."""
+    step_parts: Callable[[], Mapping[str, float]]
+    """Seconds that this rank has spent in each part of its steps, added up, where the strategy measures them."""
     sample_ids: Callable[[], list[Any] | None]
     """The ids of the samples in the present micro-batch, where the data module knows them."""
 
@@ -258,6 +262,21 @@ class Comparison:
         self._run.tell(disagreement(name, found, where=where, remedy=remedy))
 
 
+class Stopwatch:
+    """Adds up the time spent within it."""
+
+    __slots__ = ("_began_at", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began_at = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began_at
+
+
 # -- verdict, ledger and message of a difference -----------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
@@ -362,6 +381,10 @@ class GateMonitor(Callback):
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
+        self.spent = Stopwatch()
+        """What its hooks have taken of the steps so far, on the training thread."""
+        self.num_compared = 0
+        """Steps in which the ranks were compared."""
 
     def take_over(self, checks: Sequence[Check]) -> None:
         """Runs the checks of another monitor, in the place of its own of the same kind."""
@@ -412,6 +435,7 @@ class GateMonitor(Callback):
             parameters_every_n_steps=self.parameters_every_n_steps,
             tell=self._tell,
             note=self._host.note,
+            step_parts=self._host.step_parts,
             sample_ids=lambda: _sample_ids(trainer),
         )
         for check in self.checks:
@@ -451,19 +475,22 @@ class GateMonitor(Callback):
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if not self._is_called:
             return {}
-        self.skips.begin()
         self._run.budget.begin_step()
         fields: dict[str, Any] = {}
-        for check in self.checks:
-            fields.update(check.say(batch, batch_idx))
+        with self.spent:
+            self.skips.begin()
+            for check in self.checks:
+                fields.update(check.say(batch, batch_idx))
         return fields
 
     def _hear(self, records: list[GateRecord]) -> None:
         self._comparison.require_agreement(records)
+        self.num_compared += 1
         if not self._is_called:
             return
-        for check in self.checks:
-            check.hear(records)
+        with self.spent:
+            for check in self.checks:
+                check.hear(records)
 
     def _before_save(self) -> None:
         for check in self._active():
@@ -501,25 +528,29 @@ class GateMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.before_backward(loss)
+        with self.spent:
+            for check in self._active():
+                check.before_backward(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.after_backward()
+        with self.spent:
+            for check in self._active():
+                check.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.before_optimizer_step(optimizer)
+        with self.spent:
+            for check in self._active():
+                check.before_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hands it on to the checks, and their metrics to the loggers."""
-        for check in self._active():
-            check.batch_end()
+        with self.spent:
+            for check in self._active():
+                check.batch_end()
         if self._gate is not None and (batch_idx + 1) % self._log_every == 0:
             metrics = self.metrics()
             for logger in trainer.loggers:

@@ -266,7 +266,7 @@ class BucketHook:
     def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
         keeps: bool | Tensor = True
-        blocks = torch.split(part, _BLOCK) if part.device.type == "cpu" else [part]
+        blocks = torch.split(part, _BLOCK) if part.numel() > _BLOCK and part.device.type == "cpu" else [part]
         for number, block in enumerate(blocks):
             if own:
                 keeps = self._gradients.look_at(block, partial(self._name_at, own, number * _BLOCK))
@@ -833,7 +833,7 @@ class PairingCheck(Check):
             self._tie.reset()
         if self._late is not None:
             late, self._late = self._late, None
-            self._judge(late, self.run.trainer.global_step)
+            self._judge(late)
         if self._mailbox is not None:
             self._mailbox.parameter.grad = None
         return {}
@@ -855,7 +855,7 @@ class PairingCheck(Check):
         if content is None:
             self._tell_not_summed("its backward did not take part in the sum of gradients")
         elif self._mailbox.parameter.device.type == "cpu":
-            self._judge(content, self.run.trainer.global_step + 1)
+            self._judge(content)
         else:
             self._late = content
 
@@ -869,19 +869,22 @@ class PairingCheck(Check):
                 "still by a learning rate of 0",
             )
 
-    def _judge(self, content: torch.Tensor, expected: int) -> None:
+    def _judge(self, content: torch.Tensor) -> None:
         assert self._mailbox is not None
         letter = self._mailbox.read(content)
+        if letter.is_summed and len(set(letter.numbers)) == 1:
+            return
         if not letter.is_summed:
             self._tell_not_summed("the sum of gradients was begun and not finished: a parameter got no gradient")
         numbers = dict(enumerate(letter.numbers))
-        if None in numbers.values() or len(set(numbers.values())) == 1:
+        if None in letter.numbers or len(set(letter.numbers)) == 1:
             return
         self.run.tell(
             disagreement(
                 "gradient_step",
                 numbers,
-                where=f"before optimizer step {expected}: gradients of different steps were summed; no weight changed",
+                where=f"before optimizer step {self._mailbox.expected}: gradients of different steps were summed; no "
+                "weight changed",
                 remedy="a rank left out or repeated a sum of gradients: no_sync, a skipped backward, a second one",
             )
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -230,6 +231,9 @@ _REMEDIES = {
 }
 
 
+_agreeing = attrgetter(*_REMEDIES)
+
+
 class Comparison:
     """Compares field by field; for a fingerprint, all ranks lay open what is behind it.
 
@@ -248,7 +252,7 @@ class Comparison:
         Raises:
             DivergenceError: Two ranks differ, unless the user only wants to be warned.
         """
-        if all(record is records[0] for record in records):
+        if len(set(map(_agreeing, records))) == 1:
             return
         for field, remedy in _REMEDIES.items():
             values = {rank: getattr(record, field) for rank, record in enumerate(records)}
@@ -385,6 +389,7 @@ class GateMonitor(Callback):
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
         """Steps in which the ranks were compared."""
+        self._having: dict[str, list[Check]] = {}
 
     def take_over(self, checks: Sequence[Check]) -> None:
         """Runs the checks of another monitor, in the place of its own of the same kind."""
@@ -451,6 +456,7 @@ class GateMonitor(Callback):
         self._gate = self._host.gate(trainer)
         self._gate.say, self._gate.hear, self._gate.tell = self._say, self._hear, self._tell
         self._comparison = Comparison(self._run, self._explain)
+        self._having.clear()
         for check in self.checks:
             check.attach(self._run)
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
@@ -479,7 +485,7 @@ class GateMonitor(Callback):
         fields: dict[str, Any] = {}
         with self.spent:
             self.skips.begin()
-            for check in self.checks:
+            for check in self._with("say"):
                 fields.update(check.say(batch, batch_idx))
         return fields
 
@@ -489,7 +495,7 @@ class GateMonitor(Callback):
         if not self._is_called:
             return
         with self.spent:
-            for check in self.checks:
+            for check in self._with("hear"):
                 check.hear(records)
 
     def _before_save(self) -> None:
@@ -529,19 +535,19 @@ class GateMonitor(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hands it on to the checks."""
         with self.spent:
-            for check in self._active():
+            for check in self._with("before_backward"):
                 check.before_backward(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands it on to the checks."""
         with self.spent:
-            for check in self._active():
+            for check in self._with("after_backward"):
                 check.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Hands it on to the checks."""
         with self.spent:
-            for check in self._active():
+            for check in self._with("before_optimizer_step"):
                 check.before_optimizer_step(optimizer)
 
     def on_train_batch_end(
@@ -549,7 +555,7 @@ class GateMonitor(Callback):
     ) -> None:
         """Hands it on to the checks, and their metrics to the loggers."""
         with self.spent:
-            for check in self._active():
+            for check in self._with("batch_end"):
                 check.batch_end()
         if self._gate is not None and (batch_idx + 1) % self._log_every == 0:
             metrics = self.metrics()
@@ -563,6 +569,16 @@ class GateMonitor(Callback):
 
     def _active(self) -> Iterator[Check]:
         return iter(self.checks if self._gate is not None else ())
+
+    def _with(self, hook: str) -> Sequence[Check]:
+        """Those active checks that have this hook of a step, found once: most have one or two."""
+        if self._gate is None:
+            return ()
+        found = self._having.get(hook)
+        if found is None:
+            found = [check for check in self.checks if getattr(type(check), hook) is not getattr(Check, hook)]
+            self._having[hook] = found
+        return found
 
     def _tell(self, error: DivergenceError) -> None:
         assert self._incidents is not None

@@ -75,6 +75,7 @@ else:
 __all__ = ["ResilientStrategy"]
 
 log = logging.getLogger(__name__)
+_LATE, _SAVED = int(Wish.LATE), int(Wish.SAVED)  # plain numbers, which are compared in every step
 
 # -- the first word of a failure ---------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class MeasuredDeadlines:
         strategy = self._strategy
         if last is not None and strategy.phases.current is Phase.STEP:
             self.note(Phase.STEP, last)
-        if not self.calibration.is_due(somebody_is_late=any(record.wishes & Wish.LATE for record in records)):
+        if not self.calibration.is_due(somebody_is_late=any(record.wishes & _LATE for record in records)):
             return
         ranks = strategy.plane.gather_json("calibration", self.calibration.take(), strategy.phases.patience)
         if self.calibration.settle(ranks):
@@ -524,7 +525,7 @@ class ResilientStrategy(_Base):
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self.marks.global_step = records[0].global_step
-        if all(record.wishes & Wish.SAVED for record in records):
+        if all(record.wishes & _SAVED for record in records):
             self.saves.settle()
         self.measured.review(records)
         assert self._gate is not None

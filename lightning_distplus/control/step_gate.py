@@ -17,7 +17,7 @@ from lightning_distplus.errors import DivergenceError
 
 __all__ = ["RECORD_BYTES", "GateRecord", "StepGate", "Wish", "compare"]
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 
 
 class Wish(IntFlag):
@@ -66,6 +66,12 @@ class GateRecord(NamedTuple):
     """From the gate before to this rank's first backward, to three digits; it never has to agree."""
     wait_s: float = 0.0
     """How long this rank waited at the gate before, to three digits; it never has to agree."""
+    data_s: float = 0.0
+    """How long it waited for its batches since then, to three digits; it never has to agree, nor do the next two."""
+    forward_s: float = 0.0
+    """In ``training_step``."""
+    optimizer_s: float = 0.0
+    """In the optimizer, without forward and backward."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -99,7 +105,7 @@ class GateRecord(NamedTuple):
         return cls._make(_LAYOUT.unpack(data)[1:])
 
 
-_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd ee".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd eeeee".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 

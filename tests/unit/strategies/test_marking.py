@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distplus.events import EventLog, read_ledger
 from lightning_distplus.strategies.marking import MarkingProfiler, progress_of
-from lightning_distplus.strategies.step_times import StepTimes
+from lightning_distplus.strategies.step_times import ProtectionCosts, StepTimes
 from lightning_distplus.watchdog import Marks
 
 
@@ -158,3 +158,28 @@ def test_the_times_of_a_step_cost_40_microseconds_at_most() -> None:
             with profiler.profile(action):
                 pass
     assert (time.thread_time() - began) / 2000 < 40e-6
+
+
+def test_what_the_protections_cost_is_told_after_64_steps_then_twice_as_many() -> None:
+    told: list[dict[str, float]] = []
+    marks = Marks(phase=lambda: "step")
+    costs = ProtectionCosts(lambda kind, **fields: told.append(fields), marks)
+    costs.begin(monitor_s=5.0)
+    for step in range(200):
+        for _ in range(10):
+            marks.set("x")
+        costs.ledger_s += 1e-5
+        costs.pass_gate(waited_s=2e-4 if step % 4 else 1e-4, monitor_s=5.0 + (step + 1) * 1e-4)
+    assert [one["steps"] for one in told] == [64, 128]
+    costs.write(monitor_s=5.02)
+    assert told[-1] == {"steps": 200, "gate_us": 100.0, "monitor_us": 100.0, "ledger_us": 10.0} | {
+        "watchdog_us": told[-1]["watchdog_us"]
+    }
+    assert 0 < told[-1]["watchdog_us"] < 1000
+
+
+def test_a_run_of_a_few_steps_tells_no_costs() -> None:
+    costs = ProtectionCosts(lambda *_, **__: pytest.fail("told"), Marks(phase=lambda: "step"))
+    costs.begin(0.0)
+    costs.pass_gate(1e-4, 0.0)
+    costs.write(0.0)

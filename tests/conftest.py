@@ -33,6 +33,7 @@ GRACE_S = 2.0  # how long a thread or a process that is on its way out may take
 
 # Set by upstream packages when they are imported or first used; nobody reads them to tell ranks apart.
 UPSTREAM_VARIABLES = {
+    "CRC32C_SW_MODE",  # tensorboardX
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",

@@ -159,6 +159,8 @@ class ControlPlane:
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self.run_id = ""
         """Names the run in events and verdicts, alike on all ranks and in all attempts."""
+        self.attempt = 0
+        """How often the job was started before, alike on all ranks."""
         self.secret_file: Path | None = None
         """Where this process has left the secret for the others; removed at the end."""
         self._calls: Counter[str] = Counter()

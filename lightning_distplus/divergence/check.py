@@ -385,11 +385,11 @@ class GateMonitor(Callback):
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
+        self._having: dict[str, list[Check]] = {}
         self.spent = Stopwatch()
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
         """Steps in which the ranks were compared."""
-        self._having: dict[str, list[Check]] = {}
 
     def take_over(self, checks: Sequence[Check]) -> None:
         """Runs the checks of another monitor, in the place of its own of the same kind."""
@@ -494,9 +494,7 @@ class GateMonitor(Callback):
         self.num_compared += 1
         if not self._is_called:
             return
-        with self.spent:
-            for check in self._with("hear"):
-                check.hear(records)
+        self._each("hear", records)
 
     def _before_save(self) -> None:
         for check in self._active():
@@ -534,29 +532,21 @@ class GateMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hands it on to the checks."""
-        with self.spent:
-            for check in self._with("before_backward"):
-                check.before_backward(loss)
+        self._each("before_backward", loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands it on to the checks."""
-        with self.spent:
-            for check in self._with("after_backward"):
-                check.after_backward()
+        self._each("after_backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Hands it on to the checks."""
-        with self.spent:
-            for check in self._with("before_optimizer_step"):
-                check.before_optimizer_step(optimizer)
+        self._each("before_optimizer_step", optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hands it on to the checks, and their metrics to the loggers."""
-        with self.spent:
-            for check in self._with("batch_end"):
-                check.batch_end()
+        self._each("batch_end")
         if self._gate is not None and (batch_idx + 1) % self._log_every == 0:
             metrics = self.metrics()
             for logger in trainer.loggers:
@@ -569,6 +559,12 @@ class GateMonitor(Callback):
 
     def _active(self) -> Iterator[Check]:
         return iter(self.checks if self._gate is not None else ())
+
+    def _each(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of the step, and adds to what the monitor has taken."""
+        with self.spent:
+            for check in self._with(hook):
+                getattr(check, hook)(*arguments)
 
     def _with(self, hook: str) -> Sequence[Check]:
         """Those active checks that have this hook of a step, found once: most have one or two."""

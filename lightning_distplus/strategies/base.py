@@ -43,7 +43,6 @@ from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
     PreparationBarrier,
-    address_of,
     check_agreement,
     check_data,
     check_folder,
@@ -478,9 +477,8 @@ class ResilientStrategy(_Base):
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
-        attempt = address_of(self).attempt
         self._close_ledger()  # an event that came behind the end of an earlier run has opened it again
-        self._events = EventLog(self.home, self.global_rank, attempt=attempt, run_id=self.plane.run_id)
+        self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
             tell_launcher(self.home, self.on_verdict)
         self.note(

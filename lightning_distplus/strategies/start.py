@@ -259,11 +259,13 @@ def samples_in_hand(trainer: Any) -> list[Any]:
 def address_of(strategy: Any) -> Address:
     """Where the job's store is, by its launcher's variables."""
     environment = strategy.cluster_environment
+    has_agent = env.TORCHELASTIC_RUN_ID.get() is not None
     return Address(
         host=environment.main_address,
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+        round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
 
@@ -327,9 +329,12 @@ def _lock_of(strategy: Any, trainer: Any) -> RunLock | None:
     folder = _folder(trainer)
     if not trainer.checkpoint_callbacks or folder is None:
         return None
-    address = address_of(strategy)
-    job = "" if address.job == "none" else address.job  # torchrun's id where nobody gave one
-    return RunLock(folder, job=job, attempt=address.attempt)
+    job = address_of(strategy).job
+    return RunLock(
+        folder,
+        job="" if job == "none" else job,  # torchrun's id where nobody gave one
+        attempt=strategy.plane.attempt,
+    )
 
 
 def _folder(trainer: Any) -> Path | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tarfile
 import textwrap
@@ -11,7 +12,8 @@ from zipfile import ZipFile
 import pytest
 
 import lightning_distplus
-from tests.installed import DEEPSPEED, ROOT, Environment, build, environment
+from benchmarks import first_resume
+from tests.installed import DEEPSPEED, ROOT, Environment, build, environment, run
 from tests.pairs import kept
 
 SCRIPT = """
@@ -56,12 +58,35 @@ def test_the_installed_command_tells_its_version(installed: Environment, tmp_pat
     assert installed.run("distplus", "--version", cwd=tmp_path).stdout == f"distplus {lightning_distplus.__version__}\n"
 
 
-def test_the_installed_command_knows_the_recipes(installed: Environment, tmp_path: Path) -> None:
-    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp"]
-    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
-    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
-    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
-    assert (tmp_path / "tiny_cpu.yaml").exists()
+README = (ROOT / "README.md").read_text()
+TYPED = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_every_line_of_the_readme_runs_outside_the_checkout(line: str, installed: Environment, tmp_path: Path) -> None:
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":  # in the checkout; the suite does not start itself
+        run("make", "--dry-run", *words[1:], cwd=ROOT)
+    else:
+        assert words[0] == "distplus"
+        printed = installed.run(*words, cwd=tmp_path).stdout
+        if "--print_config" in words:
+            assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
+        if "init" in words:
+            assert (tmp_path / "tiny_cpu.yaml").exists()
+
+
+def test_the_script_of_the_readme_is_killed_and_goes_on_as_it_says(installed: Environment, tmp_path: Path) -> None:
+    """Row P8: a script of a user, a SIGKILL, the same command again."""
+    lines = dict(first_resume.follow(first_resume.Shell(tmp_path, installed.bin)))
+    assert next(iter(lines)) == "distplus init"
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(900)
+def test_from_pip_install_to_the_first_resumed_run_takes_less_than_three_minutes() -> None:
+    (*_, total) = first_resume.run(quick=True)
+    assert total.verdict == "yes", total
 
 
 def test_two_ranks_train_from_an_empty_folder_with_the_installed_wheel(installed: Environment, tmp_path: Path) -> None:

@@ -316,6 +316,7 @@ def test_compressed_files_give_the_tokens_of_plain_ones(suffix: str, tmp_path: P
         ("a.jsonl.gz", compress(b'{"text": "x"}\n{"body": "y"}\n', ".gz"), "line 2 has no field 'text'; found 'body'"),
         ("a.jsonl", b'{"text": "x", "content": "y"}\n', "has both text and content"),
     ],
+    ids=range(9),  # the contents hold the time at which they were packed
 )
 def test_a_mislabelled_or_damaged_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

@@ -217,7 +217,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distplus preflight",
         description="Meets all ranks as the run would, makes the checks of distplus doctor on each host, and compares.",
-        epilog="torchrun ... -m lightning_distplus.cli preflight; srun ... distplus preflight",
     )
     parser.add_argument("--deadline", default="2m", help="how long to wait for the last rank (default: %(default)s)")
     add_settings(parser)

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus import env
-from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, clone_store, open_tcp_store
 from lightning_distplus.control.plane import ControlPlane, Peer
 from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
@@ -151,7 +151,7 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         if _plane is not None:  # of a process group that is gone, and its store with it
             _plane.stop_listening()
         end = time.monotonic() + deadline.total_seconds()
-        own = store.clone()
+        own = clone_store(store)
         own.set_timeout(_CALL_TIMEOUT)
         secret, file = _secret_of_job(own, world, deadline, makes=world.rank == 0)
         joined = _Joined(own, world, secret, Address(host="", port=0), "distplus")
@@ -377,7 +377,7 @@ def _serve(world: World, address: Address) -> TCPStore:
             f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {port_remedy(error)}"
         ) from error
     is_elsewhere = host != _LOOPBACK and not is_local(host)
-    store = TCPStore(
+    store = open_tcp_store(
         _LOOPBACK if is_elsewhere else host,
         address.port,
         is_master=True,
@@ -652,7 +652,7 @@ def join(world: World, host: str, port: int, deadline: timedelta) -> TCPStore:
     def make() -> None:
         try:
             timeout = timedelta(seconds=seconds)
-            found.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            found.put(open_tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
         except dist.DistError as error:
             found.put(error)
 

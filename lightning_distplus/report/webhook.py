@@ -51,10 +51,13 @@ def _try_to_send(path: Path, on_verdict: str) -> None:
 def _is_first(path: Path) -> bool:
     """Whether no other host, where they share the folder, has sent this incident."""
     incident = json.loads(path.read_text()).get("incident", path.stem)
-    with suppress(FileExistsError):
+    try:
         path.with_name(f".verdict-{incident}.sent").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better told twice than by nobody
         return True
-    return False
+    return True
 
 
 def send_verdict(path: Path, on_verdict: str) -> None:

@@ -36,7 +36,7 @@ Mode = Literal["forkserver", "fresh", "torchrun", "lightning"]
 _PRELOAD_S = 120.0
 _HELD_PORTS = 32
 _forkserver_of: int | None = None  # the process that has its forkserver ready
-_held: deque[socket.socket] = deque()
+_held: deque[int] = deque()  # descriptors of sockets
 _preloaded = ["torch", "torch.distributed", "lightning.pytorch"]
 _OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI_", "OMPI_", "PYTEST_")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -147,12 +147,12 @@ def free_port() -> int:
     A socket stays bound to it that does not listen; torch's store, which reuses addresses, may listen there.
     """
     if len(_held) == _HELD_PORTS:
-        _held.popleft().close()
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    _held.append(holder)
-    port: int = holder.getsockname()[1]
+        os.close(_held.popleft())
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        _held.append(holder.detach())
     return port
 
 

@@ -1,4 +1,4 @@
-"""From ``pip install`` of the wheel to the first resumed run, by the lines of the README, word for word.
+"""From pip install of the wheel to the first resumed run, by the README, word for word.
 
 The environment is fresh and has torch; pip's cache is warm. The kill comes when the first checkpoint is there.
 """

@@ -26,12 +26,14 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     get_worker_info,
 )
 
+from lightning_distplus.data.dataloader_stream import ShownDataset, StreamOrder, is_stateful_loader
 from lightning_distplus.data.loader import generators_kept, gives_batches, seed_generators
 from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
@@ -91,7 +93,7 @@ class ExactLoader(DataLoader[Any]):
         distplus_order: What decides about the order, and how far it has come.
     """
 
-    distplus_order: _Order
+    distplus_order: _Order | StreamOrder
 
     def __iter__(self) -> Any:
         return ExactBatches(self, super().__iter__)
@@ -100,10 +102,13 @@ class ExactLoader(DataLoader[Any]):
     def of(cls, loader: DataLoader[Any], fit: LoaderResume) -> ExactLoader:
         """Makes one of a loader of any class that iterates as torch's does."""
         exact: Any = copy.copy(loader)
-        exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, (cls, type(loader)), {})
+        # A StatefulDataLoader has no state here: Lightning would give that of rank 0 to every rank.
+        bases = (cls,) if is_stateful_loader(loader) else (cls, type(loader))
+        exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, bases, {})
         for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
             del vars(exact)[name]  # what runs over the original, with its workers, where they persist
-        exact.distplus_order = _Order(exact, fit)
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        exact.distplus_order = StreamOrder(exact, fit) if is_stream else _Order(exact, fit)
         return exact  # type: ignore[no-any-return]
 
 
@@ -154,7 +159,7 @@ class _Order:
         self._batches: Any = loader.batch_sampler
         if self._batches is None:
             self.batch_size, self.sampler = 1, loader.sampler
-        elif type(self._batches) is BatchSampler:
+        elif isinstance(self._batches, BatchSampler) and _is_of_torch(self._batches):
             self.batch_size, self.sampler = self._batches.batch_size, self._batches.sampler
         else:
             self.batch_size, self.sampler = None, self._batches
@@ -301,6 +306,10 @@ class _Order:
         return 1 if self._batches is None else len(index)
 
 
+def _is_of_torch(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
+
+
 def after(sampler: Any, skip: int) -> Iterator[Any]:
     """What torch's batch sampler, or any sampler, draws after the first batches, which are not made."""
     if not skip:
@@ -330,19 +339,8 @@ class _Asked(NamedTuple):
     seeds: list[int]
 
 
-class _SeededDataset(Dataset[Any]):
+class _SeededDataset(ShownDataset):
     """The data set as a worker sees it: the generators are seeded before each sample. All else is the user's."""
-
-    def __init__(self, dataset: Any) -> None:
-        vars(self)["dataset"] = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # asked for while it is copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -11,12 +11,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_distplus import env
 from lightning_distplus.data.batches import Geometry
 from lightning_distplus.data.dataloader import ExactBatches, ExactLoader
+from lightning_distplus.data.dataloader_stream import StreamOrder, is_stateful_loader, why_no_place
 from lightning_distplus.data.iterable import pack, unpack
 from lightning_distplus.data.loader import AUGMENT
 from lightning_distplus.data.order import derive_key, splitmix64
@@ -67,15 +69,22 @@ class LoaderResume(InStep):
         self._seed = int(env.PL_GLOBAL_SEED.get() or 0)
         self._cursor: Cursor | None = None
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
+        self._has_found = False  # where the loaders begin
+        self._position: Position | None = None  # where the Trainer will be placed
         self._is_placed = False  # at a checkpoint, and has fetched nothing yet
         self._early: list[ExactBatches] = []  # iterators that were made before that
         self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
         self._begun_epoch = -1
+        self._end = -1  # the number of micro-batches after which the latest epoch has ended
+        self._has_warned = False  # of a state that no checkpoint can hold
+        self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
+        self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
 
     def take(self, loader: Any) -> Any:
         """The loader in which a training loader resumes exactly, or what it was given."""
         is_tuning = self not in self._trainer.callbacks  # the Tuner takes all of them out meanwhile
-        if not self._trainer.training or is_tuning or _why_not(loader) is not None:
+        is_foreign = self._has_foreign_states and hasattr(loader, "load_state_dict")
+        if not self._trainer.training or is_tuning or is_foreign or _why_not(loader) is not None:
             return loader
         return ExactLoader.of(loader, self)
 
@@ -102,6 +111,9 @@ class LoaderResume(InStep):
 
     def hold(self, batches: ExactBatches) -> bool:
         """Whether an iterator has to wait for the Trainer to be placed; it takes the place of an earlier one."""
+        for starts in self._starts.values():
+            while starts and starts[0]["epoch"] < self.epoch:
+                starts.popleft()
         is_due = any(starts and starts[0]["epoch"] == self.epoch for starts in self._starts.values())
         waits = self._loaded is not None or is_due
         self._early = [one for one in self._early if one.loader is not batches.loader]
@@ -111,6 +123,8 @@ class LoaderResume(InStep):
 
     def begin(self, batches: ExactBatches) -> None:
         """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
+        if self._loaded is not None and not self._has_found and self._why_not() is None:
+            self._find_starts(self._loaded)
         early, self._early = [one for one in self._early if one.loader in self._exact()], []
         is_resumed, self._is_placed = self._is_placed, False
         if self._cursor is not None and self.epoch != self._begun_epoch:
@@ -135,6 +149,19 @@ class LoaderResume(InStep):
             ranks = replace(ranks, rank=sampler.rank, size=sampler.num_replicas)
         key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
         return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
+
+    def stream_seed(self, loader: ExactLoader) -> int | None:
+        """The seed of a loader's iterable data on this rank."""
+        ranks = data_parallel(self._trainer)
+        return derive_key(self._seed, AUGMENT, self._place_of(loader), ranks.rank) if self._seeds_samples else None
+
+    def note_seed(self) -> None:
+        """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
+        self._num_seeds += self._loaded is not None
+
+    def is_over(self, position: Position) -> bool:
+        """Whether nothing is left to fetch in the epoch of a position."""
+        return position.is_epoch_done or bool(position.batches >= self._trainer.num_training_batches)
 
     def _take_start(self, loader: ExactLoader) -> Mapping[str, Any] | None:
         """The pass of the checkpoint with which a loader begins in this epoch."""
@@ -170,6 +197,8 @@ class LoaderResume(InStep):
             DatasetMismatch: It is of a version that this package does not know.
         """
         state = checkpoint.get(_KEY)
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._has_foreign_states = state is None and bool(loop.get("state_dict", {}).get("combined_loader"))
         if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
@@ -178,7 +207,7 @@ class LoaderResume(InStep):
                 f"The checkpoint's state of the DataLoader has version {state['version']!r}; this lightning_distplus "
                 f"reads {_VERSION}. Resume with the version of lightning_distplus that wrote the checkpoint."
             )
-        self._loaded, self._seed = dict(state), state["seed"]
+        self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
         max_epochs, position = trainer.max_epochs, Position(**self._loaded["position"])
@@ -200,17 +229,32 @@ class LoaderResume(InStep):
                 _log.warning("saved in the middle of a batch, without a place in the data; save in on_train_batch_end")
         else:
             position = self.cursor.position()
-            mine = pack([one.distplus_order.state(position) for one in self._exact()], owner="the DataLoader")
-            ranks = gather_bytes(trainer.strategy, "state of the DataLoader", mine)
+            ranks = gather_bytes(trainer.strategy, "state of the DataLoader", self._packed(position))
+            if not all(ranks):
+                return
             checkpoint[_KEY] = {
                 "version": _VERSION,
                 "position": asdict(position),
                 "ends_open": self.cursor.ends_open,
-                "is_at_end": position.batches >= trainer.num_training_batches,
+                "is_at_end": self.is_over(position),
                 "cut": self._cut(),
                 "seed": self._seed,
                 "ranks": ranks[:1] if len(set(ranks)) == 1 else ranks,
             }
+
+    def _packed(self, position: Position) -> bytes:
+        """The state of this rank's loaders; empty where a checkpoint cannot hold it."""
+        states = [one.distplus_order.state(position) for one in self._exact()]
+        for place, starts in self._starts.items():
+            if starts and position == self._position:  # nothing has been fetched since the resume
+                states[place]["passes"] = list(starts)
+        try:
+            return pack(states, owner="the DataLoader")
+        except TypeError as error:
+            if self._trainer.is_global_zero and not self._has_warned:
+                _log.warning("a run that is resumed inside an epoch %s. %s", _ANEW, error)
+            self._has_warned = True
+            return b""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Puts the loops at a loaded position; warns where a later resume would not be exact.
@@ -232,11 +276,36 @@ class LoaderResume(InStep):
             accumulation=trainer.accumulate_grad_batches,
             ranks=data_parallel(trainer),
         )
-        self._cursor = Cursor(trainer, geometry)
+        is_end = self._is_end if any(isinstance(one.distplus_order, StreamOrder) for one in self._exact()) else None
+        self._cursor = Cursor(trainer, geometry, is_end=is_end)
         if loaded is not None:
-            self._place(self._cursor, loaded)
+            if not self._has_found:
+                self._find_starts(loaded)
+            if self._position is not None:
+                self._end = self._position.total_batches if self._position.is_epoch_done else -1
+                self._cursor.place(self._position)
             warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this class
         self._watch_steps(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes where the data end, if only they know; says once where the run has resumed."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            self._end = progress.total.ready
+        for _ in range(self._num_seeds):
+            torch.empty((), dtype=torch.int64).random_()
+        self._num_seeds = 0
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes where the data have ended."""
+        total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        self._end = total.processed
+
+    def _is_end(self, number: int) -> bool:
+        return number == self._end
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None
@@ -247,6 +316,11 @@ class LoaderResume(InStep):
         for loader in _leaves(trainer.train_dataloader):
             if (why := _why_not(loader)) is not None:
                 return why
+        ordered = [one for one in self._exact() if not isinstance(one.distplus_order, StreamOrder)]
+        if 0 < len(ordered) < len(self._exact()) and trainer.num_training_batches == float("inf"):
+            return "Of one of several loaders no length is known, and another one is of map-style data."
+        if len(ordered) < len(self._exact()) and trainer.reload_dataloaders_every_n_epochs:
+            return "reload_dataloaders_every_n_epochs asks for iterable data again, of which no place is known."
         if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
             return "training_step takes as many batches from dataloader_iter as it likes."
         try:
@@ -257,30 +331,37 @@ class LoaderResume(InStep):
 
     # -- going on at a checkpoint --------------------------------------------------------------------------------------
 
-    def _place(self, cursor: Cursor, state: Mapping[str, Any]) -> None:
-        trainer, exact = self._trainer, self._exact()
+    def _find_starts(self, state: Mapping[str, Any]) -> None:
+        """Finds where each loader begins, and where the Trainer will be placed.
+
+        Raises:
+            DatasetMismatch: The data or their order are others; or only the data know how they are divided.
+        """
+        self._has_found, exact = True, self._exact()
         position, cut = Position(**state["position"]), self._cut()
         ranks = state["ranks"]
-        saved = unpack(ranks[trainer.global_rank if len(ranks) == trainer.world_size else 0])
+        saved = unpack(ranks[self._trainer.global_rank if len(ranks) == self._trainer.world_size else 0])
         passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
-        if position.batches:
+        has_stream = any(start.get("stream") is not None for starts in passes.values() for start in starts)
+        if position.batches or has_stream:
             self._require_same_order(saved)
             if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
-                if trainer.is_global_zero:
+                if has_stream:
+                    _refuse(f"{text}; of iterable data only the data know how they are divided")
+                if self._trainer.is_global_zero:
                     _log.warning("the data of this epoch begin anew, as they do in Lightning: %s", text)
                 return
-        if cut != state["cut"]:
-            before, now, length = state["cut"]["accumulation"], cut["accumulation"], int(trainer.num_training_batches)
-            batches = length if state["is_at_end"] else position.batches // before * now
-            position = replace(position, batches=batches, total_batches=position.epoch * length + batches)
+        if cut != state["cut"] and not has_stream:
+            before, now, length = state["cut"]["accumulation"], cut["accumulation"], self._trainer.num_training_batches
+            batches = int(length) if state["is_at_end"] else position.batches // before * now
+            position = replace(position, batches=batches, total_batches=position.epoch * int(length) + batches)
             for one in (one for starts in passes.values() for one in starts):
                 one["batch"] = one["batch"] // before * now
             self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
         if len(exact) == len(saved):
             for loader, one in zip(exact, saved, strict=True):
                 loader.distplus_order.place(one)
-        self._starts, self._is_placed = passes, True
-        cursor.place(position)
+        self._starts, self._is_placed, self._position = passes, True, position
 
     def _cut(self) -> dict[str, Any]:
         """How samples are cut into batches, and those into steps."""
@@ -298,10 +379,10 @@ class LoaderResume(InStep):
         """
         ours = [one.distplus_order.identity() for one in self._exact()]
         lines = [
-            f"{name}: {before[name]!r} in the checkpoint, {value!r} in this run"
+            f"{name}: {before.get(name)!r} in the checkpoint, {value!r} in this run"
             for before, now in zip(saved, ours, strict=False)
             for name, value in now.items()
-            if before[name] != value
+            if before.get(name) != value
         ]
         if len(ours) != len(saved):
             lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
@@ -313,6 +394,8 @@ class LoaderResume(InStep):
         orders = [one.distplus_order for one in self._exact()]
         is_global = all(type(one.sampler) is DistributedSampler for one in orders)
         may_change = is_global or (before["ranks"] == now["ranks"] and all(one.is_computed for one in orders))
+        if any(isinstance(one, StreamOrder) for one in orders):
+            before, now = {**before, "accumulation": 1}, {**now, "accumulation": 1}
         if before != now and not (may_change and _global_batches(before) == _global_batches(now)):
             return f"{_text(before)} in the checkpoint, {_text(now)} in this run"
         size = self._trainer.world_size
@@ -347,16 +430,19 @@ def _why_not(loader: Any) -> str | None:
     if not isinstance(loader, DataLoader):
         return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
     is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
-    if type(loader).__iter__ is not DataLoader.__iter__ or not is_usual:
+    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or is_stateful_loader(loader)):
         return f"{name} iterates in a way of its own. {_TWO_LINES}"
-    if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__qualname__} is iterable. {_TWO_LINES}"
-    if not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if is_stream and (why := why_no_place(loader)) is not None:
+        return f"{why} {_TWO_LINES}"
+    if not is_stream and not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
         return f"{type(loader.dataset).__qualname__} has no __getitem__. {_TWO_LINES}"
     if not loader.in_order:
         return "With in_order=False workers deliver batches in any order. Leave it out."
+    if is_stream:
+        return None
     for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict"):
+        if hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata."):
             return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
     if sized_len(loader) is None:
         return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."

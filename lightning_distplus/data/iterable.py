@@ -44,10 +44,12 @@ __all__ = [
     "StreamReader",
     "StreamState",
     "WorkerState",
+    "has_state",
     "is_iterable",
     "pack",
     "require_data",
     "stateful",
+    "takes_the_position",
     "unpack",
 ]
 
@@ -171,7 +173,7 @@ class Stateful:
 
     def __init__(self, data: Any, *, allow_stateless: bool = False) -> None:
         self.data = data
-        self.has_state = _has_state(data)
+        self.has_state = has_state(data)
         self._first: bytes | None = None
         if not self.has_state and not allow_stateless:
             raise ValueError(
@@ -252,7 +254,7 @@ def stateful(
         # Restarting by itself would hide from us where a pass ends.
         root = data if _is_node(data) else data.root
         return Stateful(Loader(root, restart_on_stop_iteration=False)), batched
-    if _takes_the_position(data):
+    if takes_the_position(data):
         raise ValueError(
             f"The state_dict() of {_name(data)} takes arguments: it is made by its own loader. Pass that loader, for "
             "litdata `StreamingDataLoader(dataset, batch_size=..., num_workers=...)`, in place of the data set."
@@ -262,7 +264,7 @@ def stateful(
 
 def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ranks: DataParallel) -> None:
     name = _name(loader)
-    if not _has_state(loader):
+    if not has_state(loader):
         raise ValueError(
             f"The training data is a {name}, which has no state: it shuffles and counts where nobody can follow, and a "
             "resumed epoch would repeat and miss samples. Pass its data set instead: "
@@ -303,12 +305,14 @@ def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ra
         )
 
 
-def _has_state(data: Any) -> bool:
+def has_state(data: Any) -> bool:
+    """Whether data can be asked for a state, and given one."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
-def _takes_the_position(data: Any) -> bool:
-    if not _has_state(data):
+def takes_the_position(data: Any) -> bool:
+    """Whether only its own loader can ask data for a state."""
+    if not has_state(data):
         return False
     parameters = inspect.signature(data.state_dict).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -376,6 +380,17 @@ class StreamState(NamedTuple):
     def begin_again(self) -> StreamState:
         """The beginning of the next pass."""
         return StreamState(tuple(one.begin_again() for one in self.workers))
+
+    def opened(self) -> dict[str, Any]:
+        """The state as plain values, for a checkpoint."""
+        workers = [{**one._asdict(), "data": Stateful.opened(one.data)} for one in self.workers]
+        return {"workers": workers, "last_worker": self.last_worker}
+
+    @classmethod
+    def closed(cls, opened: Mapping[str, Any]) -> StreamState:
+        """The state of which a checkpoint holds plain values."""
+        workers = (WorkerState(**{**one, "data": Stateful.closed(one["data"])}) for one in opened["workers"])
+        return cls(tuple(workers), opened["last_worker"])
 
 
 class Item(NamedTuple):
@@ -756,9 +771,7 @@ class IterableTraining:
         Raises:
             TypeError: The data's state holds something that a checkpoint does not take.
         """
-        workers = [{**one._asdict(), "data": self._source.opened(one.data)} for one in state.workers]
-        owner = type(self._source.data).__qualname__
-        return pack({"workers": workers, "last_worker": state.last_worker}, owner=owner)
+        return pack(state.opened(), owner=type(self._source.data).__qualname__)
 
     def to_checkpoint(self, states: Sequence[bytes]) -> dict[str, Any]:
         """What a checkpoint holds, from the states of all ranks."""
@@ -791,9 +804,7 @@ class IterableTraining:
                 _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
             return
         self._require_same_readers(saved, world_size)
-        state = unpack(saved["states"][rank])
-        workers = (WorkerState(**{**one, "data": self._source.closed(one["data"])}) for one in state["workers"])
-        self._state = StreamState(tuple(workers), state["last_worker"])
+        self._state = StreamState.closed(unpack(saved["states"][rank]))
 
     def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
         ours, theirs = self.options.workers.num_workers, saved["num_workers"]

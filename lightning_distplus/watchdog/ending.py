@@ -26,7 +26,7 @@ from rich.text import Text
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with, stop_showing_errors_with
-from lightning_distplus.events import read_ledger
+from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
 from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict
 from lightning_distplus.world import name_ranks
@@ -72,8 +72,9 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
 
 
 def _last_commit(folder: Path, run_id: str) -> _Committed:
-    ledger = next(iter(sorted(folder.glob("events-rank[0-9]*.jsonl"))), None)  # the ranks commit together
-    events = [] if ledger is None else [one for one in read_ledger(ledger) if one["run_id"] == run_id]
+    files = ledger_files(folder, has_launcher=False)
+    lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
+    events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
     last = _Committed(at=events[0]["time"] if events else time.time())
     for event in events:
         if event["kind"] == "saved" or event["kind"] == "loaded":
@@ -136,11 +137,11 @@ class Ending:
     Args:
         plane: The control plane, which knows the first error of the job.
         telling: Knows the verdict, and who speaks for this host.
-        on_shown: Told the folder of the artefacts once the verdict is printed; it takes little time and never raises.
+        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
     """
 
     def __init__(
-        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda folder: None
+        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda path: None
     ) -> None:
         self._plane = plane
         self._rank = plane.world.rank
@@ -239,7 +240,7 @@ class Ending:
                     self._telling.await_others(found[0].silent)
                 if self._telling.claim_showing(found[1]):
                     print_block(*found)
-                    self._on_shown(found[1].parent)
+                    self._on_shown(found[1])
                     return True
         return False
 

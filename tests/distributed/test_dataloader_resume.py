@@ -29,7 +29,8 @@ from lightning_distplus import ResilientDDP, ResumableDataModule
 from lightning_distplus.data.dataloader import after
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import spawn
-from tests.distributed.loader_jobs import Augmented, Diary, assert_every_save_resumes_exactly, fit
+from tests.distributed.iterable_jobs import Counting, Endless, Resuming
+from tests.distributed.loader_jobs import Augmented, Diary, assert_every_save_resumes_exactly, final_counters, fit
 from tests.distributed.resume_jobs import SaveAt, quiet_trainer
 from tests.pairs import kept
 
@@ -114,6 +115,36 @@ def combined(mode: str) -> CombinedLoader:
     return CombinedLoader(parts, mode)
 
 
+def stream(data: type[IterableDataset] = Counting, num_samples: int = 19, **arguments: Any) -> DataLoader:
+    return DataLoader(data(num_samples), **{"batch_size": 2, **arguments})
+
+
+def stateful(data: Any = None, **arguments: Any) -> DataLoader:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Counting(19) if data is None else data, **{"batch_size": 2, **arguments})
+
+
+def stateful_over_ids(**arguments: Any) -> DataLoader:
+    return stateful(Augmented(), shuffle=True, **arguments)
+
+
+def stateful_over_stateless() -> DataLoader:
+    return stateful(Plain(), num_workers=2)
+
+
+class Plain(IterableDataset):
+    """Has no state: a ``StatefulDataLoader`` reads it again up to the place."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(13):
+            yield torch.tensor([float(number), torch.rand(()).item()])
+
+
+def streams(mode: str) -> CombinedLoader:
+    return CombinedLoader([stream(), stream(num_samples=7, num_workers=1)], mode)
+
+
 BOTH = ["on_train_batch_end", "on_train_epoch_end"]
 MOMENTS = [*BOTH, "on_validation_end", "on_train_epoch_start", "on_train_start"]
 OWN = {"use_distributed_sampler": False, "max_epochs": 2}
@@ -148,10 +179,34 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     },
     "wrapped by Lightning": (partial(sampled_by, "weighted"), BOTH[:1], TWO),
     **{mode: (partial(combined, mode), BOTH, OWN) for mode in ("max_size_cycle", "max_size", "min_size")},
+    "stream": (stream, MOMENTS, TWO),
+    "stream, windows": (stream, BOTH, WINDOWS),
+    "stream, validation inside": (stream, BOTH, {"val_check_interval": 3}),
+    "stream, 2 workers": (partial(stream, num_workers=2), BOTH, TWO),
+    "stream, persistent workers": (partial(stream, num_workers=2, persistent_workers=True), BOTH, TWO),
+    "stream, drop_last": (partial(stream, drop_last=True, num_workers=2), BOTH, TWO),
+    "stream without batches": (partial(stream, batch_size=None), BOTH, TWO),
+    "stream that begins at 0": (partial(stream, Resuming), BOTH, TWO),
+    "limited stream": (stream, BOTH, {"limit_train_batches": 4}),
+    "limited stream that begins at 0": (partial(stream, Resuming), BOTH, {"limit_train_batches": 4}),
+    "endless stream": (partial(stream, Endless), BOTH, {"limit_train_batches": 4}),
+    "endless stream, steps": (partial(stream, Endless, num_workers=2), BOTH[:1], {"max_steps": 9, "max_epochs": -1}),
+    "StatefulDataLoader": (stateful, BOTH, TWO),
+    "StatefulDataLoader, workers": (partial(stateful, num_workers=2, persistent_workers=True), BOTH, TWO),
+    "StatefulDataLoader over ids": (stateful_over_ids, BOTH, OWN),
+    "StatefulDataLoader over ids, workers": (partial(stateful_over_ids, num_workers=2), BOTH, TWO),
+    "StatefulDataLoader over no state": (stateful_over_stateless, BOTH[:1], TWO),
+    **{f"streams, {mode}": (partial(streams, mode), BOTH, TWO) for mode in ("max_size_cycle", "max_size", "min_size")},
     "cycle in windows": (partial(combined, "max_size_cycle"), BOTH, {**OWN, **WINDOWS}),
     "cycle over ranks": (partial(combined, "max_size_cycle"), BOTH[:1], TWO),
 }
 EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle"]
+EACH_COMMIT += [
+    "stream",
+    "stream, persistent workers",
+    "streams, max_size_cycle",
+    "StatefulDataLoader over ids, workers",
+]
 
 
 def resume_from_every_save(names: list[str], folder: str) -> dict[str, int]:
@@ -248,6 +303,48 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batches(tmp_path: 
         assert resumed == {step: samples for step, samples in whole.items() if step >= 4}
 
 
+def fit_over_stream(rank: int, folder: str, num_workers: int, save: int | None, devices: int) -> Any:
+    """What the rank trains on, and its weights, or why it is not resumed."""
+    saver = SaveAt("on_train_batch_end", Path(folder))
+    settings: dict[str, Any] = {"callbacks": [saver]} if save is None else {"ckpt_path": f"{folder}/{save}.ckpt"}
+    strategy = partial(ResilientDDP, timeout="40s")
+    loader = stateful if num_workers else DataLoader
+    make = partial(loader, Counting(20), batch_size=2, num_workers=num_workers)
+    try:
+        run = fit(make, max_epochs=2, strategy=strategy, default_root_dir=folder, devices=devices, **settings)
+    except DatasetMismatch as error:
+        return str(error)
+    return rest_of(run), final_counters(run)["weights"]
+
+
+@pytest.mark.parametrize("num_workers", kept([0, 2], [2]))
+def test_each_rank_goes_on_with_its_own_state_of_iterable_data(num_workers: int, tmp_path: Path) -> None:
+    args = (str(tmp_path), num_workers)
+    whole = spawn(fit_over_stream, 2, args=(*args, None, 2), deadline="60s").check().results
+    resumed = spawn(fit_over_stream, 2, args=(*args, 2, 2), deadline="60s").check().results
+    for rank in (0, 1):
+        assert resumed[rank] == (whole[rank][0][3:], whole[rank][1])
+    text = spawn(fit_over_stream, 1, args=(*args, 2, 1), deadline="60s").check().results[0]
+    assert "x 2 data-parallel ranks x accumulation 1 in the checkpoint" in text
+    assert "only the data know how they are divided" in text
+
+
+def order_beside_stock(folder: str) -> list[Any]:
+    runs = []
+    for make in (stream, partial(stream, num_workers=2), partial(stateful, num_workers=2), stateful_over_ids):
+        own = {"max_epochs": 3, "use_distributed_sampler": False, "default_root_dir": folder}
+        runs.append(
+            [rest_of(fit(make, strategy=partial(ResilientDDP, data=data), **own)) for data in ("exact", "as_is")]
+        )
+    return runs
+
+
+def test_order_of_data_with_a_state_is_that_of_stock(tmp_path: Path) -> None:
+    for exact, stock in on_one_rank(order_beside_stock, str(tmp_path)):
+        assert len(exact) > 20
+        assert exact == stock
+
+
 def show_the_loader(folder: str) -> dict[str, Any]:
     loader = Named(Augmented(), batch_size=2, shuffle=True, persistent_workers=True, num_workers=1)
     run, saves = saved(lambda: loader, folder, max_epochs=1, use_distributed_sampler=False)
@@ -299,9 +396,11 @@ def test_other_words_are_refused(data: Any) -> None:
         ResilientDDP(data=data)
 
 
-class Counting(IterableDataset):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.zeros(6, 2)
+class Unsaved(Counting):
+    """Its state holds what a checkpoint does not take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": object()}
 
 
 class Doubling(DataLoader):
@@ -313,11 +412,12 @@ class Doubling(DataLoader):
 
 def unknown(kind: str) -> Any:
     return {
-        "iterable": lambda: DataLoader(Counting(), batch_size=2),
+        "iterable": lambda: DataLoader(Plain(), batch_size=2),
+        "unsaved": lambda: DataLoader(Unsaved(6), batch_size=2),
         "own class": lambda: Doubling(Augmented(), batch_size=2),
         "own iterable": lambda: [torch.zeros(2, 2)] and Batches(),
         "any order": lambda: shuffled(num_workers=2, in_order=False),
-        "with a loader": lambda: [shuffled(), DataLoader(Counting(), batch_size=2)],
+        "with a loader": lambda: [shuffled(), DataLoader(Plain(), batch_size=2)],
     }[kind]()
 
 
@@ -332,11 +432,12 @@ def warnings_of(kind: str, folder: str) -> tuple[list[str], bool]:
 
 
 WARNINGS = {
-    "iterable": "Counting is iterable.",
+    "iterable": "Plain is iterable",
+    "unsaved": "builtins.object at state_dict()",
     "own class": "Doubling iterates in a way of its own.",
     "own iterable": "Batches is no torch.utils.data.DataLoader.",
     "any order": "in_order=False",
-    "with a loader": "Counting is iterable.",
+    "with a loader": "Plain is iterable",
 }
 
 
@@ -397,7 +498,7 @@ def test_other_global_batch_inside_an_epoch_begins_it_anew_with_a_warning(tmp_pa
 
 @pytest.mark.soak
 def test_other_kind_of_loader_inside_an_epoch_is_refused(tmp_path: Path) -> None:
-    assert "Counting is iterable" in refusal(shuffled, partial(unknown, "iterable"), tmp_path)
+    assert "Plain is iterable" in refusal(shuffled, partial(unknown, "iterable"), tmp_path)
 
 
 def test_sampler_that_listens_to_the_clock_is_refused(tmp_path: Path) -> None:

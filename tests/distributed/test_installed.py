@@ -40,12 +40,8 @@ SCRIPT = """
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return environment(tmp_path_factory.mktemp("installed"))
-
-
-@pytest.fixture(scope="module")
-def without_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return environment(tmp_path_factory.mktemp("without"), without=DEEPSPEED)
+    """Without DeepSpeed, which the soak has."""
+    return environment(tmp_path_factory.mktemp("installed"), without=DEEPSPEED)
 
 
 def script(folder: Path, name: str, at: Environment) -> str:
@@ -89,14 +85,8 @@ def test_from_pip_install_to_the_first_resumed_run_takes_less_than_three_minutes
     assert total.verdict == "yes", total
 
 
-def test_two_ranks_train_from_an_empty_folder_with_the_installed_wheel(installed: Environment, tmp_path: Path) -> None:
-    ended = installed.run("python", script(tmp_path, "ResilientDDP", installed), cwd=tmp_path)
-    assert ended.stdout.count("steps 3") == 2
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
-
-
 def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspeed(
-    without_deepspeed: Environment, tmp_path: Path
+    installed: Environment, tmp_path: Path
 ) -> None:
     code = """
         import importlib, pkgutil
@@ -116,7 +106,7 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
         except Exception as error:
             print(error)
     """
-    ended = without_deepspeed.run("python", "-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path)
+    ended = installed.run("python", "-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path)
     first, second = ended.stdout.splitlines()[-2:]
     assert first == "without"
     assert "pip install" in second
@@ -124,18 +114,24 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
 
 
 @pytest.mark.parametrize("name", kept(["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"], ["ResilientFSDP"]))
-def test_two_ranks_train_without_deepspeed(name: str, without_deepspeed: Environment, tmp_path: Path) -> None:
-    ended = without_deepspeed.run("python", script(tmp_path, name, without_deepspeed), cwd=tmp_path)
+def test_two_ranks_train_without_deepspeed(name: str, installed: Environment, tmp_path: Path) -> None:
+    ended = installed.run("python", script(tmp_path, name, installed), cwd=tmp_path)
     assert ended.stdout.count("steps 3 False") == 2
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
 
 
-def test_the_command_line_works_without_deepspeed(without_deepspeed: Environment, tmp_path: Path) -> None:
-    options = ["--trainer.strategy=resilient_fsdp", "--model=lightning.pytorch.demos.boring_classes.BoringModel"]
-    printed = without_deepspeed.run("distplus", "fit", *options, "--print_config", cwd=tmp_path).stdout
+def test_the_installed_command_knows_the_recipes_and_works_without_deepspeed(
+    installed: Environment, tmp_path: Path
+) -> None:
+    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp", "--trainer.strategy=resilient_fsdp"]
+    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
+    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
     assert "strategy: resilient_fsdp" in printed
+    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
+    assert (tmp_path / "tiny_cpu.yaml").exists()
     (tmp_path / "note.txt").write_text("a text of a few words\n" * 50)
-    without_deepspeed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
-    without_deepspeed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
+    installed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
+    installed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
 
 
 def test_the_archives_hold_the_package_and_what_it_says_of_itself(tmp_path: Path) -> None:

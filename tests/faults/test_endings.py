@@ -5,6 +5,7 @@ Rows H1 and H2.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -58,7 +59,7 @@ def ending_of(launcher: str, fault: str, folder: Path) -> tuple[int, list[str]]:
     done = subprocess.run(
         [*LAUNCHERS[launcher], "train.py", fault],
         cwd=folder,
-        env={**os.environ, "DISTPLUS_TRACEBACK": ""},
+        env={**os.environ, "DISTPLUS_TRACEBACK": "", "DISTPLUS_ON_VERDICT": "cat > told.json"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,6 +84,12 @@ def verdict_at_the_end_of(lines: list[str]) -> list[str]:
     return block
 
 
+def told(folder: Path) -> tuple[str, list[int]]:
+    """What the command of ``on_verdict`` has heard."""
+    found = json.loads((folder / "told.json").read_text())
+    return found["kind"], found["culprits"]
+
+
 @pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["torchrun"]))
 def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
     code, lines = ending_of(launcher, "hang", tmp_path)
@@ -90,6 +97,7 @@ def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
     assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
     assert block[1] == "    time.sleep(10**6)"
     assert lines.count("rank 1 stopped, exit 170") == 1
+    assert told(tmp_path) == ("hang", [1])
     assert not any("Traceback" in line for line in lines)
     assert code == (ExitCode.HANG if launcher == "python" else 1)
 
@@ -105,6 +113,7 @@ def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: st
     assert sum(line.startswith("Traceback") for line in lines) == 1
     assert any(re.match(r"    \.\.\. \d+ frames of .*lightning", line) for line in before)
     assert before.count("rank 0 stopped because of rank 1, exit 171") == 1
+    assert told(tmp_path) == ("exception", [1])
     for rank in (0, 1):
         assert "Traceback" in (tmp_path / "distplus" / f"rank{rank:05d}.traceback").read_text()
     assert code == (ExitCode.PEER_LOST if launcher == "python" else 1)

@@ -1,4 +1,4 @@
-"""From ``pip install`` of the wheel to the first resumed run, by the lines of the README, word for word.
+"""From pip install of the wheel to the first resumed run, by the README, word for word.
 
 The environment is fresh and has torch; pip's cache is warm. The kill comes when the first checkpoint is there.
 """
@@ -35,7 +35,8 @@ def run(quick: bool) -> list[Figure]:
         shell = Shell(folder / "work", folder / "venv" / "bin")
         _build(shell.folder)
         shell.run(f"pip install --quiet torch=={version('torch').partition('+')[0]}")
-        times = {line: _timed(shell, line) for line in lines_of(_README)[0]} | dict(follow(shell))
+        install, _ = lines_of(_README)
+        times = {install: _timed(shell, install), **dict(follow(shell))}
     figures = [Figure(name=line, value=seconds, unit="s") for line, seconds in times.items()]
     return [*figures, Figure(name="all of it", value=sum(times.values()), unit="s", target=_TARGET_S)]
 
@@ -80,11 +81,11 @@ class Shell:
         return told
 
 
-def lines_of(readme: str) -> tuple[list[str], list[str]]:
+def lines_of(readme: str) -> tuple[str, list[str]]:
     """What the README says to type: to install the wheel, and to train, kill and go on."""
     install, train = re.split(r"^## ", readme, flags=re.MULTILINE)[1:3]
-    _torch, tools, _checkout, wheel = _typed(install)
-    return [tools, wheel], _typed(train)
+    _torch, _checkout, wheel = _typed(install)
+    return wheel, _typed(train)
 
 
 def _typed(section: str) -> list[str]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -119,6 +120,7 @@ def refuse_foreign(path: Path) -> None:
     )
 
 
+_LITGPT = "transformer."
 _VERSION = "pytorch-lightning_version"
 _COUNTS = {"iter_num", "step_count"}
 _NAMES = {"hf": "Hugging Face", "litgpt": "lit-gpt", "lightning": "Lightning", "deepspeed": "DeepSpeed"}
@@ -128,14 +130,16 @@ def _keys_of(path: Path) -> list[str]:
     """The first level of a file of torch, without reading a tensor; nothing where it is none, or may run code."""
     with suppress(Exception):  # whatever is wrong with it, the load says so
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return [str(key) for key in loaded] if isinstance(loaded, dict) else []
+        model = loaded.get("model")
+        inner = [key for key in model if key.startswith(_LITGPT)] if isinstance(model, dict) else []  # without counts
+        return [str(key) for key in (*loaded, *inner)]
     return []
 
 
 def _origin_of_keys(keys: list[str]) -> Origin | None:
     if _VERSION in keys:
         return "lightning"
-    if ("model" in keys and _COUNTS & set(keys)) or any(key.startswith("transformer.") for key in keys):
+    if ("model" in keys and _COUNTS & set(keys)) or any(key.startswith(_LITGPT) for key in keys):
         return "litgpt"
     return "hf" if any(_LAYER.match(key) for key in keys) else None
 
@@ -166,7 +170,7 @@ def _load(file: Path) -> Any:
         what = "is a folder of shards, and one file is read" if file.is_dir() else "is not there"
         raise CheckpointCorrupt(f"{file} {what}. Give a whole checkpoint.")
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)  # torch 1.5 wrote no zip
     except (RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointCorrupt(f"{file} cannot be read: {reason}. Give another checkpoint.") from error

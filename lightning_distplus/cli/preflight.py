@@ -148,7 +148,8 @@ def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[st
         for finding in findings:
             status = f"[{_COLOURS[finding.status]}]{finding.status.value}"
             table.add_row(finding.check, status, escape(str(finding)))
-        Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
+        if findings:
+            Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
     print(f"nothing to say: {', '.join(quiet) or '-'}")
     print(_summary(findings))
 

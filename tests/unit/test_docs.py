@@ -164,7 +164,7 @@ def is_error(value: object) -> bool:
 def test_the_help_of_a_command_is_on_its_page(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "112")
+    monkeypatch.setenv("COLUMNS", "94")
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     (section,) = re.findall(rf"^## distplus {command}\n(.*?)(?=^## |\Z)", PAGES["reference/cli.md"], re.DOTALL | re.M)

@@ -186,7 +186,7 @@ def test_pickled_weights_in_half_precision_and_tied_ones_come_in(tmp_path: Path)
     model.config.save_pretrained(tmp_path)
     weights = {name: one.bfloat16() for name, one in model.state_dict().items() if name != "lm_head.weight"}
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    torch.save(weights, tmp_path / "pytorch_model.bin")
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as old ones are
     assert main(["import", str(tmp_path), "--to", str(tmp_path / "in.ckpt")]) == 0
     assert torch.equal(logits_of(tiny_llama(tmp_path / "in.ckpt").model), logits_of(model))
 
@@ -284,6 +284,7 @@ def test_weights_go_out_to_litgpt(tmp_path: Path) -> None:
     theirs = LitGPT(is_fork=False)
     theirs.load_state_dict(torch.load(tmp_path / "lit" / "lit_model.pth", weights_only=True)["model"])
     torch.testing.assert_close(theirs(TOKENS), logits_of(model), atol=1e-5, rtol=1e-4)
+    assert origin_of(tmp_path / "lit" / "lit_model.pth") == "litgpt"
     # And back: model_config.yaml beside it says what the tensors do not.
     assert main(["import", str(tmp_path / "lit"), "--to", str(tmp_path / "again.ckpt")]) == 0
     assert torch.equal(logits_of(tiny_llama(tmp_path / "again.ckpt").model), logits_of(model))

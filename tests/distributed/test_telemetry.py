@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_distplus.events import read_events
 from lightning_distplus.report.health import FIGURES
 from lightning_distplus.report.prometheus import metric_name
 from lightning_distplus.strategies.telemetry import Telemetry
@@ -115,3 +116,8 @@ def test_loggers_bar_and_prometheus_have_the_figures_and_the_users_metrics_are_a
     for figure in OURS:
         assert f"\n{metric_name(figure)}{{run_id=" in found["page"], figure
     assert told[1]["with"]["page"] == ""
+
+    events = [event for event in read_events(tmp_path / "with" / "distplus") if event["rank"] == 0]
+    (costs,) = (event for event in events if event["kind"] == "costs")
+    assert all(0 < costs[f"{name}_us"] < 50_000 for name in ("gate", "monitor", "watchdog", "ledger"))
+    assert next(event["clock_offset_s"] for event in events if event["kind"] == "start") == 0  # both are on this host

@@ -21,6 +21,7 @@ SCRIPT = """
 import sys, time
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_distplus import ResilientDDP
 
@@ -42,7 +43,8 @@ class Net(LightningModule):
 if __name__ == "__main__":
     data = TensorDataset(torch.arange(512.0).reshape(64, 8) if sys.argv[1] != "preflight" else torch.rand(64, 8))
     trainer = Trainer(
-        strategy=ResilientDDP(timeout="4s"), accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        strategy=ResilientDDP(timeout="4s"), accelerator="cpu", devices=2, max_epochs=1,
+        logger=TensorBoardLogger(".", name="board"),
         enable_model_summary=False,
     )
     trainer.fit(Net(), DataLoader(data, batch_size=2))
@@ -94,7 +96,7 @@ def told(folder: Path) -> tuple[str, list[int]]:
 def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
     code, lines = ending_of(launcher, "hang", tmp_path)
     block = verdict_at_the_end_of(lines)
-    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
+    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:17", block[0])
     assert block[1] == "    time.sleep(10**6)"
     assert lines.count("rank 1 stopped, exit 170") == 1
     assert told(tmp_path) == ("hang", [1])
@@ -106,7 +108,7 @@ def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
 def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: str, tmp_path: Path) -> None:
     code, lines = ending_of(launcher, "raise", tmp_path)
     block = verdict_at_the_end_of(lines)
-    assert re.fullmatch(r"RANK 1 FAILED \(host \S+, pid \d+\) in training_step, train.py:17", block[0])
+    assert re.fullmatch(r"RANK 1 FAILED \(host \S+, pid \d+\) in training_step, train.py:18", block[0])
     assert "no checkpoint has been committed yet" in " ".join(block)
     before = lines[: -len(block)]
     assert before.count("ValueError: a bad sample,") == before.count("  of a long message") == 1
@@ -114,6 +116,7 @@ def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: st
     assert any(re.match(r"    \.\.\. \d+ frames of .*lightning", line) for line in before)
     assert before.count("rank 0 stopped because of rank 1, exit 171") == 1
     assert told(tmp_path) == ("exception", [1])
+    assert any(b"RANK 1 FAILED" in path.read_bytes() for path in (tmp_path / "board").rglob("events.out.*"))
     for rank in (0, 1):
         assert "Traceback" in (tmp_path / "distplus" / f"rank{rank:05d}.traceback").read_text()
     assert code == (ExitCode.PEER_LOST if launcher == "python" else 1)

@@ -184,7 +184,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "costs": _costs(ledgers.events, saves),
         "notices": _notices(ledgers.events),
         "num_notices": sum(event["kind"] in _NOTICES for event in ledgers.events),
-        "failures": _failures(ledgers.events),
+        "failures": _failures(ledgers.events, attempts),
         "steps": _heat_map(ledgers.windows),
         "loss": _loss(attempts),
         "ranks": _ranks(ledgers, now),
@@ -340,8 +340,14 @@ def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in event.items() if name != "run_id"} for event in told[-_MOST_NOTICES:]]
 
 
-def _failures(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    failed = [event for event in events if event["kind"] == "failed"]
+def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    """Errors that ranks have told, without those of ranks that stopped because of another one."""
+    blamed = {one.number: one.culprits for one in attempts if one.culprits}
+    failed = [
+        event
+        for event in events
+        if event["kind"] == "failed" and event["rank"] in blamed.get(event["attempt"], [event["rank"]])
+    ]
     return [
         {
             "rank": event["rank"],

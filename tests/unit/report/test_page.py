@@ -66,6 +66,14 @@ def test_the_clocks_of_hosts_are_those_of_rank_0(tmp_path: Path) -> None:
     assert told["goodput"]["share"] == pytest.approx(10 / 13)
 
 
+def test_the_error_of_a_rank_that_stopped_because_of_another_is_no_failure(tmp_path: Path) -> None:
+    job = a_job_that_hung_once(tmp_path)
+    job.tell(90, "failed", ranks=[0], error="PeerLost: the process of rank 1 is gone", exit_code=171)
+    job.tell(150, "failed", attempt=1, ranks=[1], error="RuntimeError: its own", exit_code=1)
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert [(one["rank"], one["error"]) for one in told["failures"]] == [(1, "RuntimeError: its own")]
+
+
 def test_what_the_protections_cost_is_that_of_the_last_measurement(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.start(0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lightning_distplus._compat.probing import warn_once
+from lightning_distplus._compat.probing import warn_once, wrap_method
 
 __all__ = [
     "WorkerInit",
@@ -18,6 +18,7 @@ __all__ = [
     "agree_on_resume",
     "choose_checkpoints",
     "find_more_last_checkpoints",
+    "handle_errors_of_forks",
     "logged_metric",
     "may_stop_early",
     "prepare_workers",
@@ -261,6 +262,35 @@ def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> boo
         extended.is_extended = True  # type: ignore[attr-defined]
         owner._find_last_checkpoints = extended
     return True
+
+
+def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> None:
+    """Handles an error in a rank that is forked from a notebook as Lightning does in any other: there it asks no hook.
+
+    Args:
+        launcher: Of the strategy; only one that forks is compatible with a notebook (lightning 2.6.6,
+            ``strategies/launchers/multiprocessing.py``, ``_wrapping_function``).
+        before: Told the Trainer before its ranks are forked.
+    """
+
+    def launch(inner: Any, function: Any, *arguments: Any, trainer: Any = None, **named: Any) -> Any:
+        if trainer is not None:
+            before(trainer)
+        return inner(functools.partial(run, trainer, function), *arguments, trainer=trainer, **named)
+
+    def run(trainer: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except BaseException as error:
+            interrupt = getattr(importlib.import_module("lightning.pytorch.trainer.call"), "_interrupt", None)
+            if interrupt is None:
+                warn_once("lightning.pytorch.trainer.call._interrupt", "a notebook shows no verdict on an error")
+            elif trainer is not None:
+                interrupt(trainer, error)
+            raise
+
+    if launcher is not None and launcher.is_interactive_compatible:
+        wrap_method(launcher, "launch", launch, "a notebook shows no verdict on an error")
 
 
 def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:

@@ -62,6 +62,7 @@ from lightning_distplus.strategies.telemetry import Telemetry
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
+from lightning_distplus.watchdog.ending import show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -380,6 +381,9 @@ class ResilientStrategy(_Base):
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
         _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
+        _compat.handle_errors_of_forks(
+            self.launcher, lambda trainer: show_after_cells(folder_of_run(trainer.default_root_dir))
+        )
 
     def setup_environment(self) -> None:
         """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""

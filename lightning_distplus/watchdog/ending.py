@@ -8,7 +8,9 @@ after its own lines.
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.util
+import os
 import re
 import signal
 import sys
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -28,13 +30,13 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with, stop_showing_errors_with
 from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
-from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict
+from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict, find_verdicts
 from lightning_distplus.world import name_ranks
 
 if TYPE_CHECKING:
     from lightning_distplus.watchdog.watchdog import Telling
 
-__all__ = ["Ending", "describe_next", "duration_in_words", "print_block"]
+__all__ = ["Ending", "describe_next", "duration_in_words", "print_block", "show_after_cells", "shown_mark"]
 
 _LABEL = re.compile(r"  (\w+): ")
 
@@ -123,12 +125,64 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 _at_exit: list[multiprocessing.util.Finalize] = []
-"""Shows the verdict on the last run where no hook is asked: in a notebook, or in a script that goes on."""
+"""Shows the verdict on the last run where no hook is asked: in a script that goes on."""
 
 
 def _cancel_at_exit() -> None:
     while _at_exit:
         _at_exit.pop().cancel()
+
+
+def _notebook() -> Any:
+    """The shell of IPython that runs this process or has forked it, as a notebook's does; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+_after_cells: list[Callable[[Any], None]] = []
+
+
+def show_after_cells(folder: Path) -> None:
+    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
+
+    Args:
+        folder: Where the artefacts of the run are.
+    """
+    if (shell := _notebook()) is None:
+        return
+    began_at = time.time()
+
+    def end_cell(result: Any) -> None:
+        with suppress(Exception):  # the error of the cell has been shown
+            for told in [] if result.success else find_verdicts(folder, since=began_at)[-1:]:
+                shown_mark(told["path"]).touch(exist_ok=False)
+                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
+
+    while _after_cells:  # of an earlier Trainer
+        shell.events.unregister("post_run_cell", _after_cells.pop())
+    shell.events.register("post_run_cell", end_cell)
+    _after_cells.append(end_cell)
+
+
+def shown_mark(verdict: Path) -> Path:
+    """The file that is there once a verdict has been shown."""
+    return verdict.with_name(f".{verdict.stem}.shown")
+
+
+def _take_terminal() -> TextIO:
+    """Keeps the terminal for what is written here: a progress bar that another thread redraws goes nowhere.
+
+    This process ends. In a notebook, or where somebody reads along, the streams are left as they are.
+    """
+    with suppress(OSError, ValueError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2):
+            terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            return os.fdopen(terminal, "w")
+    return sys.stderr
 
 
 class Ending:
@@ -201,11 +255,12 @@ class Ending:
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # as above
-        if self.show_block():
+        terminal = _take_terminal()
+        if self.show_block(terminal):
             return
         found = self._find_verdict()
         if found is None or not self._telling.is_shown(found[1]):
-            _say(self._line(code))
+            _say(self._line(code), terminal)
 
     def _find_verdict(self) -> tuple[Verdict, Path] | None:
         """The verdict on this run; None where there is none, or where it cannot be read."""
@@ -228,10 +283,11 @@ class Ending:
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
-    def show_block(self, *, waits: bool = True) -> bool:
+    def show_block(self, stream: TextIO | None = None, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
-        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
-            return False
+        is_forked = multiprocessing.parent_process() is not None
+        if self._is_over or env.DISTPLUS_HOME_FILE.get() or (is_forked and _notebook() is not None):
+            return False  # distplus launch prints it, or the notebook
         self._is_over = True
         with suppress(Exception):  # the process ends
             found = self._find_verdict()
@@ -239,14 +295,15 @@ class Ending:
                 if waits:
                     self._telling.await_others(found[0].silent)
                 if self._telling.claim_showing(found[1]):
-                    print_block(*found)
+                    print_block(*found, stream)
                     self._on_shown(found[1])
                     return True
         return False
 
 
-def _say(text: str) -> None:
+def _say(text: str, stream: TextIO | None = None) -> None:
+    stream = stream or sys.stderr
     if text:
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            stream.write(f"{text}\n")
+            stream.flush()

@@ -48,8 +48,9 @@ _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 _INSTALLED = ("site-packages", "dist-packages")
 # Where a frame of these stands, the code that called it is looked for; every other package may be the user's own.
 _LIBRARIES = {
-    "deepspeed", "fsspec", "functorch", "jsonargparse", "lightning", "lightning_distplus", "lightning_fabric",
-    "lightning_utilities", "numpy", "pytorch_lightning", "torch", "torchdata", "torchmetrics", "tqdm",
+    "IPython", "deepspeed", "fsspec", "functorch", "ipykernel", "jsonargparse", "lightning", "lightning_distplus",
+    "lightning_fabric", "lightning_utilities", "numpy", "pytorch_lightning", "torch", "torchdata", "torchmetrics",
+    "tqdm",
 }  # fmt: skip
 
 # Innermost frames in these files: the thread waits for peers. (file ending, functions; none: any function)
@@ -118,6 +119,8 @@ def is_own(filename: str) -> bool:
 @lru_cache(maxsize=4096)
 def is_library(filename: str) -> bool:
     """Whether a file is nobody's own code: of this package, the standard library, torch, Lightning and their kin."""
+    if filename.startswith("<ipython-input"):  # a cell
+        return False
     if is_own(filename) or filename.startswith("<"):
         return True
     parts = Path(filename).parts

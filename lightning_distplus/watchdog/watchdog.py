@@ -37,7 +37,7 @@ from lightning_distplus.process import (
 )
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
-from lightning_distplus.watchdog.ending import Ending, print_block
+from lightning_distplus.watchdog.ending import Ending, print_block, shown_mark
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting, has_slate
 from lightning_distplus.watchdog.progress import Marks, Progress
@@ -547,17 +547,14 @@ class Telling:
 
     def is_shown(self, path: Path) -> bool:
         """Whether a rank of this host has printed the verdict in this file."""
-        return self._mark_of(path).exists()
+        return shown_mark(path).exists()
 
     def claim_showing(self, path: Path) -> bool:
         """Whether this rank is the one that prints the verdict in this file: the first that asks."""
         with suppress(FileExistsError):
-            self._mark_of(path).touch(exist_ok=False)
+            shown_mark(path).touch(exist_ok=False)
             return True
         return False
-
-    def _mark_of(self, path: Path) -> Path:
-        return path.with_name(f".{path.stem}.shown")
 
     def find_verdict(self) -> tuple[Verdict, Path] | None:
         """The verdict on this run, by whichever rank of this host has written it; None where there is none."""

@@ -18,7 +18,7 @@ from lightning_distplus.errors import ExitCode
 from tests.pairs import kept
 
 SCRIPT = """
-import sys, time
+import sys, threading, time
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,10 +32,17 @@ class Net(LightningModule):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 5 and self.global_rank == 1:
-            if sys.argv[1] == "hang":
+            if sys.argv[1] != "raise":
                 time.sleep(10**6)
             raise ValueError("a bad sample,\\n  of a long message")
+        if batch_idx == 5 and sys.argv[1] == "redraw":
+            threading.Thread(target=self.redraw, daemon=True).start()
         return self.layer(batch[0]).pow(2).mean()
+
+    def redraw(self):
+        while True:
+            self.trainer.progress_bar_callback.train_progress_bar.refresh()
+            time.sleep(1e-3)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -102,6 +109,12 @@ def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
     assert told(tmp_path) == ("hang", [1])
     assert not any("Traceback" in line for line in lines)
     assert code == (ExitCode.HANG if launcher == "python" else 1)
+
+
+@pytest.mark.soak
+def test_a_bar_that_is_redrawn_meanwhile_does_not_come_behind_the_verdict(tmp_path: Path) -> None:
+    _, lines = ending_of("python", "redraw", tmp_path)
+    verdict_at_the_end_of(lines)
 
 
 @pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["python"]))

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from lightning_distplus.majority import disagreement, first_difference
+
+
+def test_of_two_against_two_nobody_is_wrong_unless_what_was_before_decides() -> None:
+    values = {0: 5, 1: 6, 2: 5, 3: 6}
+    undecided = disagreement("step", values, where="here", remedy="look")
+    assert undecided.ranks == [0, 1, 2, 3]
+    assert "undecided" in str(undecided)
+    assert disagreement("step", values, where="here", remedy="look", expected=6).ranks == [0, 2]
+
+
+def test_the_sides_are_shown_with_the_most_common_first() -> None:
+    error = disagreement("step", {0: 5, 1: 6, 2: 6}, where="here", remedy="look")
+    assert error.ranks == [0]
+    assert str(error).index(": 6") < str(error).index(": 5")
+
+
+def test_what_one_rank_lacks_differs_also_from_0() -> None:
+    assert first_difference([{"a": 1, "b": 0}, {"a": 1}]) == ("b", {0: 0, 1: "absent"})

@@ -7,9 +7,14 @@ PYTHON ?= python3
 STRATEGY ?= fsdp
 ARGS ?=
 
+# How many processes run tests, a file at a time. Half of the time a test waits for a process or for a deadline.
+WORKERS ?= 2
+
 BIN := .venv/bin
 COMPILE_COLLECTIVE := from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 STAMP := .venv/.installed
+COMPILED := .venv/.compiled
 DOCS_STAMP := .venv-docs/.installed
 
 # The tests start many small processes; more threads than cores only make them wait for each other.
@@ -23,11 +28,11 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 help: ## Show this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-pretrain: $(STAMP) ## Pretrain a small Llama on two ranks, kill one, compare the weights (STRATEGY=ddp|fsdp|model_parallel|deepspeed)
+pretrain: $(COMPILED) ## Pretrain a small Llama on two ranks, kill one, compare the weights (STRATEGY=ddp|fsdp|model_parallel|deepspeed)
 	$(BIN)/python examples/tinyllama/pretrain.py --strategy $(STRATEGY) $(ARGS)
 
-test: $(STAMP) ## Run the test suite (ARGS="tests/unit -k name" for a part of it)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(COMPILED) ## Run the test suite (ARGS="tests/unit -k name" for a part of it)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## Lint, format check, types, import layers
 	$(BIN)/ruff check .
@@ -35,10 +40,10 @@ check: $(STAMP) ## Lint, format check, types, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## Measure what the package costs
+bench: $(COMPILED) ## Measure what the package costs
 	$(BIN)/python -m benchmarks $(ARGS)
 
-chaos: $(STAMP) ## Run the long repetitions of the fault tests
+chaos: $(COMPILED) ## Run the long repetitions of the fault tests
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 docs: $(DOCS_STAMP) ## Build the documentation into site/
@@ -52,15 +57,20 @@ clean: ## Remove everything that can be made again, .venv included
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # DeepSpeed comes as source and imports torch while it is built: hence first torch, then the build tools and what
-# DeepSpeed's set-up imports, then everything else without build isolation. At its first start on a CPU it compiles a
-# collective, for a minute: better here than inside the deadline of the first test. litdata comes without torchvision, whose
-# wheel ends every `import lightning` where it was built for another kind of torch (CUDA, and a CPU wheel of torch).
+# DeepSpeed's set-up imports, then everything else without build isolation. litdata comes without torchvision, whose wheel
+# ends every `import lightning` where it was built for another kind of torch (CUDA, and a CPU wheel of torch). Python
+# compiles modules when they are first imported: of some of these packages few ever are.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables packaging ninja py-cpuinfo
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,examples]"
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps litdata
+	$(PIP) torch numpy
+	$(PIP) setuptools wheel hatchling editables packaging ninja py-cpuinfo
+	$(PIP) --no-build-isolation -e ".[dev,examples]"
+	$(PIP) --no-deps litdata
+	touch $@
+
+# At its first start on a CPU DeepSpeed compiles a collective, for a minute: better here than inside the deadline of the
+# first test.
+$(COMPILED): $(STAMP)
 	DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE_COLLECTIVE)" >/dev/null
 	touch $@
 

@@ -33,8 +33,8 @@ NAMES = (
 )
 """Each is a module with a docstring, whose first line is the title, and ``run(quick) -> list[Figure]``."""
 
-BY_NAME_ONLY = ("hangs", "restarts", "watchdog_scale")
-"""Minutes long, or more threads than a small machine bears."""
+BY_NAME_ONLY = ("first_resume", "hangs", "restarts", "watchdog_scale")
+"""Minutes long, in need of an index of packages, or more threads than a small machine bears."""
 
 _WIDTH_IN_A_FILE = 170
 _VERDICTS = {"": "", "yes": "[green]yes", "no": "[red]no", "within noise": "[yellow]within noise"}

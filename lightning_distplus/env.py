@@ -16,6 +16,8 @@ __all__ = [
     "DISTPLUS_FAULTS",
     "DISTPLUS_HOME_FILE",
     "DISTPLUS_IN_HAND",
+    "DISTPLUS_METRICS_PORT",
+    "DISTPLUS_ON_VERDICT",
     "DISTPLUS_QUARANTINE",
     "DISTPLUS_RESUME",
     "DISTPLUS_RUN_ID",
@@ -176,6 +178,12 @@ TORCH_NCCL_TRACE_BUFFER_SIZE = Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "the old
 
 DISTPLUS_IN_HAND = Variable(
     "DISTPLUS_IN_HAND", "memory of distplus launch in which ranks note the samples that they have in hand"
+)
+DISTPLUS_METRICS_PORT = Variable(
+    "DISTPLUS_METRICS_PORT", "the port on which rank 0 serves the figures of the run to Prometheus"
+)
+DISTPLUS_ON_VERDICT = Variable(
+    "DISTPLUS_ON_VERDICT", "a URL or a command that gets the verdict on a run; distplus launch reads it too"
 )
 DISTPLUS_QUARANTINE = Variable(
     "DISTPLUS_QUARANTINE", "the ids of the samples that distplus launch --quarantine has set apart, as JSON"

@@ -11,16 +11,19 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["LEDGER_VERSION", "EventLog", "folder_of_run", "read_events"]
+__all__ = ["LEDGER_VERSION", "EventLog", "folder_of_run", "ledger_files", "read_events"]
 
 logger = logging.getLogger(__name__)
 
 LEDGER_VERSION = 1
 """Stands in each ``start``. A field that is added later needs no new version; another meaning of one does."""
+_MOST_BYTES = 16 << 20  # of a file; a run of a month writes less than 4 MB
+_KEPT = 4  # files beside the one that is written
 _REQUIRED = frozenset({"time", "rank", "attempt", "seq", "kind"})
 _RESERVED = _REQUIRED | {"run_id"}  # older ledgers have none
 
@@ -34,7 +37,8 @@ class EventLog:
     """Writes one rank's events. It opens its file at the first event and may be used from several threads.
 
     A disk error never reaches the caller: it is reported once, and the number of lost events stands in the next one
-    that can be written, as ``num_lost``.
+    that can be written, as ``num_lost``. A file of 16 MiB becomes ``events-rank00003.1.jsonl``, and a new one begins;
+    four such files are kept.
 
     Args:
         directory: Folder of the ledger; made when missing.
@@ -52,6 +56,7 @@ class EventLog:
         self._num_lost = 0
         self._has_warned = False
         self._ends_in_newline = True
+        self._size_bytes = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
 
@@ -85,9 +90,12 @@ class EventLog:
     def close(self) -> None:
         """Closes the file; a later event opens it again."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __enter__(self) -> EventLog:
         return self
@@ -108,11 +116,25 @@ class EventLog:
         self._ends_in_newline = num_written == len(line)
         if not self._ends_in_newline:
             raise OSError(f"{num_written} of {len(line)} bytes were written")
+        self._size_bytes += num_written
+        if self._size_bytes >= _MOST_BYTES:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """The next event opens a new file; where that cannot be, this one goes on."""
+        self._close()
+        with suppress(OSError):
+            for number in range(_KEPT - 1, -1, -1):
+                if (file := self._rotated(number)).exists():
+                    file.replace(self._rotated(number + 1))
+
+    def _rotated(self, number: int) -> Path:
+        return self.path.with_suffix(f".{number}.jsonl") if number else self.path
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size_bytes = os.fstat(descriptor).st_size
+        size_bytes = self._size_bytes = os.fstat(descriptor).st_size
         self._ends_in_newline = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
         self._descriptor = descriptor
 
@@ -127,6 +149,21 @@ class EventLog:
             )
 
 
+def ledger_files(directory: str | Path, *, has_launcher: bool = True) -> list[Path]:
+    """The files of a ledger, rank by rank, the older ones of each first.
+
+    Args:
+        directory: Folder of the ledger; a missing one has none.
+        has_launcher: Whether the launcher's are wanted beside those of the ranks.
+    """
+    found = []
+    for file in Path(directory).glob("events-rank*.jsonl"):
+        rank, _, number = file.stem.removeprefix("events-rank").partition(".")
+        if f"{rank}{number}".lstrip("-").isdecimal() and (has_launcher or int(rank) >= 0):
+            found.append((int(rank), -int(number or 0), file))
+    return [file for _, _, file in sorted(found)]
+
+
 def read_events(directory: str | Path, *, run_id: str | None = None) -> list[dict[str, Any]]:
     """All ranks' events, ordered by time, then rank and sequence number. Torn lines are left out.
 
@@ -135,7 +172,7 @@ def read_events(directory: str | Path, *, run_id: str | None = None) -> list[dic
         run_id: The run whose events are wanted; None: those of all runs in this folder.
     """
     events: list[dict[str, Any]] = []
-    for file in sorted(Path(directory).glob("events-rank*.jsonl")):
+    for file in ledger_files(directory):
         events += (event for event in read_ledger(file) if run_id in (None, event["run_id"]))
     return sorted(events, key=lambda event: (event["time"], event["rank"], event["seq"]))
 

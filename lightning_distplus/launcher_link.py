@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_distplus import env
 
-__all__ = ["InHand", "SampleNote", "launcher_has_ended", "told_home"]
+__all__ = ["InHand", "SampleNote", "launcher_has_ended", "told_home", "told_on_verdict"]
 
 # -- samples in hand ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,18 @@ def launcher_has_ended() -> bool:
 
 def told_home(file: str | Path | None) -> Path | None:
     """The folder that a rank has named; None where no rank came so far."""
+    home = _told(file).get("home")
+    return None if home is None else Path(home)
+
+
+def told_on_verdict(file: str | Path | None) -> str | None:
+    """The command or URL for verdicts that the strategy of a rank was given; None where it has none."""
+    return _told(file).get("on_verdict")
+
+
+def _told(file: str | Path | None) -> dict[str, str | None]:
     try:
-        return Path(json.loads(Path(file or "").read_text())["home"])
+        told: dict[str, str | None] = json.loads(Path(file or "").read_text())
     except (FileNotFoundError, IsADirectoryError):
-        return None
+        return {}
+    return told

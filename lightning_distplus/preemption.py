@@ -353,7 +353,7 @@ class PreemptionHandler(Callback):
             return
         else:
             wishes = Wish.PREEMPT if self._is_asked() else Wish.NONE
-            record = GateRecord(global_step=trainer.global_step, micro_batch=0, epoch=0, wishes=wishes)
+            record = GateRecord(global_step=trainer.global_step, micro_batch=0, epoch=0, wishes=int(wishes))
             records = self._evaluation.exchange(record, trainer.strategy.phases.patience)
             ranks = [rank for rank, one in enumerate(records) if one.wishes & Wish.PREEMPT]
         if ranks:

@@ -1,4 +1,9 @@
-"""Processes of this host: alive, stopped or gone, for how long they ran, how busy the host is, and requests to stop."""
+"""Processes of this host: alive, stopped or gone, for how long they ran, how busy the host is, and requests to stop.
+
+Reads /proc itself: psutil 7 knows neither the signal that has ended a process, nor the signals that it catches, nor its
+tracer, nor the process table that a number belongs to. Its public time of a start moves with the wall clock, so that it
+names no process to another one. What it could replace here is some ten lines, and a look takes 28 instead of 19 us.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,10 @@ class Host:
         """The gate of this run; the strategy is set up."""
         raise NotImplementedError
 
+    def step_parts(self) -> Mapping[str, float]:
+        """Seconds that this rank has spent in each part of its steps, added up; empty where nobody measures them."""
+        return {}
+
     def report(self, error: BaseException) -> None:
         """Tells the peers of an error, unless the strategy does; never raises."""
 
@@ -74,6 +78,10 @@ class _Resilient(Host):
     def gate(self, trainer: Trainer) -> BatchGate:
         gate: BatchGate = self._strategy.gate
         return gate
+
+    def step_parts(self) -> Mapping[str, float]:
+        parts: Mapping[str, float] = self._strategy.times.parts()
+        return parts
 
 
 class _Stock(Host):

@@ -33,6 +33,7 @@ GRACE_S = 2.0  # how long a thread or a process that is on its way out may take
 
 # Set by upstream packages when they are imported or first used; nobody reads them to tell ranks apart.
 UPSTREAM_VARIABLES = {
+    "CRC32C_SW_MODE",  # tensorboardX
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -187,7 +188,7 @@ def pytest_configure(config: pytest.Config) -> None:
         stderr_fd = os.dup(2)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &`: the tests of Ctrl-C would wait for nothing
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Torch asks for the name of each address that a store connects to: five seconds where a resolver drops a query.
+    # Stock torch asks for the name of each address to which a store connects: five seconds where no answer comes.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     preload_engines()
 

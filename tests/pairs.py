@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-__all__ = ["in_turn", "kept"]
+__all__ = ["in_turn", "kept", "kept_rows"]
 
 
 def kept(values: Sequence[Any], each_commit: Collection[Any]) -> list[Any]:
     """The values for ``parametrize``: those of ``each_commit`` always, the others in the soak."""
-    assert set(each_commit) <= set(values)
+    assert all(value in values for value in each_commit)
     return [value if value in each_commit else pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+def kept_rows(rows: Sequence[Sequence[Any]], each_commit: Collection[Any]) -> list[Any]:
+    """The same where each value is a row, of one value for each of several names."""
+    assert all(row in rows for row in each_commit)
+    return [pytest.param(*row, marks=() if row in each_commit else pytest.mark.soak) for row in rows]
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -6,10 +6,13 @@ import atexit
 import ctypes
 import functools
 import importlib
+import ipaddress
 import json
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -30,6 +33,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "clone_store",
     "default_group_timeout",
     "default_store",
     "fake_default_group",
@@ -39,6 +43,7 @@ __all__ = [
     "non_persistent_buffers",
     "num_collectives",
     "on_terminate",
+    "open_tcp_store",
     "process_groups",
     "read_group_timeout",
     "register_ddp_comm_hook",
@@ -52,6 +57,89 @@ __all__ = [
 
 # A torch.distributed.Store. Torch's stubs lack ``append`` and ``clone``, which every store has.
 Store: TypeAlias = Any
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def open_tcp_store(host: str, port: int, **options: Any) -> TCPStore:
+    """A ``TCPStore`` of ``options``; a numeric address asks no name server."""
+    with _without_name_servers(host):
+        return TCPStore(host, port, **options)
+
+
+def clone_store(store: Store) -> Store:
+    """The same store over a connection of its own; a numeric address asks no name server."""
+    inner = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    with _without_name_servers(getattr(inner, "host", "")):
+        return store.clone()
+
+
+class _Server(ctypes.Structure):
+    """``struct sockaddr_in``."""
+
+    _fields_ = (
+        ("family", ctypes.c_ushort),
+        ("port", ctypes.c_uint16),
+        ("address", ctypes.c_uint32),
+        ("_", ctypes.c_uint64),
+    )
+    _pack_ = 4
+
+
+class _ResolverState(ctypes.Structure):
+    """The beginning of glibc's ``struct __res_state``, of which each thread has one."""
+
+    _fields_ = (
+        ("retrans", ctypes.c_int),
+        ("retry", ctypes.c_int),
+        ("options", ctypes.c_ulong),
+        ("nscount", ctypes.c_int),
+        ("server", _Server),
+    )
+
+
+@contextmanager
+def _without_name_servers(host: str) -> Iterator[None]:
+    """Keeps torch from asking for the name of a numeric address to which this thread connects.
+
+    It wants the name for its log only (2.13: ``SocketImpl`` in socket.cpp), and stands for five seconds and more where
+    no name server answers. Meanwhile the name server of this thread is a socket that knows no name; without any, torch
+    would warn about it.
+    """
+    libc: Any = ctypes.CDLL(None)
+    try:
+        ipaddress.ip_address(host)
+        libc.__res_init()
+        libc.__res_state.restype = ctypes.POINTER(_ResolverState)
+        state = libc.__res_state().contents
+    except (ValueError, AttributeError):  # a name must be looked up; another C library
+        yield
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        threading.Thread(target=_know_no_name, args=(server,), name="distplus-names", daemon=True).start()
+        kept = bytes(state)
+        state.nscount = 1
+        state.server = _Server(
+            socket.AF_INET, socket.htons(server.getsockname()[1]), int.from_bytes(bytes([127, 0, 0, 1]), sys.byteorder)
+        )
+        try:
+            yield
+        finally:
+            ctypes.memmove(ctypes.addressof(state), kept, len(kept))
+            server.sendto(b"", server.getsockname())
+
+
+def _know_no_name(server: socket.socket) -> None:
+    """Answers each question with "no such name" (RFC 1035), until an empty one comes."""
+    with suppress(OSError):
+        while question := (mail := server.recvfrom(512))[0]:
+            server.sendto(question[:2] + b"\x81\x83" + question[4:6] + bytes(6) + question[12:], mail[1])
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def process_groups() -> list[dist.ProcessGroup]:

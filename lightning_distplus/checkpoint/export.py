@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from lightning_distplus.checkpoint.files import discard, leftovers_of, new_nonce
 
 __all__ = [
     "CONFIG",
+    "FILE_BYTES",
+    "META",
     "config_in",
     "convert",
     "converted_beside",
@@ -33,18 +36,25 @@ __all__ = [
     "is_universal",
     "num_shards",
     "read_sharded",
+    "read_shards",
     "tensors_of_shards",
+    "to_universal",
     "weights_of_file",
     "weights_of_shards",
     "weights_of_zero",
+    "write_in_files",
     "write_safetensors",
     "write_whole",
 ]
 
-_META = "meta.pt"  # where Lightning puts everything but weights and moments
+META = "meta.pt"
+"""Where Lightning and Fabric put everything but weights and moments."""
 _WEIGHTS = ("model", "state_dict")  # what FSDPStrategy and ModelParallelStrategy call them
 CONFIG = "llama_config"
 """Where a checkpoint of ``recipes.model.TinyLlama`` says how that is configured."""
+FILE_BYTES = 5 * 10**9
+"""The most that one of several files of safetensors holds, unless a tensor is larger; as in transformers."""
+_FILE = "model.safetensors"
 _BATCH_BYTES = 256 << 20
 _ALIGNMENT_BYTES = 8
 _DTYPES = {
@@ -64,12 +74,12 @@ _DTYPES = {
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether Lightning's FSDP or FSDP2 has saved this folder."""
-    return (path / _META).is_file() and (path / ".metadata").is_file()
+    """Whether FSDP or FSDP2 of Lightning, or of Fabric, has saved this folder."""
+    return (path / META).is_file() and (path / ".metadata").is_file()
 
 
-def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """A folder of FSDP or FSDP2 as the dictionary that a single-file checkpoint holds, all of it in memory.
+def read_shards(path: Path, *, weights_only: bool = True) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Everything in a folder of FSDP or FSDP2, all of it in memory: what is in its shards, and what is beside them.
 
     Args:
         path: The folder.
@@ -88,8 +98,13 @@ def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         for key in folders:
             place = place.setdefault(key, {})
         place[last] = value
-    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
-    checkpoint["state_dict"] = next(tree[name] for name in _WEIGHTS if name in tree)
+    return tree, torch.load(path / META, map_location="cpu", weights_only=weights_only)
+
+
+def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """A folder of Lightning's FSDP or FSDP2 as the dictionary that a single-file checkpoint holds (`read_shards`)."""
+    tree, checkpoint = read_shards(path, weights_only=weights_only)
+    checkpoint["state_dict"] = next((tree[name] for name in _WEIGHTS if name in tree), {})
     numbers = sorted(int(name.removeprefix("optimizer_")) for name in tree if str(name).startswith("optimizer_"))
     checkpoint["optimizer_states"] = [_by_index(tree[f"optimizer_{number}"]) for number in numbers]
     return checkpoint
@@ -155,7 +170,7 @@ def weights_of_file(path: Path, *, weights_only: bool = True) -> tuple[dict[str,
 def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """How the model of a recipe is configured, as its checkpoint says; empty where it does not."""
     states = sorted((path / _TAG).glob("*model_states.pt"))
-    file = path if not path.is_dir() else path / _META if is_sharded(path) else next(iter(states), None)
+    file = path if not path.is_dir() else path / META if is_sharded(path) else next(iter(states), None)
     if file is None:
         return {}
     config: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only).get(CONFIG, {})
@@ -199,6 +214,25 @@ def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterat
         fresh.replace(target)
     finally:
         discard(fresh)
+
+
+def write_in_files(folder: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
+    """Writes model.safetensors, or where there is more than `FILE_BYTES`, several files and their index."""
+    groups: list[dict[str, Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if groups[-1] and sum(one.nbytes for one in groups[-1].values()) + tensor.nbytes > FILE_BYTES:
+            groups.append({})
+        groups[-1][name] = tensor
+    one_by_one = ({name: tensor} for part in parts for name, tensor in part.items())
+    of = f"-of-{len(groups):05}"
+    files = [f"model-{number:05}{of}.safetensors" if len(groups) > 1 else _FILE for number in range(1, len(groups) + 1)]
+    for file, group in zip(files, groups, strict=True):
+        write_safetensors(folder / file, group, islice(one_by_one, len(group)))
+    if len(groups) > 1:
+        places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        size_bytes = sum(tensor.nbytes for tensor in weights.values())
+        index = {"metadata": {"total_size": size_bytes}, "weight_map": places}
+        (folder / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 # -- DeepSpeed's universal checkpoints ---------------------------------------------------------------------------------
@@ -262,13 +296,19 @@ def weights_of_zero(source: Path) -> dict[str, Tensor]:
 
 
 def _write(source: Path, stage: Path) -> None:
-    converter = import_module("deepspeed.checkpoint.ds_to_universal")
     stage.mkdir()
+    to_universal(source / _TAG, stage / _TAG)
+    (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder
+
+
+def to_universal(shards: Path, target: Path) -> None:
+    """Has DeepSpeed put its shards together: a folder for each parameter, with weight and moments."""
+    converter = import_module("deepspeed.checkpoint.ds_to_universal")
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints its progress
         converter.main(
             Namespace(
-                input_folder=str(source / _TAG),
-                output_folder=str(stage / _TAG),
+                input_folder=str(shards),
+                output_folder=str(target),
                 num_extract_workers=1,
                 num_merge_workers=1,
                 keep_temp_folder=False,
@@ -276,4 +316,3 @@ def _write(source: Path, stage: Path) -> None:
                 inject_missing_state=True,
             )
         )
-    (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder

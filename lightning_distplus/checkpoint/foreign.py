@@ -3,7 +3,7 @@
 | origin | what is read |
 |---|---|
 | hf | a folder of Hugging Face's Llama: config.json, and weights as .safetensors or .bin, whole or in shards |
-| litgpt | a file ``{"model", "optimizer", "iter_num", "step_count"}`` of lit-gpt, TinyLlama's fork of it, or litgpt |
+| litgpt | ``{"model", "optimizer", "iter_num", ...}`` of lit-gpt, TinyLlama or litgpt: a file, or Fabric's shards |
 | lightning | a .ckpt of stock Lightning, or its folder of shards of FSDP or FSDP2 |
 | deepspeed | a folder of ZeRO 1, 2 or 3, of Lightning or of DeepSpeed's own ``save_checkpoint`` |
 
@@ -15,20 +15,19 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.export import CONFIG, is_sharded
+from lightning_distplus.checkpoint.export import CONFIG, META, is_sharded, read_shards, to_universal
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = [
@@ -90,7 +89,8 @@ def origin_of(path: Path) -> Origin | None:
     if not path.is_dir():
         return "hf" if path.suffix == ".safetensors" else _origin_of_keys(_keys_of(path))
     if is_sharded(path):
-        return "lightning"
+        keys = set(_keys_of(path / META))  # of Fabric: what the script has named
+        return "litgpt" if _COUNTS & keys else None if keys and _VERSION not in keys else "lightning"
     if _hf_files(path):
         return "hf"
     if (path / "lit_model.pth").exists():
@@ -106,7 +106,8 @@ def refuse_foreign(path: Path) -> None:
     """
     is_of_lightning = path.is_dir() and (path / "checkpoint").is_dir()  # DeepSpeed's, by the name of its only tag
     origin = None if is_of_lightning else origin_of(path)
-    keys = [] if path.is_dir() or path.suffix == ".safetensors" else _keys_of(path)
+    file = path / META if is_sharded(path) else path
+    keys = [] if file.is_dir() or file.suffix == ".safetensors" else _keys_of(file)
     if origin == "lightning" or (origin is None and (not keys or "state_dict" in keys)):
         return
     if origin is None:
@@ -119,6 +120,9 @@ def refuse_foreign(path: Path) -> None:
     )
 
 
+_LITGPT = "transformer."
+_VERSION = "pytorch-lightning_version"
+_COUNTS = {"iter_num", "step_count"}
 _NAMES = {"hf": "Hugging Face", "litgpt": "lit-gpt", "lightning": "Lightning", "deepspeed": "DeepSpeed"}
 
 
@@ -126,15 +130,16 @@ def _keys_of(path: Path) -> list[str]:
     """The first level of a file of torch, without reading a tensor; nothing where it is none, or may run code."""
     with suppress(Exception):  # whatever is wrong with it, the load says so
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return [str(key) for key in loaded] if isinstance(loaded, dict) else []
+        model = loaded.get("model")
+        inner = [key for key in model if key.startswith(_LITGPT)] if isinstance(model, dict) else []  # without counts
+        return [str(key) for key in (*loaded, *inner)]
     return []
 
 
 def _origin_of_keys(keys: list[str]) -> Origin | None:
-    if "pytorch-lightning_version" in keys:
+    if _VERSION in keys:
         return "lightning"
-    counts = {"iter_num", "step_count"} & set(keys)
-    if ("model" in keys and counts) or any(key.startswith("transformer.") for key in keys):
+    if ("model" in keys and _COUNTS & set(keys)) or any(key.startswith(_LITGPT) for key in keys):
         return "litgpt"
     return "hf" if any(_LAYER.match(key) for key in keys) else None
 
@@ -165,7 +170,7 @@ def _load(file: Path) -> Any:
         what = "is a folder of shards, and one file is read" if file.is_dir() else "is not there"
         raise CheckpointCorrupt(f"{file} {what}. Give a whole checkpoint.")
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)  # torch 1.5 wrote no zip
     except (RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointCorrupt(f"{file} cannot be read: {reason}. Give another checkpoint.") from error
@@ -379,7 +384,11 @@ def _from_litgpt(name: str, value: Tensor, heads: _Heads) -> dict[str, Tensor]:
 
 def _read_litgpt(source: Path, config: Mapping[str, Any]) -> Foreign:
     file = source / "lit_model.pth" if source.is_dir() else source
-    state = _load(file)
+    if is_sharded(source):
+        shards, beside = read_shards(source)
+        file, state = source / META, {**shards, **beside}
+    else:
+        state = _load(file)
     weights = {_ADDED_BY_WRAPPERS.sub("", name): value for name, value in state.get("model", state).items()}
     said = _config_of_litgpt(weights, state, file) or dict(config)
     if "num_attention_heads" not in said:
@@ -457,6 +466,8 @@ def _moments_of_litgpt(
     FSDP writes the parameter's name. Other strategies write its number in the one group that lit-gpt makes.
     """
     groups, state = optimizer.get("param_groups") or [{}], optimizer.get("state") or {}
+    if isinstance(groups, dict):  # of shards, by number
+        groups = [groups[number] for number in sorted(groups)]
     names = list(weights)
     named = {
         names[key] if isinstance(key, int) and key < len(names) else _ADDED_BY_WRAPPERS.sub("", str(key)): values
@@ -547,22 +558,11 @@ def _read_deepspeed(source: Path, config: Mapping[str, Any]) -> Foreign:
             f"{tag} holds no shards of DeepSpeed's ZeRO. Give the folder that has the file latest."
         )
     # Before anything is read: DeepSpeed's own classes are let through where it is imported.
-    converter = import_module("deepspeed.checkpoint.ds_to_universal")
+    import_module("deepspeed")
     model, shard = _load(states[0]), _load(shards[0])["optimizer_state_dict"]
     values: dict[str, dict[str, Tensor]] = {}
     with tempfile.TemporaryDirectory(dir=source.parent, prefix=".distplus-import-") as folder:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
-            converter.main(
-                Namespace(
-                    input_folder=str(tag),
-                    output_folder=folder,
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
+        to_universal(tag, Path(folder))
         for file in sorted(Path(folder, "zero").rglob("*.pt")):
             if file.stem in ("fp32", "exp_avg", "exp_avg_sq"):
                 content = torch.load(file, map_location="cpu", weights_only=True)

@@ -29,7 +29,7 @@ class Command:
     keeps_name: bool = False
     """Whether the module reads the command's name itself, as LightningCLI does."""
     examples: str = ""
-    """What stands at the end of its ``--help``."""
+    """What stands at the end of its ``--help``, unless its parser has an epilog with examples."""
 
 
 _AUTO = """
@@ -39,7 +39,6 @@ COMMANDS = {
     "init": Command(
         "init",
         "write a starting point here: a script, or a recipe",
-        examples="distplus init script\ndistplus init tinyllama",
     ),
     "fit": Command(
         "training",
@@ -69,24 +68,25 @@ COMMANDS = {
         "data",
         "turn text, JSONL or Parquet into token files",
         "run_prepare",
-        examples="distplus prepare corpus/ --output tokens/train --tokenizer tokenizer.json",
     ),
     "audit": Command(
         "data",
         "check that every sample was trained on once",
         "run_audit",
-        examples="distplus audit runs/x",
+        examples="distplus audit runs/x --json",
     ),
     "preflight": Command(
         "preflight",
         "meet all ranks, and check every host",
         "run_preflight",
-        examples="srun distplus preflight\nsrun distplus preflight --deadline 5m --json",
+        examples="srun --nodes 2 --ntasks-per-node 8 distplus preflight --json\n"
+        "torchrun --nproc-per-node 8 -m lightning_distplus.cli preflight --deadline 5m",
     ),
     "rehearse": Command(
         "rehearse",
         "what a configuration would do on many ranks",
-        examples="distplus rehearse --config my.yaml",
+        examples="distplus rehearse --config recipe:tinyllama_1.1b_fsdp --world 64\n"
+        "distplus rehearse --config my.yaml --json",
     ),
     "doctor": Command(
         "preflight",
@@ -112,14 +112,11 @@ COMMANDS = {
         "importing",
         "make a checkpoint of another program one to resume from",
         "run_import",
-        examples="distplus import --from hf TinyLlama-1.1B/ --to start.ckpt",
     ),
     "export": Command(
         "checkpoints",
         "write a checkpoint as one file, or for another program",
         "run_export",
-        examples="distplus export runs/x/checkpoints/step=300.ckpt weights.safetensors\n"
-        "distplus export --to hf runs/x/checkpoints/step=300.ckpt hf/",
     ),
     "completion": Command(
         "completion",
@@ -147,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
-        if not end.code and command.examples and {"-h", "--help"} & set(arguments[1:2]):
+        if not end.code and command.examples and {"-h", "--help"} & set(arguments):
             print("\nexamples:\n" + textwrap.indent(command.examples, "  "))
         raise
 

@@ -321,7 +321,7 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     import yaml
 
     from lightning_distplus.checkpoint import foreign
-    from lightning_distplus.checkpoint.export import config_in, write_safetensors
+    from lightning_distplus.checkpoint.export import config_in, write_in_files
     from lightning_distplus.cli.importing import configuration
 
     config = configuration(named).get("config") if named else config_in(source, weights_only=weights_only)
@@ -347,7 +347,7 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
             names = {name: name.removeprefix(foreign.PREFIX) for name in weights}
             (fresh / "config.json").write_text(json.dumps(foreign.hf_config(config), indent=2) + "\n")
             renamed = {names[name]: one for name, one in weights.items()}
-            write_safetensors(fresh / "model.safetensors", renamed, parts)
+            write_in_files(fresh, renamed, parts)
         else:
             whole = {name: one for part in parts for name, one in part.items()}
             torch.save({"model": foreign.to_litgpt(whole)}, fresh / "lit_model.pth")

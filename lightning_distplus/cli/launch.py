@@ -25,14 +25,19 @@ _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_IN_FILE = re.compile(r"^ckpt_path:\s*(?!null\b|~)\S", re.MULTILINE)
 _TORCHS_PORT = 29400  # where torchrun's agents meet when nobody names a port
 _EPILOG = """Behind the options stands a script with its arguments, or -m and a module, as for torchrun; or `--` and a
-command of distplus:
-  distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
-  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config recipe:tiny_cpu_fsdp
-
-A script that is restarted goes on from the newest valid checkpoint of this job where its trainer.fit names none.
+command of distplus. A script that is restarted goes on from the newest valid checkpoint of this job where its
+trainer.fit names none.
 
 exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do not requeue); else that of the rank
 that ended the last attempt, a signal as 128 and its number.
+
+examples:
+  distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
+  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config recipe:tiny_cpu_fsdp
+"""
+_SLURM_EPILOG = """examples:
+  distplus launch slurm --nodes 2 --gpus-per-node 8 -- fit --config run.yaml > job.sh
+  distplus launch slurm --nodes 2 --gpus-per-node 8 --time 1-00 --submit -- fit --config run.yaml
 """
 # Of torchrun's command line, what has no meaning here: all output is in files and shown, and ranks are numbered by who
 # meets.
@@ -272,6 +277,8 @@ def _run_slurm(argv: Sequence[str]) -> int:
         usage="distplus launch slurm [--submit] [options] -- fit ...",
         description="Print a batch script that starts one task per rank and is requeued after a committed save; "
         "or submit it.",
+        epilog=_SLURM_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="hosts (default: 1)")

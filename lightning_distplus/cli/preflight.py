@@ -148,7 +148,8 @@ def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[st
         for finding in findings:
             status = f"[{_COLOURS[finding.status]}]{finding.status.value}"
             table.add_row(finding.check, status, escape(str(finding)))
-        Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
+        if findings:
+            Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
     print(f"nothing to say: {', '.join(quiet) or '-'}")
     print(_summary(findings))
 
@@ -217,7 +218,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distplus preflight",
         description="Meets all ranks as the run would, makes the checks of distplus doctor on each host, and compares.",
-        epilog="torchrun ... -m lightning_distplus.cli preflight; srun ... distplus preflight",
     )
     parser.add_argument("--deadline", default="2m", help="how long to wait for the last rank (default: %(default)s)")
     add_settings(parser)

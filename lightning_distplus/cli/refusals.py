@@ -22,6 +22,7 @@ _OPTION = re.compile(r"(?:Option|option|arguments:) '?-*([\w.]+)'?")
 _LITERAL = re.compile(r"Expected a typing\.Literal\[(.+)\]\. Got value: (.*)")
 _TYPE = re.compile(r"Expected a <class '([\w.]+)'>\. Got value: (.*)")
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_GIVEN = "Given value: "
 _HEADERS = ("Given value", "Subtypes:", "Does not validate against", "Parser key", "Problem with given class_path")
 _SHOWN_NAMES = 24
 
@@ -61,7 +62,11 @@ def explain(message: str, options: Sequence[str] = ()) -> tuple[str, list[str]]:
     path = _innermost(lines)
     keys = [match[1] for line in path if (match := _KEY.search(line))]
     owner = next((match[1] for line in reversed(path) if (match := _CLASS.search(line))), None)
-    cause = _plain(next((line.strip() for line in path if not line.strip().startswith(_HEADERS)), lines[0].strip()))
+    cause = next((line.strip() for line in path if not line.strip().startswith(_HEADERS)), lines[0].strip())
+    given = next((line.strip() for line in reversed(lines) if line.strip().startswith(_GIVEN)), "")
+    if given and cause.startswith("Expected a ") and "Got value" not in cause:  # of alternatives, said once for all
+        cause += f". Got value: {given.removeprefix(_GIVEN)}"
+    cause = _plain(cause)
     names = _accepted(cause, owner, options)
     wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause)
     if wrong is not None and (close := difflib.get_close_matches(wrong[wrong.lastindex or 1], names, n=1)):

@@ -123,21 +123,21 @@ class DistplusCLI(LightningCLI):
             self._refuse(error)
 
     def _check_values(self, parser: LightningArgumentParser, args: list[str]) -> None:
-        """Builds strategy and callbacks, which look at their values, before the configuration is printed."""
+        """Builds strategy, callbacks and data, which look at their values, before the configuration is printed."""
         try:
             with redirect_stderr(io.StringIO()):
                 config = parser.parse_args(args)
         except (SystemExit, OmegaConfBaseException):
             return  # the parse that prints says it, where it needs the values that are missing or wrong
-        trainer = config[config.subcommand].trainer
+        chosen = config[config.subcommand]
+        trainer = chosen.trainer
         known = ("auto", *StrategyRegistry.available_strategies())
         try:
             if isinstance(trainer.strategy, str) and trainer.strategy not in known:
                 raise ValueError(f"{trainer.strategy!r} is an invalid strategy name.")
-            for one in (trainer.strategy, *(trainer.callbacks or ())):
-                if isinstance(one, Namespace) and not any(
-                    isinstance(value, Namespace) for value in one.init_args.values()
-                ):
+            for one in (trainer.strategy, *(trainer.callbacks or ()), chosen.get("data")):
+                given = one.get("init_args", Namespace()) if isinstance(one, Namespace) else None
+                if given is not None and not any(isinstance(value, Namespace) for value in given.values()):
                     instantiate_class((), one.as_dict())
         except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
             self._refuse(error)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from lightning_distplus._compat import Store
+from lightning_distplus._compat import Store, clone_store
 from lightning_distplus.control.secret import Secret, SignedStore, words_of
 from lightning_distplus.errors import (
     CheckpointCorrupt,
@@ -144,7 +144,7 @@ class Listener:
         self._rounds += 1
         self._is_stopping = False
         self._thread = threading.Thread(
-            target=self._listen, args=(self._store.clone(),), name="distplus-control", daemon=True
+            target=self._listen, args=(clone_store(self._store),), name="distplus-control", daemon=True
         )
         self._thread.start()
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_distplus._compat import PrefixStore, Store
+from lightning_distplus._compat import PrefixStore, Store, clone_store
 from lightning_distplus.control.first_error import FirstError, Listener
 from lightning_distplus.control.secret import ENTRY_BYTES, Entries, Secret, SignedStore, words_of
 from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
@@ -159,13 +159,15 @@ class ControlPlane:
         """Whether somebody sits at a rank of this job, with a terminal or a debugger."""
         self.run_id = ""
         """Names the run in events and verdicts, alike on all ranks and in all attempts."""
+        self.attempt = 0
+        """How often the job was started before, alike on all ranks."""
         self.secret_file: Path | None = None
         """Where this process has left the secret for the others; removed at the end."""
         self._calls: Counter[str] = Counter()
 
     def store_for(self, name: str) -> Store:
         """A store with keys and a connection of its own, for a process group."""
-        return PrefixStore(name, self._store.clone())
+        return PrefixStore(name, clone_store(self._store))
 
     def second_line(self) -> ControlPlane:
         """The same plane over another connection, for other threads.
@@ -174,7 +176,7 @@ class ControlPlane:
         behind the watchdog or a save; the listener's and the default process group's, which wait in the store.
         """
         with self._connecting:
-            self._second = self._second or self._store.clone()
+            self._second = self._second or clone_store(self._store)
         line = ControlPlane(self._second, self.world, host_rank=self.host_rank, secret=self.secret)
         line.run_id = self.run_id
         line._peers = self._peers  # what one has learnt, the others know when the store is gone

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_distplus import env
-from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, clone_store, open_tcp_store
 from lightning_distplus.control.plane import ControlPlane, Peer
 from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
@@ -64,10 +64,7 @@ _met_over: Store | None = None  # the store that was given to connect_over
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the store is, and what keeps jobs and attempts apart.
-
-    torchrun's own store keeps its keys over restarts, so that keys without the attempt would be heard by the next one.
-    """
+    """Where the store is, and what keeps jobs and attempts apart."""
 
     host: str
     port: int
@@ -75,11 +72,14 @@ class Address:
     """Whether torchrun's agent serves it already; otherwise rank 0 does."""
     job: str = ""
     attempt: int = 0
+    """How often this rank was started before. torchrun's agents count each on its own: one that joins begins at 0."""
+    round: str = ""
+    """Tells this meeting from others at the same store; by default the attempt does."""
 
     @property
     def prefix(self) -> str:
-        """The prefix of all keys of this attempt."""
-        return f"distplus/{self.job}/{self.attempt}"
+        """The prefix of all keys of this meeting."""
+        return f"distplus/{self.job}/{self.round or self.attempt}"
 
 
 _ATTENDED = "attended"
@@ -119,8 +119,7 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             _plane.stop_listening()
             _plane = _met_over = None  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
-        meeting = f"{address.prefix} {address.host}:{address.port}"
-        unheard = Unheard(folder, meeting, world.rank)
+        unheard = Unheard(folder, f"{address.prefix} {address.host}:{address.port}", world.rank)
         try:
             store = _open_store(world, address, deadline, unheard)
         except RendezvousError as error:
@@ -128,7 +127,7 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             raise
         makes_secret = world.rank == 0
         joined = _introduce(store, world, address, _left_until(end), unheard, makes_secret=makes_secret)
-        _meet(joined, _left_until(end), _refusals(joined, address), unheard)
+        _meet(joined, _left_until(end), _refusals(joined), unheard)
         _plane, _met_over = joined.plane, None
         return joined.plane
 
@@ -152,10 +151,10 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         if _plane is not None:  # of a process group that is gone, and its store with it
             _plane.stop_listening()
         end = time.monotonic() + deadline.total_seconds()
-        own = store.clone()
+        own = clone_store(store)
         own.set_timeout(_CALL_TIMEOUT)
         secret, file = _secret_of_job(own, world, deadline, makes=world.rank == 0)
-        joined = _Joined(own, world, secret, "distplus")
+        joined = _Joined(own, world, secret, Address(host="", port=0), "distplus")
         joined.plane.secret_file = file
         _claim_rank(joined.plane)
         joined.plane.run_id = _agree_on_run_id(joined)
@@ -167,10 +166,16 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
 class _Joined:
     """A store that this process has joined, with the secret of the job."""
 
-    def __init__(self, store: Store, world: World, secret: Secret, prefix: str, host_rank: int | None = 0) -> None:
+    def __init__(self, store: Store, world: World, secret: Secret, address: Address, prefix: str = "") -> None:
         self.store = SignedStore(store, secret)
         """Without the prefix of this job and attempt."""
-        self.plane = ControlPlane(PrefixStore(prefix, store), world, host_rank=host_rank, secret=secret.within(prefix))
+        self.address = address
+        self.plane = ControlPlane(
+            PrefixStore(prefix or address.prefix, store),
+            world,
+            host_rank=None if address.is_served_by_launcher else 0,
+            secret=secret.within(prefix or address.prefix),
+        )
 
 
 def _introduce(
@@ -183,17 +188,20 @@ def _introduce(
     makes_secret: bool,
 ) -> _Joined:
     try:
+        end = time.monotonic() + deadline.total_seconds()
         secret, file = _secret_of_job(store, world, deadline, unheard, makes=makes_secret)
-        host_rank = None if address.is_served_by_launcher else 0
-        joined = _Joined(store, world, secret, address.prefix, host_rank)
+        if address.is_served_by_launcher and world.size > 1:
+            address = replace(address, round=_enter_round(SignedStore(store, secret), world, _left_until(end)))
+        joined = _Joined(store, world, secret, address)
         joined.plane.secret_file = None if address.is_served_by_launcher else file  # the next attempt needs it
         try:
-            _agree_on_job(joined, address)
+            _agree_on_job(joined)
             _claim_rank(joined.plane, address.host)
         except RendezvousError as error:
-            _refusals(joined, address).leave(str(error))
+            _refusals(joined).leave(str(error))
             raise
         joined.plane.run_id = _agree_on_run_id(joined)
+        joined.plane.attempt = _agree_on_attempt(joined)
         return joined
     except dist.DistNetworkError as error:
         raise PeerLost(
@@ -278,9 +286,9 @@ def _left_until(end: float) -> timedelta:
     return timedelta(seconds=max(0.0, end - time.monotonic()))
 
 
-def _refusals(joined: _Joined, address: Address) -> Refusals:
-    """Of this job and attempt only: what was refused for being of another job concerns nobody."""
-    key = f"distplus/{address.attempt}/refused/{address.job}"
+def _refusals(joined: _Joined) -> Refusals:
+    """Of this job and meeting only: what was refused for being of another job concerns nobody."""
+    key = f"distplus/{joined.address.round or joined.address.attempt}/refused/{joined.address.job}"
     return Refusals(joined.store, key, serves_store=joined.plane.world.rank == 0)
 
 
@@ -290,6 +298,7 @@ def _meet(
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
     plane = joined.plane
     show_at_s = 0.0
+    door = _Door(joined) if plane.world.rank == 0 and joined.address.is_served_by_launcher else None
 
     def has_come(rank: int) -> bool:
         return plane.read(f"hello/{rank}") is not None
@@ -304,6 +313,8 @@ def _meet(
         if plane.world.rank == 0 and elapsed_s >= show_at_s:
             show_at_s = elapsed_s + _SHOW_EVERY_S
             joined.store.claim(_SHOWN, b"")  # a stranger may have written over it
+        if door is not None:
+            door.answer(elapsed_s, has_come)
         if refusals is not None:
             refusals.raise_if_any(elapsed_s)
         if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
@@ -366,7 +377,7 @@ def _serve(world: World, address: Address) -> TCPStore:
             f"Rank 0 on {world.host} cannot listen on {host}:{address.port}: {error.strerror}. {port_remedy(error)}"
         ) from error
     is_elsewhere = host != _LOOPBACK and not is_local(host)
-    store = TCPStore(
+    store = open_tcp_store(
         _LOOPBACK if is_elsewhere else host,
         address.port,
         is_master=True,
@@ -431,11 +442,12 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
     log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, seen)
 
 
-def _agree_on_job(joined: _Joined, address: Address) -> None:
+def _agree_on_job(joined: _Joined) -> None:
     """Refuses a stray rank of another job or of another world size; the first rank to come says what is right."""
-    world = joined.plane.world
+    world, address = joined.plane.world, joined.address
     mine = {"job": address.job, "world_size": world.size, "host": world.host, "pid": world.pid}
-    found = words_of(joined.store.claim(f"distplus/{address.attempt}/job", json.dumps(mine).encode()))
+    key = f"distplus/{address.round or address.attempt}/job"
+    found = words_of(joined.store.claim(key, json.dumps(mine).encode()))
     for field in ("job", "world_size"):
         if found[field] != mine[field]:
             raise RendezvousError(
@@ -452,6 +464,16 @@ def _agree_on_run_id(joined: _Joined) -> str:
     return escaped(joined.store.claim("distplus/run-id", mine.encode()).decode())
 
 
+def _agree_on_attempt(joined: _Joined) -> int:
+    """The number of this attempt, alike on all ranks; where the store outlives attempts, above that of the last one."""
+    mine = joined.address.attempt
+    if joined.plane.host_rank is None and joined.plane.world.rank == 0:  # in its round nobody comes before it
+        last = joined.store.read("distplus/attempt")
+        mine = mine if last is None else max(mine, int(last) + 1)
+        joined.store.set("distplus/attempt", b"%d" % mine)
+    return int(joined.plane.claim("attempt", b"%d" % mine))
+
+
 def _claim_rank(plane: ControlPlane, store_host: str = "") -> None:
     world = plane.world
     mine = Peer.of(world, store_host)
@@ -461,6 +483,65 @@ def _claim_rank(plane: ControlPlane, store_host: str = "") -> None:
             f"Two processes call themselves rank {world.rank} of {world.size}: {found} and {mine}. Give each node its "
             f"own NODE_RANK (0..{world.num_nodes - 1}), or let torchrun or srun set the ranks."
         )
+
+
+# -- rounds at a store that outlives the ranks -------------------------------------------------------------------------
+
+# torchrun's agent keeps its store, with all keys, over restarts and changes of the hosts. Restart counts do not tell
+# the rounds apart: each agent counts its own (pytorch/pytorch#135712). So rank 0 makes up a name for each round. A rank
+# knocks with a word that it has just made up, and hears the name together with that word: only the rank 0 of now can
+# have said it, and no key of an earlier round is read.
+_KNOCK, _ANSWER = "distplus/knock", "distplus/answer"
+_KNOCK_AGAIN_S = 1.0  # a stranger may have written over it
+_ANSWER_EVERY_S = 0.01
+
+
+def _enter_round(store: SignedStore, world: World, deadline: timedelta) -> str:
+    """The name of the round: made up by rank 0, heard by the others.
+
+    Raises:
+        PeerMissing: Rank 0 has not come.
+    """
+    if world.rank == 0:
+        return uuid.uuid4().hex[:12]
+    begin = time.monotonic()
+    knock_at, word = begin, b""
+    while (now := time.monotonic()) - begin < deadline.total_seconds():
+        if now >= knock_at:
+            knock_at, word = now + _KNOCK_AGAIN_S, uuid.uuid4().hex.encode()
+            store.set(f"{_KNOCK}/{world.rank}", word)
+        heard, _, name = (store.read(f"{_ANSWER}/{world.rank}") or b"").partition(b" ")
+        if heard == word:
+            return name.decode()
+        time.sleep(CONNECT_EVERY_S)
+    raise PeerMissing(
+        f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s at the launcher's store for rank 0, "
+        "which has not come. Look at the last lines of its log.",
+        [0],
+    )
+
+
+class _Door:
+    """Rank 0's side: tells the name of the round to those who knock, until all have come in."""
+
+    def __init__(self, joined: _Joined) -> None:
+        self._store = joined.store
+        self._name = joined.address.round.encode()
+        self._heard = dict.fromkeys(joined.plane.world.ranks[1:], b"")
+        self._look_at_s = 0.0
+
+    def answer(self, elapsed_s: float, has_come: Callable[[int], bool]) -> None:
+        """Called while rank 0 waits. A second process of a rank that has come in hears of the next round only."""
+        if elapsed_s < self._look_at_s:
+            return
+        self._look_at_s = elapsed_s + _ANSWER_EVERY_S
+        for rank, heard in list(self._heard.items()):
+            word = self._store.read(f"{_KNOCK}/{rank}")
+            if has_come(rank):
+                del self._heard[rank]
+            elif word is not None and word != heard:
+                self._heard[rank] = word
+                self._store.set(f"{_ANSWER}/{rank}", word + b" " + self._name)
 
 
 # -- the port of the store ---------------------------------------------------------------------------------------------
@@ -571,7 +652,7 @@ def join(world: World, host: str, port: int, deadline: timedelta) -> TCPStore:
     def make() -> None:
         try:
             timeout = timedelta(seconds=seconds)
-            found.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            found.put(open_tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
         except dist.DistError as error:
             found.put(error)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import IntFlag
-from operator import attrgetter
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,7 +17,7 @@ from lightning_distplus.errors import DivergenceError
 
 __all__ = ["RECORD_BYTES", "GateRecord", "StepGate", "Wish", "compare"]
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 
 
 class Wish(IntFlag):
@@ -33,8 +32,7 @@ class Wish(IntFlag):
     LATE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateRecord:
+class GateRecord(NamedTuple):
     """What one rank says at a gate; at most 128 bytes on the wire.
 
     The fields of ``must_agree`` are compared at every gate. A field that a run does not fill stays 0 on all ranks.
@@ -45,7 +43,8 @@ class GateRecord:
     micro_batch: int
     """Index of the micro-batch in its epoch."""
     epoch: int
-    wishes: Wish = Wish.NONE
+    wishes: int = 0
+    """What this rank wants, or says: bits of ``Wish``."""
     decisions: int = 0
     """Bits: what follows this step (validation, save, stop, last batch, accumulation boundary)."""
     consumed_samples: int = 0
@@ -67,10 +66,21 @@ class GateRecord:
     """From the gate before to this rank's first backward, to three digits; it never has to agree."""
     wait_s: float = 0.0
     """How long this rank waited at the gate before, to three digits; it never has to agree."""
+    data_s: float = 0.0
+    """How long it waited for its batches since then, to three digits; it never has to agree, nor do the next two."""
+    forward_s: float = 0.0
+    """In ``training_step``."""
+    optimizer_s: float = 0.0
+    """In the optimizer, without forward and backward."""
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Where the rank stands, as it must be the same on all of them."""
+        return self.decisions, self.epoch, self.global_step, self.micro_batch
 
     def pack(self) -> bytes:
         """The record as bytes."""
-        return _LAYOUT.pack(RECORD_VERSION, *_values(self))
+        return _LAYOUT.pack(RECORD_VERSION, *self)
 
     @staticmethod
     def is_readable(data: bytes) -> bool:
@@ -92,14 +102,10 @@ class GateRecord:
                 ranks=[rank],
                 field="record_version",
             )
-        values = dict(zip(_NAMES, _LAYOUT.unpack(data)[1:], strict=True))
-        values["wishes"] = Wish(values["wishes"])
-        return cls(**values)
+        return cls._make(_LAYOUT.unpack(data)[1:])
 
 
-_NAMES = tuple(field.name for field in fields(GateRecord))
-_values = attrgetter(*_NAMES)  # dataclasses.astuple copies deeply, which costs more than the exchange
-_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd ee".replace(" ", ""))
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd eeeee".replace(" ", ""))
 RECORD_BYTES = _LAYOUT.size
 
 
@@ -223,7 +229,7 @@ class StepGate:
         if not GateRecord.is_readable(packed):
             return xxhash.xxh3_64_hexdigest(packed)
         record = GateRecord.unpack(packed, rank=self._plane.world.rank)
-        equal = [int(record.wishes), *(getattr(record, field) for field in self._must_agree)]
+        equal = [record.wishes, *(getattr(record, field) for field in self._must_agree)]
         return xxhash.xxh3_64_hexdigest(repr(equal).encode())
 
 

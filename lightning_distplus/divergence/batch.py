@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-__all__ = ["content", "digest", "structure"]
+__all__ = ["StructureDigests", "content", "digest", "structure"]
 
 _MAX_LEAVES = 64
 _WHOLE_BYTES = 8 << 10
@@ -40,6 +40,55 @@ def structure(batch: Any, *, sizes: bool = False) -> dict[str, str]:
         if len(found) >= _MAX_LEAVES:
             break
     return found
+
+
+class StructureDigests:
+    """The digests of structures, each computed once: a run has few, and asks before every step.
+
+    Args:
+        sizes: As for ``structure``.
+    """
+
+    _MOST = 256  # of sequences by their length there may be many, when sizes count
+
+    def __init__(self, *, sizes: bool) -> None:
+        self._has_sizes = sizes
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, batch: Any) -> int:
+        """64 bits of the structure of a batch."""
+        try:
+            kind = self._kind(batch)
+        except _Unknown:
+            return digest(structure(batch, sizes=self._has_sizes))
+        found = self._known.get(kind)
+        if found is None:
+            if len(self._known) >= self._MOST:
+                self._known.clear()
+            found = self._known[kind] = digest(structure(batch, sizes=self._has_sizes))
+        return found
+
+    def _kind(self, value: Any) -> Hashable:
+        """What decides the structure, without the text of it."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape if self._has_sizes else value.dim()
+        kind = type(value)
+        if kind is dict:
+            return dict, *((key, self._kind(item)) for key, item in value.items())
+        if kind is tuple:
+            return tuple, *map(self._kind, value)
+        if kind is list:
+            return list, self._kind(value[0]) if value else None
+        if kind in _PLAIN:
+            return kind.__name__
+        raise _Unknown
+
+
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class _Unknown(Exception):
+    """Only ``structure`` can tell."""
 
 
 def content(batch: Any) -> int:

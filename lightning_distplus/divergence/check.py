@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +37,7 @@ __all__ = [
     "MonitoredRun",
     "OnDivergence",
     "SkipBudget",
+    "Stopwatch",
     "drop_gradients",
 ]
 
@@ -57,6 +60,8 @@ class MonitoredRun:
     """Warns or raises, as the user chose, after the evidence is written; all ranks that call it do the same."""
     note: Callable[..., None]
     """Writes one event into the ledger: ``note("kind", field=value)``."""
+    step_parts: Callable[[], Mapping[str, float]]
+    """Seconds that this rank has spent in each part of its steps, added up, where the strategy measures them."""
     sample_ids: Callable[[], list[Any] | None]
     """The ids of the samples in the present micro-batch, where the data module knows them."""
 
@@ -226,6 +231,9 @@ _REMEDIES = {
 }
 
 
+_agreeing = attrgetter(*_REMEDIES)
+
+
 class Comparison:
     """Compares field by field; for a fingerprint, all ranks lay open what is behind it.
 
@@ -244,7 +252,7 @@ class Comparison:
         Raises:
             DivergenceError: Two ranks differ, unless the user only wants to be warned.
         """
-        if all(record is records[0] for record in records):
+        if len(set(map(_agreeing, records))) == 1:
             return
         for field, remedy in _REMEDIES.items():
             values = {rank: getattr(record, field) for rank, record in enumerate(records)}
@@ -256,6 +264,21 @@ class Comparison:
         name, found = first_difference(explained) or (field, values)
         where = f"before step {self._run.trainer.global_step}; nothing was averaged"
         self._run.tell(disagreement(name, found, where=where, remedy=remedy))
+
+
+class Stopwatch:
+    """Adds up the time spent within it."""
+
+    __slots__ = ("_began_at", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began_at = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began_at
 
 
 # -- verdict, ledger and message of a difference -----------------------------------------------------------------------
@@ -362,6 +385,11 @@ class GateMonitor(Callback):
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
+        self._having: dict[str, list[Check]] = {}
+        self.spent = Stopwatch()
+        """What its hooks have taken of the steps so far, on the training thread."""
+        self.num_compared = 0
+        """Steps in which the ranks were compared."""
 
     def take_over(self, checks: Sequence[Check]) -> None:
         """Runs the checks of another monitor, in the place of its own of the same kind."""
@@ -412,6 +440,7 @@ class GateMonitor(Callback):
             parameters_every_n_steps=self.parameters_every_n_steps,
             tell=self._tell,
             note=self._host.note,
+            step_parts=self._host.step_parts,
             sample_ids=lambda: _sample_ids(trainer),
         )
         for check in self.checks:
@@ -427,6 +456,7 @@ class GateMonitor(Callback):
         self._gate = self._host.gate(trainer)
         self._gate.say, self._gate.hear, self._gate.tell = self._say, self._hear, self._tell
         self._comparison = Comparison(self._run, self._explain)
+        self._having.clear()
         for check in self.checks:
             check.attach(self._run)
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
@@ -451,19 +481,20 @@ class GateMonitor(Callback):
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if not self._is_called:
             return {}
-        self.skips.begin()
         self._run.budget.begin_step()
         fields: dict[str, Any] = {}
-        for check in self.checks:
-            fields.update(check.say(batch, batch_idx))
+        with self.spent:
+            self.skips.begin()
+            for check in self._with("say"):
+                fields.update(check.say(batch, batch_idx))
         return fields
 
     def _hear(self, records: list[GateRecord]) -> None:
         self._comparison.require_agreement(records)
+        self.num_compared += 1
         if not self._is_called:
             return
-        for check in self.checks:
-            check.hear(records)
+        self._each("hear", records)
 
     def _before_save(self) -> None:
         for check in self._active():
@@ -501,25 +532,21 @@ class GateMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.before_backward(loss)
+        self._each("before_backward", loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.after_backward()
+        self._each("after_backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Hands it on to the checks."""
-        for check in self._active():
-            check.before_optimizer_step(optimizer)
+        self._each("before_optimizer_step", optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hands it on to the checks, and their metrics to the loggers."""
-        for check in self._active():
-            check.batch_end()
+        self._each("batch_end")
         if self._gate is not None and (batch_idx + 1) % self._log_every == 0:
             metrics = self.metrics()
             for logger in trainer.loggers:
@@ -532,6 +559,22 @@ class GateMonitor(Callback):
 
     def _active(self) -> Iterator[Check]:
         return iter(self.checks if self._gate is not None else ())
+
+    def _each(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of the step, and adds to what the monitor has taken."""
+        with self.spent:
+            for check in self._with(hook):
+                getattr(check, hook)(*arguments)
+
+    def _with(self, hook: str) -> Sequence[Check]:
+        """Those active checks that have this hook of a step, found once: most have one or two."""
+        if self._gate is None:
+            return ()
+        found = self._having.get(hook)
+        if found is None:
+            found = [check for check in self.checks if getattr(type(check), hook) is not getattr(Check, hook)]
+            self._having[hook] = found
+        return found
 
     def _tell(self, error: DivergenceError) -> None:
         assert self._incidents is not None

@@ -202,6 +202,9 @@ class LocalGradients:
         )
 
 
+_Part = tuple[int, int, Sequence[torch.nn.Parameter]]  # begin and end in a bucket, and the parameters there
+
+
 class BucketHook:
     """A communication hook of ``DistributedDataParallel`` that carries the flag of this rank in the bucket itself.
 
@@ -220,6 +223,7 @@ class BucketHook:
         self._names = names
         self._group = group
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
+        self._layouts: dict[tuple[int, ...], list[_Part]] = {}
         self._is_retired = False
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -231,8 +235,8 @@ class BucketHook:
         else:
             self._sent.append((buffer, parameters[0]))
             keeps: bool | Tensor = True
-            for part, own in self._parts(buffer, parameters):
-                looked = self._look_and_scale(part, own, size)
+            for begin, end, own in self._parts(parameters):
+                looked = self._look_and_scale(buffer[begin:end], own, size)
                 keeps = looked if own else keeps
             _fill_unless(keeps, buffer, 0.0)
             _fill_unless(keeps, buffer[:1], torch.nan)
@@ -262,23 +266,26 @@ class BucketHook:
     def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
         keeps: bool | Tensor = True
-        blocks = torch.split(part, _BLOCK) if part.device.type == "cpu" else [part]
+        blocks = torch.split(part, _BLOCK) if part.numel() > _BLOCK and part.device.type == "cpu" else [part]
         for number, block in enumerate(blocks):
             if own:
                 keeps = self._gradients.look_at(block, partial(self._name_at, own, number * _BLOCK))
             block.mul_(1 / size)  # as DDP does: a division gives other bits, and is slower
         return keeps
 
-    def _parts(
-        self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter]
-    ) -> Iterator[tuple[Tensor, Sequence[torch.nn.Parameter]]]:
+    def _parts(self, parameters: Sequence[torch.nn.Parameter]) -> Sequence[_Part]:
         """The model's gradients in a bucket, and, without parameters, what rides along and would spoil the norm."""
-        begin = 0
-        for is_own, group in itertools.groupby(parameters, lambda parameter: id(parameter) in self._names):
-            own = list(group)
-            end = begin + sum(parameter.numel() for parameter in own)
-            yield buffer[begin:end], own if is_own else []
-            begin = end
+        known = tuple(map(id, parameters))  # DDP may lay its buckets out anew
+        found = self._layouts.get(known)
+        if found is None:
+            found, begin = [], 0
+            for is_own, group in itertools.groupby(parameters, lambda parameter: id(parameter) in self._names):
+                own = list(group)
+                end = begin + sum(parameter.numel() for parameter in own)
+                found.append((begin, end, own if is_own else []))
+                begin = end
+            self._layouts[known] = found
+        return found
 
     def _name_at(self, own: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
         sections = [Section(self._names[id(parameter)], parameter.numel()) for parameter in own]
@@ -630,9 +637,15 @@ class Mailbox:
         """The same loss, whose backward also puts this rank's number into the mailbox."""
         self._sent = number % _MODULUS
         self.parameter.grad = None
-        slots = torch.zeros_like(self.parameter, requires_grad=False)
-        for chunk in range(_CHUNKS):  # filled one by one: a copy from the host would wait for a device
-            slots[self._rank * _CHUNKS + chunk].fill_((self._sent >> (_BITS * chunk)) % (1 << _BITS))
+        chunks = self._chunks()
+        first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
+        if self.parameter.device.type == "cpu":
+            filled = [0] * first + chunks + [0] * (self._size * _CHUNKS - last)
+            slots = torch.tensor(filled, dtype=self.parameter.dtype)
+        else:
+            slots = torch.zeros_like(self.parameter, requires_grad=False)
+            for slot, chunk in zip(slots[first:last], chunks, strict=True):  # a copy would wait for the device
+                slot.fill_(chunk)
         tied: torch.Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
         return tied
 
@@ -644,17 +657,24 @@ class Mailbox:
     def take(self) -> torch.Tensor | None:
         """The content after the backward, on its way to the CPU; None where nothing came."""
         gradient = self.parameter.grad
-        return None if gradient is None else gradient.detach().to("cpu", torch.float32, non_blocking=True)
+        if gradient is None or gradient.device.type == "cpu":
+            return gradient
+        return gradient.detach().to("cpu", torch.float32, non_blocking=True)
 
     def read(self, content: torch.Tensor) -> Letter:
         """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks."""
         found = content.tolist()
         values = [value * self._size for value in found]
+        if self._sent and self._size > 1 and values == self._chunks() * self._size:
+            return Letter([self._sent] * self._size, is_summed=True)
         numbers = [self._decode(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
         first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
         has_others = any(values[:first]) or any(values[last:])
         is_local = self._sent > 0 and not has_others and self._decode(found[first:last]) == self._sent
         return Letter(numbers, is_summed=not is_local)
+
+    def _chunks(self) -> list[int]:
+        return [(self._sent >> (_BITS * chunk)) % (1 << _BITS) for chunk in range(_CHUNKS)]
 
     @staticmethod
     def _decode(chunks: list[float]) -> int | None:
@@ -813,7 +833,7 @@ class PairingCheck(Check):
             self._tie.reset()
         if self._late is not None:
             late, self._late = self._late, None
-            self._judge(late, self.run.trainer.global_step)
+            self._judge(late)
         if self._mailbox is not None:
             self._mailbox.parameter.grad = None
         return {}
@@ -835,7 +855,7 @@ class PairingCheck(Check):
         if content is None:
             self._tell_not_summed("its backward did not take part in the sum of gradients")
         elif self._mailbox.parameter.device.type == "cpu":
-            self._judge(content, self.run.trainer.global_step + 1)
+            self._judge(content)
         else:
             self._late = content
 
@@ -849,19 +869,22 @@ class PairingCheck(Check):
                 "still by a learning rate of 0",
             )
 
-    def _judge(self, content: torch.Tensor, expected: int) -> None:
+    def _judge(self, content: torch.Tensor) -> None:
         assert self._mailbox is not None
         letter = self._mailbox.read(content)
+        if letter.is_summed and len(set(letter.numbers)) == 1:
+            return
         if not letter.is_summed:
             self._tell_not_summed("the sum of gradients was begun and not finished: a parameter got no gradient")
         numbers = dict(enumerate(letter.numbers))
-        if None in numbers.values() or len(set(numbers.values())) == 1:
+        if None in letter.numbers or len(set(letter.numbers)) == 1:
             return
         self.run.tell(
             disagreement(
                 "gradient_step",
                 numbers,
-                where=f"before optimizer step {expected}: gradients of different steps were summed; no weight changed",
+                where=f"before optimizer step {self._mailbox.expected}: gradients of different steps were summed; no "
+                "weight changed",
                 remedy="a rank left out or repeated a sum of gradients: no_sync, a skipped backward, a second one",
             )
         )

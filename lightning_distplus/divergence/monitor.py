@@ -65,8 +65,8 @@ class RankDivergenceMonitor(GateMonitor):
             "same" on all ranks or "distinct" on each, at the start of each epoch; nothing is required of the others.
         repair_replicas: Overwrite a wrong copy of a weight, a buffer or an optimizer state with the majority's, and
             write that into the ledger. Without a majority the run ends as it does otherwise.
-        on_straggler: What follows when the others wait for one rank in every step: ``"warn"`` as ``StragglerMonitor()``
-            does, or ``"ignore"``.
+        on_straggler: What follows when the others wait for one rank in every step: ``"note"`` tells the ledger and the
+            report, ``"warn"`` the log as well, as ``StragglerMonitor()`` does; or ``"ignore"``.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
         budget: How much of a step's time the looks at batches and replicated state may take, once the first full
@@ -88,7 +88,7 @@ class RankDivergenceMonitor(GateMonitor):
         repair_replicas: bool = False,
         state_at_rest: bool = False,
         batch_shapes: BatchShapes = "any",
-        on_straggler: OnStraggler = "warn",
+        on_straggler: OnStraggler = "note",
         budget: float | None = 0.005,
         **removed: Any,
     ) -> None:
@@ -165,7 +165,7 @@ def make_checks(chosen: RankDivergenceMonitor, before_save: Callable[[], None]) 
         *([LocalFailureCheck(pairing.tie)] if chosen.on_local_failure == "skip_all" else []),
         finite,
         pairing,
-        *([StragglerCheck()] if chosen.on_straggler != "ignore" else []),
+        *([StragglerCheck(warns=chosen.on_straggler == "warn")] if chosen.on_straggler != "ignore" else []),
         ReplicaCheck(repairs=chosen.repair_replicas),
         *([TraceCheck()] if chosen.trace_collectives else []),
     ]

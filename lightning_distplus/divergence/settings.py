@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.batch import content, digest, structure
+from lightning_distplus.divergence.batch import StructureDigests, content, digest, structure
 from lightning_distplus.divergence.check import Check, MonitoredRun
 from lightning_distplus.majority import disagreement
 
@@ -43,12 +43,13 @@ class SettingsCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The first learning rate and the loss scale as they are, everything as one number."""
-        numbers = list(self._numbers())
+        optimizers = self._optimizers()
+        numbers = self._numbers(optimizers)
         if len(self._tensors) <= _MAX_PARAMETERS or self._num_said % self.run.parameters_every_n_steps == 0:
             numbers.append(hash(tuple([tensor.requires_grad for tensor in self._tensors])))
         self._num_said += 1
         return {
-            "learning_rate": self._first_rate(),
+            "learning_rate": numbers[0] if optimizers else 0.0,
             "loss_scale": self._loss_scale(),
             # The hash of a tuple of numbers is the same in every process.
             "settings": hash(tuple(numbers)) & _MASK,
@@ -69,9 +70,10 @@ class SettingsCheck(Check):
             named[f"requires_grad of {name}"] = parameter.requires_grad
         return named
 
-    def _numbers(self) -> list[float]:
+    def _numbers(self, optimizers: list[Any]) -> list[float]:
+        """The first learning rate, then whatever else the optimizers go by."""
         numbers: list[float] = []
-        for index, optimizer in enumerate(self._optimizers()):
+        for index, optimizer in enumerate(optimizers):
             for group in optimizer.param_groups:
                 numbers += (_number(group.get("lr", 0.0)), _number(group.get("weight_decay", 0.0)))
             numbers.append(self._steps_of(index, optimizer))
@@ -83,10 +85,6 @@ class SettingsCheck(Check):
     def _optimizers(self) -> list[Any]:
         return [one for one in self.run.trainer.optimizers if getattr(one, "param_groups", None)]
 
-    def _first_rate(self) -> float:
-        optimizers = self._optimizers()
-        return _number(optimizers[0].param_groups[0].get("lr", 0.0)) if optimizers else 0.0
-
     def _loss_scale(self) -> float:
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         is_on_cpu = self.run.trainer.strategy.root_device.type == "cpu"
@@ -94,6 +92,8 @@ class SettingsCheck(Check):
 
 
 def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor):
         return float(value) if value.device.type == "cpu" else 0.0
     return float(value)
@@ -115,6 +115,8 @@ def _holds_trainable(optimizer: Any) -> bool:
 
 BatchShapes = Literal["any", "equal"]
 _SAME_IN_A_ROW = 2
+_OF_SAMPLER = ("epoch", "seed", "num_replicas", "total_size")
+_OF_DATA = -1
 _SHOWN_IDS = 8
 
 
@@ -133,6 +135,7 @@ class BatchCheck(Check):
     def __init__(self, every_n_steps: int, shapes: BatchShapes = "any") -> None:
         self._every = every_n_steps
         self._has_sizes = shapes == "equal"
+        self._structures = StructureDigests(sizes=self._has_sizes)
         self._num_said = 0
         self._batch: Any = None
         self._replicas: list[int] = []
@@ -157,10 +160,11 @@ class BatchCheck(Check):
         self._batch = batch
         turn, rest = divmod(self._num_said, self._every)
         self._num_said += 1
-        fields: dict[str, Any] = {"data_fingerprint": digest(self._place())}
+        # The hash of a tuple of numbers is the same in every process.
+        fields: dict[str, Any] = {"data_fingerprint": hash(tuple(self._place().items())) & _MASK}
         if rest == 0:
             if self._compares_structure:
-                fields["batch_structure"] = digest(structure(batch, sizes=self._has_sizes))
+                fields["batch_structure"] = self._structures.of(batch)
             if turn % self.run.budget.exceeds("batch", self._every) == 0:
                 with self.run.budget.measure("batch"):
                     fields["batch_content"] = self._content(batch, may_read=turn % self._reads_every == 0)
@@ -169,7 +173,7 @@ class BatchCheck(Check):
     def explain(self, field: str) -> dict[str, Any]:
         """What stands behind the fingerprints."""
         if field == "data_fingerprint":
-            return self._place()
+            return {self._name_of(*key): value for key, value in self._place().items()}
         return structure(self._batch, sizes=self._has_sizes) if field == "batch_structure" else {}
 
     def hear(self, records: Sequence[GateRecord]) -> None:
@@ -182,20 +186,26 @@ class BatchCheck(Check):
 
     # -- place -------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> dict[str, Any]:
-        """What decides which samples come next, and must be the same on all ranks."""
-        place: dict[str, Any] = {}
+    def _place(self) -> dict[tuple[int, int], int]:
+        """What decides which samples come next, and must be the same on all ranks; ``_name_of`` has the names."""
+        place: dict[tuple[int, int], int] = {}
         for index, loader in enumerate(self._loaders):
             sampler = getattr(loader, "sampler", None)
-            for name in ("epoch", "seed", "num_replicas", "total_size"):
+            for number, name in enumerate(_OF_SAMPLER):
                 if isinstance(value := getattr(sampler, name, None), int):
-                    place[f"{name} of sampler {index}"] = value
+                    place[index, number] = value
         delivered = getattr(getattr(self.run.trainer, "datamodule", None), "delivered", None)
         if delivered is not None:
             size = len(delivered.positions)
-            place["epoch of the data"] = delivered.epoch
-            place["position in the data"] = int(delivered.positions[0]) - self._mine * size if size else -1
+            place[_OF_DATA, 0] = delivered.epoch
+            place[_OF_DATA, 1] = int(delivered.positions[0]) - self._mine * size if size else -1
         return place
+
+    @staticmethod
+    def _name_of(index: int, number: int) -> str:
+        if index == _OF_DATA:
+            return ("epoch of the data", "position in the data")[number]
+        return f"{_OF_SAMPLER[number]} of sampler {index}"
 
     def _require_own_shards(self) -> None:
         """A distributed sampler has the rank of its data-parallel place, as Lightning knows it."""

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Arrivals", "OnStraggler", "Straggler", "StragglerCheck", "StragglerMonitor"]
 
 _LATE_SHARE = 0.9  # of the steps: noise makes now this rank late and now that one
-_LEAST_WAIT_S = 0.05
+_LEAST_WAIT_S = 0.045  # of 50 ms more, a little is lost to what the others take longer
+_SHORT_S = 1e-3  # of a part that takes less, no multiple is told
+PARTS = {"data": "data fetch", "forward": "forward", "optimizer": "optimizer"}
+"""What a rank does alone in a step, where its strategy measures it; in the backward it may wait for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,19 @@ class Straggler:
     """The part of it between the gate and the first backward."""
     step_s: float
     """What a step takes."""
+    part: str = ""
+    """The one of ``PARTS`` that is longer than on the others; empty where none explains it."""
+    part_s: float = 0.0
+    others_s: float = 0.0
+    """The median of its peers for that part."""
+
+    def describe_part(self) -> str:
+        """For example ``data fetch 2.1x the median``."""
+        if not self.part:
+            return ""
+        if self.others_s < _SHORT_S:
+            return f"{PARTS[self.part]} {1e3 * (self.part_s - self.others_s):.0f} ms above the median"
+        return f"{PARTS[self.part]} {self.part_s / self.others_s:.1f}x the median"
 
 
 class Arrivals:
@@ -48,46 +65,59 @@ class Arrivals:
     seen.
 
     Args:
-        share: A rank is late when its peers wait for it so much of a step, and 50 ms at least.
+        share: A rank is late when its peers wait for it so much of a step, and 45 ms at least.
         size: Steps of a window; who is late in nine of ten of them is a straggler.
     """
 
     def __init__(self, share: float, size: int) -> None:
         self._share = share
         self._size = size
-        self._steps: deque[tuple[Sequence[float], Sequence[float], float]] = deque(maxlen=size)
+        self._steps: deque[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]], float]] = deque(
+            maxlen=size
+        )
 
-    def add(self, leads_s: Sequence[float], waits_s: Sequence[float], step_s: float) -> list[Straggler] | None:
+    def add(
+        self,
+        leads_s: Sequence[float],
+        waits_s: Sequence[float],
+        step_s: float,
+        parts_s: Sequence[Sequence[float]] = (),
+    ) -> list[Straggler] | None:
         """Takes one step, and judges the window when it is full.
 
         Args:
             leads_s: From the gate to its first backward, of each rank.
             waits_s: How long each rank waited at the gate.
             step_s: From gate to gate, on this rank.
+            parts_s: Of each rank, what each of ``PARTS`` took; empty where nobody measures it.
 
         Returns:
             The stragglers; None where the window is not full, or the step is not comparable.
         """
         if not math.isfinite(sum(leads_s) + sum(waits_s)):
             return None
-        self._steps.append((leads_s, waits_s, step_s))
+        self._steps.append((leads_s, waits_s, parts_s, step_s))
         if len(self._steps) < self._size:
             return None
-        leads, waits, steps = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
+        leads, waits, parts, steps = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
         for _ in range(math.ceil(self._size / 2)):  # windows overlap: who becomes slow within one is named at the next
             self._steps.popleft()
-        return self._judge(_behind_peers(leads), _behind_peers(-waits), steps)
+        return self._judge(_behind_peers(leads), _behind_peers(-waits), parts, steps)
 
-    def _judge(self, leads: np.ndarray, gates: np.ndarray, steps: np.ndarray) -> list[Straggler]:
+    def _judge(self, leads: np.ndarray, gates: np.ndarray, parts: np.ndarray, steps: np.ndarray) -> list[Straggler]:
         late = leads + gates
         limits = np.maximum(self._share * steps, _LEAST_WAIT_S)
         shares = (late >= limits[:, None]).mean(axis=0)
+        if not (shares >= _LATE_SHARE).any():
+            return []
+        waits_s = np.median(late, axis=0)
         return [
             Straggler(
                 rank=rank,
-                wait_s=float(np.median(late[:, rank])),
+                wait_s=float(waits_s[rank]),
                 lead_s=float(np.median(leads[:, rank])),
                 step_s=float(np.median(steps)),
+                **_longest_part(parts, rank, waits_s[rank]),
             )
             for rank in np.flatnonzero(shares >= _LATE_SHARE).tolist()
         ]
@@ -95,20 +125,41 @@ class Arrivals:
 
 def _behind_peers(times: np.ndarray) -> np.ndarray:
     """How much later each rank comes than the median of the others, in each step; shape (steps, ranks)."""
-    others = [np.median(np.delete(times, rank, axis=1), axis=1) for rank in range(times.shape[1])]
-    behind: np.ndarray = times - np.stack(others, axis=1)
+    ordered = np.sort(times, axis=1)
+    places = np.argsort(np.argsort(times, axis=1), axis=1)
+
+    def among_others(place: int) -> np.ndarray:
+        """What stands at this place when a rank is taken out, for each rank."""
+        taken: np.ndarray = np.where(places <= place, ordered[:, place + 1, None], ordered[:, place, None])
+        return taken
+
+    num_others = times.shape[1] - 1
+    behind: np.ndarray = times - (among_others((num_others - 1) // 2) + among_others(num_others // 2)) / 2
     return behind
+
+
+def _longest_part(parts: np.ndarray, rank: int, wait_s: float) -> dict[str, Any]:
+    """The part that makes a rank late, where one does; ``parts`` has the shape (steps, ranks, ``PARTS``)."""
+    if parts.ndim != 3:
+        return {}
+    own = np.median(parts, axis=0)
+    others = np.median(np.delete(own, rank, axis=0), axis=0)
+    longest = int(np.argmax(own[rank] - others))
+    if own[rank, longest] - others[longest] < wait_s / 2:
+        return {}
+    return {"part": list(PARTS)[longest], "part_s": float(own[rank, longest]), "others_s": float(others[longest])}
 
 
 # -- the callback and its check ----------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
-OnStraggler = Literal["warn", "ignore"]
+OnStraggler = Literal["warn", "note", "ignore"]
 _SHARE = 0.2
 _NUM_STEPS = 32
 _QUIET_STEPS = 1024  # before the same rank is named again
 _LARGEST_S = 6e4  # that a record holds
 _BEFORE = "in training_step, before the backward"
+_TIMES = attrgetter("lead_s", "wait_s", *(f"{part}_s" for part in PARTS))
 _AFTER = "between its backward and the next training_step: the optimizer, callbacks, logging, the next batch"
 
 
@@ -120,7 +171,7 @@ class StragglerMonitor(GateMonitor):
     kind, that one runs this check in the place of its own. Not above 64 ranks.
 
     Args:
-        share: How much of a step the others have to wait for it, beside 50 ms at least.
+        share: How much of a step the others have to wait for it, beside 45 ms at least.
         num_steps: Over how many steps; it has to be late in nine of ten of them.
     """
 
@@ -145,9 +196,12 @@ class StragglerMonitor(GateMonitor):
 class StragglerCheck(Check):
     """Says when this rank came to its first backward and to the gate, and hears who is late in every step."""
 
-    def __init__(self, share: float = _SHARE, num_steps: int = _NUM_STEPS) -> None:
+    def __init__(self, share: float = _SHARE, num_steps: int = _NUM_STEPS, *, warns: bool = True) -> None:
         self._share = share
         self._num_steps = num_steps
+        self._warns = warns
+        self._since: dict[int, int] = {}
+        self._parts_before: Mapping[str, float] = {}
         self._last_named: dict[int, int] = {}
         self._num_named = 0
         self._wait_s = math.nan
@@ -160,6 +214,8 @@ class StragglerCheck(Check):
         super().attach(run)
         self._arrivals = Arrivals(self._share, self._num_steps)
         self._last_named.clear()
+        self._since = {}
+        self._parts_before = {}
         self._lead_s = self._wait_s = self._passed_at = math.nan
 
     def before_backward(self, loss: torch.Tensor) -> None:
@@ -170,16 +226,26 @@ class StragglerCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """What was measured in the last step."""
-        return {"lead_s": min(self._lead_s, _LARGEST_S), "wait_s": min(self._wait_s, _LARGEST_S)}
+        told = {"lead_s": min(self._lead_s, _LARGEST_S), "wait_s": min(self._wait_s, _LARGEST_S)}
+        parts = self.run.step_parts()
+        for part in PARTS:
+            took = parts.get(part, 0.0) - self._parts_before.get(part, 0.0)
+            told[f"{part}_s"] = min(max(took, 0.0), _LARGEST_S)
+        return told
 
     def hear(self, records: Sequence[GateRecord]) -> None:
         """All ranks leave the gate."""
         now = time.monotonic()
         step_s, self._passed_at = now - self._passed_at, now
         self._wait_s, self._lead_s, self._is_ahead_of_backward = self.run.gate.waited_s, math.nan, True
+        self._parts_before = self.run.step_parts()
         if not self.run.gate.reads_all_records or not math.isfinite(step_s):
             return
-        found = self._arrivals.add([one.lead_s for one in records], [one.wait_s for one in records], step_s)
+        leads, waits, *parts = zip(*map(_TIMES, records), strict=True)
+        found = self._arrivals.add(leads, waits, step_s, list(zip(*parts, strict=True)))
+        if found is not None:
+            began = max(self.run.trainer.global_step - self._num_steps, 0)
+            self._since = {one.rank: self._since.get(one.rank, began) for one in found}
         for straggler in found or []:
             self._tell(straggler)
 
@@ -194,13 +260,18 @@ class StragglerCheck(Check):
             return
         self._last_named[found.rank] = step
         self._num_named += 1
+        since, peer = self._since[found.rank], self.run.plane.peers_of([found.rank]).get(found.rank)
         self.run.note(
             "straggler", global_step=step, ranks=[found.rank], wait_s=found.wait_s, lead_s=found.lead_s,
-            step_s=found.step_s,
+            step_s=found.step_s, since_step=since, host="" if peer is None else peer.host, part=found.part,
+            part_s=found.part_s, others_s=found.others_s,
         )  # fmt: skip
-        if self.run.rank not in (0, found.rank):
+        if not self._warns or self.run.rank not in (0, found.rank):
             return
         where = _BEFORE if found.lead_s > found.wait_s / 2 else _AFTER
+        if found.part:
+            where += f": {found.describe_part()} on rank {found.rank}{f' (host {peer.host})' if peer else ''}"
+        where += f", since step {since:,}"
         host = f": {HostLoad.now().describe()}" if self.run.rank == found.rank else ""
         log.warning(
             "rank %d is slow in every step: its peers wait %.0f ms of %.0f ms for it (medians of %d steps, at step "

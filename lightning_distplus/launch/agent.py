@@ -78,8 +78,8 @@ class _RankLogs(LogsSpecs):
         """Called by the agent, once the ranks of this host are known.
 
         Raises:
-            _MetAgain: It was called before. torch keeps the store, its keys and the restart count when a host joins, so
-                that old and new ranks would read each other's keys: that takes another attempt.
+            _MetAgain: It was called before. torch 2.13 tells a host that joins no address of the agents' store, so that
+                a join takes another attempt.
         """
         if self.ranks:
             raise _MetAgain

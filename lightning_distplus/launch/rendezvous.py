@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore
+from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, open_tcp_store
 from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 
@@ -190,10 +190,10 @@ def _open(host: str, port: int) -> tuple[TCPStore, bool]:
     if is_local(host):
         with contextlib.suppress(OSError):  # another launcher of this host serves it
             listener = listen_on(host, port)
-            return TCPStore(
+            return open_tcp_store(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             ), True
-    return TCPStore(host, port, is_master=False, timeout=_HOSTS_COME), False
+    return open_tcp_store(host, port, is_master=False, timeout=_HOSTS_COME), False
 
 
 # -- of torchrun's agents ----------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class OneHost(RendezvousHandler):
         """See base class."""
         listener = listen_on(_LOOPBACK, 0)
         port = listener.getsockname()[1]
-        self._server = TCPStore(
+        self._server = open_tcp_store(
             _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
@@ -327,7 +327,7 @@ def _one_host(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def _between_hosts(parameters: RendezvousParameters) -> RendezvousHandler:
     host, _, port = parameters.endpoint.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = open_tcp_store(host, int(port), is_master=False, wait_for_workers=False)
     return create_handler(store, SignedState(store, parameters.run_id, Secret.from_environment()), parameters)
 
 

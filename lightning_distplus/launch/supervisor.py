@@ -24,8 +24,8 @@ from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.agent import Hosts, run_attempt
 from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launch.signals import HANDLED, Signals, Stop
-from lightning_distplus.launcher_link import InHand, told_home
-from lightning_distplus.report import leave_page
+from lightning_distplus.launcher_link import InHand, told_home, told_on_verdict
+from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
 from lightning_distplus.watchdog.ending import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
@@ -435,12 +435,12 @@ class _Supervisor:
             return self._end(number, code, f"{culprit}; {why}")
         if self._signals.asked is not None:  # by the next attempt at the latest
             raise Stop
-        self._show_verdict()
+        verdict = self._show_verdict()
         where = "before the first step" if attempt.step is None else f"at step {attempt.step}"
         place = self._job.policy.place_of_next()
         self._say(f"{culprit}, {where}: restarting from {self._describe_resume(history)}, {place}")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
-        self._leave_page(waits=False)
+        self._leave_page(verdict, waits=False)
         return None
 
     def _newcomer(self, number: int) -> str | None:
@@ -535,9 +535,9 @@ class _Supervisor:
     def _end(self, number: int, code: int, why: str) -> int:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
-        self._show_verdict()
+        verdict = self._show_verdict()
         self._note("launch_end", number, exit_code=int(code), reason=why)
-        self._leave_page()
+        self._leave_page(verdict)
         self._leave(number)
         return int(code)
 
@@ -578,17 +578,21 @@ class _Supervisor:
         """Where the ranks write their artefacts; a rank tells it when it sets up."""
         return told_home(self._home_file)
 
-    def _show_verdict(self) -> None:
+    def _show_verdict(self) -> Path | None:
         """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
         if self._home is None:
-            return
+            return None
         told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at)
         path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
         if path is not None:
             print_block(Verdict.from_json(path.read_bytes()), path)
+        return path
 
-    def _leave_page(self, *, waits: bool = True) -> None:
-        if self._home is not None:
+    def _leave_page(self, verdict: Path | None = None, *, waits: bool = True) -> None:
+        if verdict is not None:
+            on_verdict = told_on_verdict(self._home_file) or env.DISTPLUS_ON_VERDICT.get()
+            after_verdict(verdict, on_verdict, waits=waits)
+        elif self._home is not None:
             leave_page(self._home, waits=waits)
 
     def _say(self, text: str) -> None:

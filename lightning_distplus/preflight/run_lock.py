@@ -3,6 +3,10 @@
 A file below the folder tells host, process, job and time, and a number that its owner raises every second. Where the
 owner lived on this host, its process is asked; elsewhere the number is watched. So a lock that a killed run has left is
 taken over, and nothing depends on the locks of a network file system.
+
+filelock's ``FileLock`` is a lock of an open file. Its ``SoftFileLease`` (3.30 and later) counts as this one does, but
+takes the lease of a run that is only stopped, also on this host (measured: after 4.0 s). Its record has no room for
+job and attempt, by which a restart knows the lock of its own job.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_distplus.events import parse_event
+from lightning_distplus.events import ledger_files, parse_event
 from lightning_distplus.report.goodput import Window
 from lightning_distplus.report.run import step_parts
 from lightning_distplus.report.terminal import as_table
@@ -53,8 +53,12 @@ class LiveRun:
 
     def refresh(self) -> None:
         """Reads what is new. A line that is not whole yet is read the next time."""
-        for path in sorted(self._home.glob("events-rank[0-9]*.jsonl")):
+        for path in ledger_files(self._home, has_launcher=False):
+            if "." in path.stem:  # what is in it has been read, or is old
+                continue
             with path.open("rb") as file:
+                if path.stat().st_size < self._read.get(path, 0):  # a new file of that name
+                    self._read[path] = 0
                 file.seek(self._read.get(path, 0))
                 data = file.read()
             whole = data.rfind(b"\n") + 1

@@ -257,6 +257,12 @@ function deadlinesOf(job) {
     ["phase", (one) => one.phase], ["deadline", (one) => duration(one.seconds), "number"], ["why", (one) => one.reason, "wide"],
   ], job.deadlines.phases));
 }
+function costsOf(job) {
+  if (!job.costs) return null;
+  return section("What the protections cost", table(`Microseconds of a step on rank ${job.costs.rank}, measured in attempt ${job.costs.attempt} over ${number(job.costs.steps)} steps`, [
+    ["protection", (one) => one.name], ["microseconds", (one) => number(Math.round(one.microseconds)), "number"], ["what", (one) => one.meaning, "wide"],
+  ], job.costs.parts));
+}
 function noticesOf(job) {
   if (!job.notices.length) return null;
   const known = new Set(["time", "rank", "attempt", "seq", "kind"]);
@@ -273,7 +279,7 @@ function failuresOf(job) {
 }
 
 for (const job of jobs) {
-  const parts = [goodputOf, attemptsOf, verdictsOf, heatMapOf, ranksTable, lossOf, checkpointsOf, dataOf, deadlinesOf, failuresOf, noticesOf].map((draw) => draw(job)).filter(Boolean);
+  const parts = [goodputOf, attemptsOf, verdictsOf, heatMapOf, ranksTable, lossOf, checkpointsOf, dataOf, deadlinesOf, costsOf, failuresOf, noticesOf].map((draw) => draw(job)).filter(Boolean);
   const links = parts.map((part) => { const title = part.querySelector("h2"); return h("a", { href: `#${title.id}` }, title.textContent); });
   main.append(headOf(job), h("nav", { "aria-label": "Sections" }, links), ...parts);
 }

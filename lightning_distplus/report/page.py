@@ -14,11 +14,12 @@ from typing import Any
 
 from lightning_distplus.report.run import describe_runs, read_ledgers
 
-__all__ = ["PAGE", "leave_page", "render_page", "write_page"]
+__all__ = ["PAGE", "PATIENCE_S", "leave_page", "render_page", "write_page"]
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
+"""So long the end of a run waits for its page, and for ``on_verdict``."""
 
 
 def render_page(jobs: Sequence[dict[str, Any]]) -> str:
@@ -62,7 +63,7 @@ def leave_page(home: Path, *, waits: bool = True) -> None:
     writer = threading.Thread(target=_try_to_write, args=(home,), name="distplus-report", daemon=True)
     writer.start()
     if waits:
-        writer.join(_PATIENCE_S)
+        writer.join(PATIENCE_S)
 
 
 def _try_to_write(home: Path) -> None:

@@ -14,12 +14,22 @@ from typing import Any
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, state
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.events import read_ledger
+from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.report.goodput import PARTS, Attempt, Goodput, Window, find_attempts, split_wall_time
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 from lightning_distplus.world import name_ranks
 
-__all__ = ["VERSION", "Ledgers", "artefacts_of", "describe_job", "describe_runs", "read_ledgers", "step_parts"]
+__all__ = [
+    "VERSION",
+    "Ledgers",
+    "artefacts_of",
+    "attempts_of",
+    "chains_of",
+    "describe_job",
+    "describe_runs",
+    "read_ledgers",
+    "step_parts",
+]
 
 VERSION = 1
 """Of the data that ``describe_job`` returns."""
@@ -35,6 +45,14 @@ _NOTICES = (
     "preemption_late", "run_lock_taken_over", "quarantine",
 )  # fmt: skip
 _QUIET_S = 120.0
+COSTS = {
+    "gate": "the exchange of each step, when nobody is late",
+    "monitor": "the hooks of the divergence monitor",
+    "watchdog": "marks of progress",
+    "ledger": "this measurement, and the ledger",
+    "checkpoints": "standing still for saves",
+}
+"""What protects a run, as the event ``costs`` measures it."""
 
 
 def artefacts_of(run: Path) -> Path:
@@ -66,18 +84,26 @@ class Ledgers:
         )
 
 
-def read_ledgers(home: Path, run_id: str | None = None) -> Ledgers:
-    """Reads the ledgers and verdicts of a folder; torn lines are left out.
+def read_ledgers(home: Path, run_id: str | None = None, rank: int | None = None) -> Ledgers:
+    """Reads the ledgers and verdicts of a folder, on the clock of rank 0; torn lines are left out.
 
     Args:
         home: The folder of the artefacts; a missing one has none.
         run_id: The run that is wanted; None: all of this folder.
+        rank: The rank whose ledger is wanted; None: those of all.
     """
     found = Ledgers(home)
-    for file in sorted(home.glob("events-rank*.jsonl")):
+    offsets_s: dict[int, float] = {}
+    for file in ledger_files(home):
+        if rank is not None and not file.name.startswith(f"events-rank{rank:05d}."):
+            continue
         for event in read_ledger(file):
+            if event["kind"] == "start":
+                offsets_s[event["rank"]] = event.get("clock_offset_s", 0.0)
             if run_id not in (None, event["run_id"]):
                 continue
+            if offset_s := offsets_s.get(event["rank"]):
+                event |= {name: event[name] - offset_s for name in ("time", "began_at") if name in event}
             if event["kind"] == "steps":
                 ranks = found.windows.setdefault((event["run_id"], event["attempt"]), {})
                 ranks.setdefault(event["rank"], []).append(Window.from_event(event))
@@ -97,11 +123,11 @@ def read_ledgers(home: Path, run_id: str | None = None) -> Ledgers:
 
 def describe_runs(ledgers: Ledgers, mtbf_s: float | None = None) -> list[dict[str, Any]]:
     """``describe_job`` for each job of a folder: the runs that have gone on from each other's checkpoints are one."""
-    return [describe_job(ledgers.of_runs(runs), mtbf_s=mtbf_s) for runs in _chains(ledgers)]
+    return [describe_job(ledgers.of_runs(runs), mtbf_s=mtbf_s) for runs in chains_of(ledgers)]
 
 
-def _chains(ledgers: Ledgers) -> list[list[str]]:
-    """The runs of each job."""
+def chains_of(ledgers: Ledgers) -> list[list[str]]:
+    """The ids of the runs of each job."""
     chains: list[list[str]] = []
     saved: list[set[str]] = []
     runs = dict.fromkeys(event["run_id"] for event in (*ledgers.events, *ledgers.verdicts) if "run_id" in event)
@@ -130,8 +156,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
     """
     now = time.time() if now is None else now
     verdicts = [_verdict(one) for one in ledgers.verdicts]
-    reference = {key: ranks[min(ranks)] for key, ranks in ledgers.windows.items()}
-    attempts = find_attempts(ledgers.events, reference, verdicts, now=now, quiet_s=_QUIET_S)
+    attempts = attempts_of(ledgers, now, verdicts)
     saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == _lowest(ledgers)]
     goodput = split_wall_time(attempts, [event["stall_s"] for event in saves if "stall_s" in event], mtbf_s)
     checkpoints = _checkpoints(saves)
@@ -156,13 +181,26 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "data": next((one["data"] for one in reversed(checkpoints) if one.get("data")), None),
         "stragglers": _stragglers(ledgers, starts),
         "deadlines": _deadlines(ledgers.events),
+        "costs": _costs(ledgers.events, saves),
         "notices": _notices(ledgers.events),
         "num_notices": sum(event["kind"] in _NOTICES for event in ledgers.events),
-        "failures": _failures(ledgers.events),
+        "failures": _failures(ledgers.events, attempts),
         "steps": _heat_map(ledgers.windows),
         "loss": _loss(attempts),
         "ranks": _ranks(ledgers, now),
     }
+
+
+def attempts_of(ledgers: Ledgers, now: float, verdicts: Sequence[Mapping[str, Any]] | None = None) -> list[Attempt]:
+    """The starts of one job, oldest first.
+
+    Args:
+        ledgers: Of that job alone.
+        now: Unix time.
+        verdicts: With their headlines; by default without.
+    """
+    reference = {key: ranks[min(ranks)] for key, ranks in ledgers.windows.items()}
+    return find_attempts(ledgers.events, reference, verdicts or ledgers.verdicts, now=now, quiet_s=_QUIET_S)
 
 
 def _lowest(ledgers: Ledgers) -> int:
@@ -282,13 +320,34 @@ def _deadlines(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
+def _costs(events: Sequence[Mapping[str, Any]], saves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What each protection took of a step, in microseconds, as the lowest rank has measured it last."""
+    told = [event for event in events if event["kind"] == "costs"]
+    if not told:
+        return None
+    last = [event for event in told if event["rank"] == min(one["rank"] for one in told)][-1]
+    of_attempt = [one for one in saves if (one["run_id"], one["attempt"]) == (last["run_id"], last["attempt"])]
+    stall_us = 1e6 * sum(one.get("stall_s", 0.0) for one in of_attempt) / last["steps"]
+    parts = {name: last.get(f"{name}_us", 0.0) for name in COSTS if name != "checkpoints"}
+    return {"rank": last["rank"], "attempt": last["attempt"], "steps": last["steps"], "parts": [
+        {"name": name, "microseconds": value, "meaning": COSTS[name]}
+        for name, value in {**parts, "checkpoints": round(stall_us, 1)}.items()
+    ]}  # fmt: skip
+
+
 def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     told = [event for event in events if event["kind"] in _NOTICES]
     return [{name: value for name, value in event.items() if name != "run_id"} for event in told[-_MOST_NOTICES:]]
 
 
-def _failures(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    failed = [event for event in events if event["kind"] == "failed"]
+def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    """Errors that ranks have told, without those of ranks that stopped because of another one."""
+    blamed = {one.number: one.culprits for one in attempts if one.culprits}
+    failed = [
+        event
+        for event in events
+        if event["kind"] == "failed" and event["rank"] in blamed.get(event["attempt"], [event["rank"]])
+    ]
     return [
         {
             "rank": event["rank"],
@@ -320,7 +379,11 @@ def _stragglers(ledgers: Ledgers, starts: Sequence[Mapping[str, Any]]) -> list[d
     ranks = ledgers.windows[key]
     hosts = {event["rank"]: event.get("host", "") for event in starts}
     named = [event for event in ledgers.events if event["kind"] == "straggler" and event["attempt"] == key[1]]
-    since = {rank: event.get("global_step") for event in reversed(named) for rank in event.get("ranks", ())}
+    since = {
+        rank: event.get("since_step", event.get("global_step"))
+        for event in reversed(named)
+        for rank in event.get("ranks", ())
+    }
     first = min(since.values(), default=0) or 0
     late = {
         rank: step_parts([one for one in windows if one.step > first][-_COLUMNS:] or windows[-1:])

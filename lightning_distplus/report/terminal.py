@@ -29,7 +29,7 @@ def show_job(job: Mapping[str, Any]) -> Group:
     """All that is known of a job, the last word first."""
     parts = [
         _head(job), _failures(job), _attempts(job), _goodput(job), _verdicts(job), _stragglers(job),
-        _checkpoints(job), _data(job), _deadlines(job), _notices(job),
+        _checkpoints(job), _data(job), _deadlines(job), _costs(job), _notices(job),
     ]  # fmt: skip
     shown = [part for part in parts if part is not None]
     return Group(*(one for part in shown for one in (part, Text(""))))
@@ -153,6 +153,15 @@ def _deadlines(job: Mapping[str, Any]) -> Text | None:
     lines = [f"deadlines of timeout='auto', attempt {job['deadlines']['attempt']}:"]
     for one in job["deadlines"]["phases"]:
         lines.append(f"  {one['phase']:<12}{one['seconds']:>8g} s   {one['reason']}".rstrip())
+    return Text("\n".join(lines))
+
+
+def _costs(job: Mapping[str, Any]) -> Text | None:
+    if job["costs"] is None:
+        return None
+    lines = [f"microseconds of a step on rank {job['costs']['rank']}, over {job['costs']['steps']} steps:"]
+    for one in job["costs"]["parts"]:
+        lines.append(f"  {one['name']:<12}{one['microseconds']:>8.0f}     {one['meaning']}")
     return Text("\n".join(lines))
 
 

@@ -33,7 +33,8 @@ from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
 from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
 from lightning_distplus.process import age_of_process
-from lightning_distplus.report import leave_page
+from lightning_distplus.report import after_verdict, leave_page
+from lightning_distplus.report.health import RunHealth
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
 from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
@@ -42,12 +43,12 @@ from lightning_distplus.strategies.resume import Search, choose_checkpoint
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
     PreparationBarrier,
-    address_of,
     check_agreement,
     check_data,
     check_folder,
     check_host,
     check_launch,
+    clock_offset,
     configuration_digest,
     form_default_group,
     meet,
@@ -56,7 +57,8 @@ from lightning_distplus.strategies.start import (
     samples_in_hand,
     tell_launcher,
 )
-from lightning_distplus.strategies.step_times import StepTimes
+from lightning_distplus.strategies.step_times import ProtectionCosts, StepTimes
+from lightning_distplus.strategies.telemetry import Telemetry
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -73,6 +75,7 @@ else:
 __all__ = ["ResilientStrategy"]
 
 log = logging.getLogger(__name__)
+_LATE, _SAVED = int(Wish.LATE), int(Wish.SAVED)  # plain numbers, which are compared in every step
 
 # -- the first word of a failure ---------------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class MeasuredDeadlines:
         strategy = self._strategy
         if last is not None and strategy.phases.current is Phase.STEP:
             self.note(Phase.STEP, last)
-        if not self.calibration.is_due(somebody_is_late=any(record.wishes & Wish.LATE for record in records)):
+        if not self.calibration.is_due(somebody_is_late=any(record.wishes & _LATE for record in records)):
             return
         ranks = strategy.plane.gather_json("calibration", self.calibration.take(), strategy.phases.patience)
         if self.calibration.settle(ranks):
@@ -240,6 +243,10 @@ class ResilientStrategy(_Base):
             which the checkpoint was saved; ``"as_is"`` leaves loaders to Lightning, which begins the epoch anew.
         seed_samples: With ``data="exact"``: whether python's, numpy's and torch's generators are seeded for each sample
             from its place in the order, so that a random augmentation is exact too, with any number of workers.
+        on_verdict: A URL that gets the JSON of the verdict that ends the run, or a command that gets it as its input.
+        log_figures: Whether the Trainer's loggers get the figures of the run, as ``distplus/...`` and at their own
+            cadence, and its progress bar the age of the last checkpoint and a slow rank.
+        metrics_port: The port on which rank 0 serves these figures to Prometheus; None: nobody does.
         **kwargs: Everything that the Lightning strategy takes.
     """
 
@@ -264,6 +271,9 @@ class ResilientStrategy(_Base):
         preemption: PreemptionHandler | bool = True,
         data: Literal["exact", "as_is"] = "exact",
         seed_samples: bool = True,
+        on_verdict: str | None = None,
+        log_figures: bool = True,
+        metrics_port: int | None = None,
         **kwargs: Any,
     ) -> None:
         require_choice("on_hang", on_hang, OnHang)
@@ -274,6 +284,9 @@ class ResilientStrategy(_Base):
         require_callback("preemption", preemption, PreemptionHandler)
         require_choice("data", data, Literal["exact", "as_is"])
         require_type("seed_samples", seed_samples, bool)
+        require_type("on_verdict", on_verdict, str, or_none=True)
+        require_type("log_figures", log_figures, bool)
+        require_type("metrics_port", metrics_port, int, or_none=True)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
         self.preflight = read_preflight(preflight)
         self.on_hang: OnHang = on_hang
@@ -284,11 +297,16 @@ class ResilientStrategy(_Base):
         self.preemption = preemption
         self.data = data
         self.seed_samples = seed_samples
+        self.on_verdict = on_verdict or env.DISTPLUS_ON_VERDICT.get()
+        self.log_figures = log_figures
+        self.metrics_port = env.DISTPLUS_METRICS_PORT.integer() if metrics_port is None else metrics_port
+        self.health = RunHealth()
         self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
         self.marks = Marks(phase=self._phase)
         self.transfer = Transfer()
         self.times = StepTimes(self.note)
+        self.costs = ProtectionCosts(self.note, self.marks)
         self.collectives = Collectives(self.marks)
         self.loads = LoadHooks(self)
         self.saves = SaveHooks(self, on_save_failure)
@@ -298,9 +316,11 @@ class ResilientStrategy(_Base):
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
+        self._monitor: RankDivergenceMonitor | None = None
         self._loaders: LoaderResume | None = None
         self._validation_began_at = 0.0
         self._saved_before_s = 0.0
+        self._began_at = 0.0
         self._first_step = 0
         self._has_failed = False
         self._ends_in_teardown = False
@@ -350,6 +370,7 @@ class ResilientStrategy(_Base):
         """Writes one event into the ledger, once it is open."""
         if self._events is not None:
             self._events.write(kind, **fields)
+            self.health.take(kind, fields)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -368,6 +389,7 @@ class ResilientStrategy(_Base):
         """Checks the launch, meets all ranks, forms the default process group on our store; then the parent's part."""
         install_exit_codes()
         self._has_failed = self._ends_in_teardown = self._is_torn_down = False
+        self._began_at = time.time()
         check_launch(self)
         self.set_world_ranks()
         show_log(is_global_zero=self.is_global_zero)
@@ -451,7 +473,7 @@ class ResilientStrategy(_Base):
             ends_run=self.on_hang == "abort",
             folder=self.home,
             last_deadline=lambda: self.phases.last_deadline,
-            on_shown=leave_page,
+            on_shown=lambda path: after_verdict(path, self.on_verdict),
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self._watchdog.start()
@@ -459,17 +481,17 @@ class ResilientStrategy(_Base):
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
-        attempt = address_of(self).attempt
         self._close_ledger()  # an event that came behind the end of an earlier run has opened it again
-        self._events = EventLog(self.home, self.global_rank, attempt=attempt, run_id=self.plane.run_id)
+        self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
-            tell_launcher(self.home)
+            tell_launcher(self.home, self.on_verdict)
         self.note(
             "start",
             ledger=LEDGER_VERSION,
             began_at=round(time.time() - age_of_process(), 3),
             host=self.plane.world.host,
             pid=os.getpid(),
+            clock_offset_s=clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
@@ -492,7 +514,10 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._monitor = next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None)
         self.times.begin(trainer.global_step)
+        self.costs.begin(self._monitor_s())
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind
         self._gate.is_late = lambda: self.measured.is_late
@@ -502,13 +527,22 @@ class ResilientStrategy(_Base):
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self.marks.global_step = records[0].global_step
-        if all(record.wishes & Wish.SAVED for record in records):
+        if all(record.wishes & _SAVED for record in records):
             self.saves.settle()
         self.measured.review(records)
         assert self._gate is not None
+        began = time.perf_counter()
         self.times.pass_gate(records[0].global_step, self._gate.waited_s)
+        if self.is_global_zero:
+            self.health.pass_gate(records[0].global_step, records)
+        self.costs.ledger_s += time.perf_counter() - began
+        self.costs.pass_gate(self._gate.waited_s, self._monitor_s())
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
+
+    def _monitor_s(self) -> float:
+        """What the divergence monitor has taken of the training thread so far."""
+        return 0.0 if self._monitor is None else self._monitor.spent.seconds
 
     def on_train_end(self) -> None:
         """The parent's part.
@@ -519,6 +553,7 @@ class ResilientStrategy(_Base):
         super().on_train_end()
         assert self.lightning_module is not None
         self.times.write(self.lightning_module.trainer.global_step)
+        self.costs.write(self._monitor_s())
         self.saves.settle()
         self.saves.failing.end()
 
@@ -716,6 +751,8 @@ class ResilientStrategy(_Base):
             told = self._plane.report_failure(exception)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+            for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
+                telemetry.log_verdicts(since=self._began_at)
 
     def _tell_end_without_handler(self) -> None:
         log.warning(
@@ -800,7 +837,7 @@ class ResilientStrategy(_Base):
             self.collectives.points = None
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
-        self._brought, self._loaders = [], None
+        self._brought, self._loaders, self._monitor = [], None, None
         self.note("end", failed=self._has_failed)
         self._close_ledger()
         is_told_by_others = self._has_failed and self.world_size > 1  # who prints the verdict, or the launcher

@@ -17,6 +17,7 @@ from lightning_distplus.data.dataloader_resume import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
+from lightning_distplus.strategies.telemetry import Telemetry
 from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
             brought.append(kind() if isinstance(wish, bool) else wish)
     if strategy.data == "exact" and not isinstance(trainer.datamodule, ExactDataModule):
         brought.insert(0, LoaderResume(trainer, seeds_samples=strategy.seed_samples))  # its records are made first
+    if strategy.metrics_port is not None or (strategy.log_figures and not trainer.barebones):
+        brought.append(Telemetry(strategy, strategy.metrics_port, logs=strategy.log_figures))
     trainer.callbacks[:0] = brought  # a ModelCheckpoint stays the last one
     return brought
 

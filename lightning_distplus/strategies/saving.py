@@ -664,7 +664,8 @@ class CommittedSaves:
         """
         local = Path(path)
         if postpone or is_last_valid(local):
-            log.info("%s is kept until another checkpoint is committed, or linked", local)
+            level = logging.DEBUG if postpone else logging.INFO  # one is in the making
+            log.log(level, "%s is kept until another checkpoint is committed, or linked", local)
             self._postponed.append(local)
         else:
             with self._moves:

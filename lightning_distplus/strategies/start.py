@@ -10,11 +10,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, Literal
 
@@ -175,6 +176,9 @@ def world_of(strategy: Any) -> World:
     )
 
 
+_NUM_READINGS = 3
+
+
 def meet(strategy: Any) -> ControlPlane:
     """Waits until all ranks are here; set-up begins when they are.
 
@@ -195,6 +199,27 @@ def meet(strategy: Any) -> ControlPlane:
     return plane
 
 
+def clock_offset(plane: ControlPlane, deadline: timedelta, clock: Callable[[], float] = time.time) -> float:
+    """Seconds by which the clock of this host is ahead of rank 0's; all ranks call it together.
+
+    They read their clocks when they leave an exchange, which they do within milliseconds of each other: the median of
+    three such readings. The ranks of one host have one clock, and are not asked.
+
+    Args:
+        plane: The control plane.
+        deadline: How long to wait for the slowest rank.
+        clock: Unix time.
+    """
+    if plane.world.num_nodes == 1:
+        return 0.0
+    own = []
+    for _ in range(_NUM_READINGS):
+        plane.gather("clock", b"", deadline)
+        own.append(clock())
+    first = plane.gather_json("clock readings", {"times": own}, deadline)[0]["times"]
+    return round(float(median(mine - other for mine, other in zip(own, first, strict=True))), 4)
+
+
 def form_default_group(strategy: Any) -> None:
     """Forms the default group on our store, so that a group of an earlier attempt cannot be heard."""
     if dist.is_initialized():
@@ -212,11 +237,11 @@ def form_default_group(strategy: Any) -> None:
     )
 
 
-def tell_launcher(home: Path) -> None:
-    """Tells ``distplus launch``, where it has started this rank, in which folder the artefacts are."""
+def tell_launcher(home: Path, on_verdict: str | None) -> None:
+    """Tells ``distplus launch``, where it has started this rank, where the artefacts are, and who gets verdicts."""
     if file := env.DISTPLUS_HOME_FILE.get():
         stage = Path(f"{file}.{os.getpid()}")
-        stage.write_text(json.dumps({"home": str(home.absolute())}))
+        stage.write_text(json.dumps({"home": str(home.absolute()), "on_verdict": on_verdict}))
         stage.rename(file)
 
 
@@ -234,11 +259,13 @@ def samples_in_hand(trainer: Any) -> list[Any]:
 def address_of(strategy: Any) -> Address:
     """Where the job's store is, by its launcher's variables."""
     environment = strategy.cluster_environment
+    has_agent = env.TORCHELASTIC_RUN_ID.get() is not None
     return Address(
         host=environment.main_address,
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+        round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
 
@@ -302,9 +329,12 @@ def _lock_of(strategy: Any, trainer: Any) -> RunLock | None:
     folder = _folder(trainer)
     if not trainer.checkpoint_callbacks or folder is None:
         return None
-    address = address_of(strategy)
-    job = "" if address.job == "none" else address.job  # torchrun's id where nobody gave one
-    return RunLock(folder, job=job, attempt=address.attempt)
+    job = address_of(strategy).job
+    return RunLock(
+        folder,
+        job="" if job == "none" else job,  # torchrun's id where nobody gave one
+        attempt=strategy.plane.attempt,
+    )
 
 
 def _folder(trainer: Any) -> Path | None:

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -34,7 +34,9 @@ __all__ = ["Mode", "SpawnResult", "Started", "free_port", "preload", "prepare", 
 
 Mode = Literal["forkserver", "fresh", "torchrun", "lightning"]
 _PRELOAD_S = 120.0
+_HELD_PORTS = 32
 _forkserver_of: int | None = None  # the process that has its forkserver ready
+_held: deque[int] = deque()  # descriptors of sockets
 _preloaded = ["torch", "torch.distributed", "lightning.pytorch"]
 _OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI_", "OMPI_", "PYTEST_")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -140,11 +142,18 @@ def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int 
 
 
 def free_port() -> int:
-    """A TCP port that was free on the loopback interface a moment ago."""
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A free TCP port of the loopback interface, which the system gives to nobody else before some 30 further calls.
+
+    A socket stays bound to it that does not listen; torch's store, which reuses addresses, may listen there.
+    """
+    if len(_held) == _HELD_PORTS:
+        os.close(_held.popleft())
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        _held.append(holder.detach())
+    return port
 
 
 def _launch(job: Job, module: str, arguments: list[str]) -> Started:

@@ -28,7 +28,7 @@ from rich.text import Text
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, ExitCode, message_of, show_errors_with, stop_showing_errors_with
-from lightning_distplus.events import read_ledger
+from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.watchdog.stacks import fold_traceback, ignore_signal
 from lightning_distplus.watchdog.verdict import MOST_LINES, Verdict, find_verdicts
 from lightning_distplus.world import name_ranks
@@ -74,8 +74,9 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
 
 
 def _last_commit(folder: Path, run_id: str) -> _Committed:
-    ledger = next(iter(sorted(folder.glob("events-rank[0-9]*.jsonl"))), None)  # the ranks commit together
-    events = [] if ledger is None else [one for one in read_ledger(ledger) if one["run_id"] == run_id]
+    files = ledger_files(folder, has_launcher=False)
+    lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
+    events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
     last = _Committed(at=events[0]["time"] if events else time.time())
     for event in events:
         if event["kind"] == "saved" or event["kind"] == "loaded":
@@ -168,20 +169,12 @@ def shown_mark(verdict: Path) -> Path:
     return verdict.with_name(f".{verdict.stem}.shown")
 
 
-def _take_terminal() -> TextIO:
-    """Keeps the terminal for what is written here: a progress bar that another thread redraws goes nowhere.
-
-    This process ends. In a notebook, or where somebody reads along, the streams are left as they are.
-    """
+def _silence_stdout() -> None:
+    """Lets nothing more of this process, which ends, reach standard output, where a thread may redraw a bar."""
     with suppress(OSError, ValueError):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        if (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2):
-            terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            return os.fdopen(terminal, "w")
-    return sys.stderr
+        sys.stdout.flush()
+        if sys.stdout.fileno() == 1:  # else a notebook's, or one that somebody reads
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Ending:
@@ -190,11 +183,11 @@ class Ending:
     Args:
         plane: The control plane, which knows the first error of the job.
         telling: Knows the verdict, and who speaks for this host.
-        on_shown: Told the folder of the artefacts once the verdict is printed; it takes little time and never raises.
+        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
     """
 
     def __init__(
-        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda folder: None
+        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda path: None
     ) -> None:
         self._plane = plane
         self._rank = plane.world.rank
@@ -254,12 +247,12 @@ class Ending:
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # as above
-        terminal = _take_terminal()
-        if self.show_block(terminal):
+        _silence_stdout()
+        if self.show_block():
             return
         found = self._find_verdict()
         if found is None or not self._telling.is_shown(found[1]):
-            _say(self._line(code), terminal)
+            _say(self._line(code))
 
     def _find_verdict(self) -> tuple[Verdict, Path] | None:
         """The verdict on this run; None where there is none, or where it cannot be read."""
@@ -282,27 +275,27 @@ class Ending:
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
-    def show_block(self, stream: TextIO | None = None, *, waits: bool = True) -> bool:
+    def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
-        is_forked = multiprocessing.parent_process() is not None
-        if self._is_over or env.DISTPLUS_HOME_FILE.get() or (is_forked and _notebook() is not None):
-            return False  # distplus launch prints it, or the notebook
+        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+            return False
         self._is_over = True
         with suppress(Exception):  # the process ends
             found = self._find_verdict()
             if found is not None and self._telling.speaks_for_host(found[0].silent):
                 if waits:
                     self._telling.await_others(found[0].silent)
-                if self._telling.claim_showing(found[1]):
-                    print_block(*found, stream)
-                    self._on_shown(found[1].parent)
+                if multiprocessing.parent_process() is not None and _notebook() is not None:
+                    self._on_shown(found[1])  # the notebook prints it
+                elif self._telling.claim_showing(found[1]):
+                    print_block(*found)
+                    self._on_shown(found[1])
                     return True
         return False
 
 
-def _say(text: str, stream: TextIO | None = None) -> None:
-    stream = stream or sys.stderr
+def _say(text: str) -> None:
     if text:
         with suppress(OSError, ValueError):
-            stream.write(f"{text}\n")
-            stream.flush()
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

@@ -104,7 +104,7 @@ class Watchdog:
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
         last_deadline: The longest silence of a rank that is alone, because others have ended their run.
-        on_shown: Told the folder of the artefacts once this rank has printed the verdict; never raises.
+        on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Watchdog:
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
         last_deadline: Callable[[], timedelta | None] = lambda: None,
-        on_shown: Callable[[Path], None] = lambda folder: None,
+        on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world

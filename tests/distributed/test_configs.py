@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,8 @@ from lightning_distplus import recipes
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data import MegatronWriter
+from lightning_distplus.testing import spawn
+from tests.pairs import kept_rows
 from tests.recipes import RECIPES, in_root  # noqa: F401
 
 pytest.importorskip("transformers")
@@ -125,36 +126,41 @@ def test_the_learning_rate_warms_up_and_decays_to_its_floor() -> None:
     assert factors[100] == pytest.approx(model.min_lr)
 
 
-ONLY_IN_THE_LONG_FORM = [
-    pytest.param(strategy, options, marks=pytest.mark.soak)
-    for strategy, options in (
-        ("ddp", []),
-        ("model_parallel", []),
-        ("deepspeed_stage3", []),
-        ("fsdp", ["--model.init_args.compile=true", "--model.init_args.activation_checkpointing=true"]),
-        ("model_parallel", ["--model.init_args.compile=true"]),
-    )
+TRAINED: list[tuple[str, list[str]]] = [
+    ("deepspeed_stage2", []),
+    ("fsdp", []),  # in each commit by test_pretrain
+    ("ddp", []),
+    ("model_parallel", []),
+    ("deepspeed_stage3", []),
+    ("fsdp", ["--model.init_args.compile=true", "--model.init_args.activation_checkpointing=true"]),
+    ("model_parallel", ["--model.init_args.compile=true"]),
 ]
 
 
+def run_in(folder: str, command: list[str]) -> int:
+    os.chdir(folder)
+    return main(command)
+
+
 @pytest.mark.deadline(240)
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp", []), ("deepspeed_stage2", []), *ONLY_IN_THE_LONG_FORM])
+@pytest.mark.parametrize(("strategy", "options"), kept_rows(TRAINED, TRAINED[:1]))
 def test_every_recipe_trains_validates_and_resumes(strategy: str, options: list[str], tmp_path: Path) -> None:
     for name in ("code", "prose"):
         (tmp_path / "data").mkdir(exist_ok=True)
         with MegatronWriter(tmp_path / "data" / name) as writer:
             for begin in range(0, 64_000, 640):
                 writer.add_document([token % 4096 for token in range(begin, begin + 640)])
-    command = [sys.executable, "-m", "lightning_distplus.cli", "launch", "--nproc", "2", "--"]
-    command += ["fit", "--config", f"recipe:tiny_cpu_{strategy}", "--model.init_args.config.num_hidden_layers=2"]
-    command += ["--model.init_args.config.hidden_size=32", "--model.init_args.config.intermediate_size=64"]
+    command = ["fit", "--ckpt_path=auto", f"--config=recipe:tiny_cpu_{strategy}"]
+    command += [
+        "--model.init_args.config.num_hidden_layers=2",
+        "--model.init_args.config.hidden_size=32",
+        "--model.init_args.config.intermediate_size=64",
+    ]
     command += [*options, "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
     command += ["--trainer.callbacks.init_args.every_n_train_steps=1", "--data.init_args.micro_batch_size=2"]
     for steps, kept in ((4, (2, 3, 4)), (6, (4, 5, 6))):
-        ended = subprocess.run(
-            [*command, f"--trainer.max_steps={steps}"], cwd=tmp_path, capture_output=True, text=True, timeout=110
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        line = [*command, f"--trainer.max_steps={steps}"]
+        assert spawn(run_in, 2, args=(str(tmp_path), line), deadline="110s").check().results == {0: 0, 1: 0}
         saved = (tmp_path / "runs" / "tiny_cpu" / "checkpoints").glob("step=*.ckpt")
         assert sorted(path.name for path in saved) == [f"step={step}.ckpt" for step in kept]
     logs = sorted((tmp_path / "runs" / "tiny_cpu").rglob("metrics.csv"))
@@ -167,10 +173,8 @@ def assert_other_programs_get_it(folder: Path, saved: Path) -> None:
     """Shards of ZeRO as a folder of Hugging Face, and as one file with weights, moments and step."""
     from safetensors.torch import load_file
 
-    for command in (["export", "--to", "hf", saved, "hf"], ["import", "--from", "deepspeed", saved, "--to", "in.ckpt"]):
-        line = [sys.executable, "-m", "lightning_distplus.cli", *map(str, command)]
-        ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert main(["export", "--to", "hf", str(saved), str(folder / "hf")]) == 0
+    assert main(["import", "--from", "deepspeed", str(saved), "--to", str(folder / "in.ckpt")]) == 0
     weights = load_file(folder / "hf" / "model.safetensors")
     imported = torch.load(folder / "in.ckpt", weights_only=True)
     state = imported["optimizer_states"][0]["state"]

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.pairs import in_turn
 
 WAYS = [
     ("ResilientDDP", {}),
@@ -64,11 +65,12 @@ def save_and_resume(rank: int, name: str, arguments: dict[str, Any], keeps_state
     }
 
 
-@pytest.mark.parametrize("keeps_state", [True, False], ids=["before the first step", "SGD"])
-@pytest.mark.parametrize(("name", "arguments"), WAYS)
+@pytest.mark.parametrize(("keeps_state", "way"), in_turn([True, False], WAYS))
 def test_a_checkpoint_of_an_optimizer_without_state_is_resumed(
-    name: str, arguments: dict[str, Any], keeps_state: bool, tmp_path: Path
+    keeps_state: bool, way: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
+    """Saved before the first step, or by SGD."""
+    name, arguments = way
     run = spawn(save_and_resume, 2, args=(name, arguments, keeps_state, str(tmp_path)), deadline="60s").check()
     expected = {"steps": 3, "batches": 3, "lr": 1e-2} if keeps_state else {"steps": 3, "batches": 1, "lr": 3e-2}
     assert run.results == {0: expected, 1: expected}

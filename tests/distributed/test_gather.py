@@ -13,6 +13,7 @@ import lightning_distplus
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.pairs import kept
 
 
 class Scored(NamedTuple):
@@ -65,7 +66,10 @@ def assert_gathered(found: dict[str, Any]) -> None:
     assert found["wave"].tolist() == [0, 0, 0, -2j]
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", *jobs.STRATEGIES])
+GATHERING = ("DDPStrategy", *jobs.STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", kept(GATHERING, ["DDPStrategy", "ResilientFSDP", "ResilientDeepSpeed"]))
 def test_uneven_trees_are_gathered_row_by_row_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     results = spawn(evaluate, 3, args=(strategy, 3, str(tmp_path)), deadline="50s").check().results
     for rank in range(3):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tarfile
 import textwrap
@@ -11,7 +12,8 @@ from zipfile import ZipFile
 import pytest
 
 import lightning_distplus
-from tests.installed import DEEPSPEED, ROOT, Environment, build, environment
+from benchmarks import first_resume
+from tests.installed import DEEPSPEED, ROOT, Environment, build, environment, run
 from tests.pairs import kept
 
 SCRIPT = """
@@ -38,12 +40,8 @@ SCRIPT = """
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return environment(tmp_path_factory.mktemp("installed"))
-
-
-@pytest.fixture(scope="module")
-def without_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return environment(tmp_path_factory.mktemp("without"), without=DEEPSPEED)
+    """Without DeepSpeed, which the soak has."""
+    return environment(tmp_path_factory.mktemp("installed"), without=DEEPSPEED)
 
 
 def script(folder: Path, name: str, at: Environment) -> str:
@@ -56,22 +54,39 @@ def test_the_installed_command_tells_its_version(installed: Environment, tmp_pat
     assert installed.run("distplus", "--version", cwd=tmp_path).stdout == f"distplus {lightning_distplus.__version__}\n"
 
 
-def test_the_installed_command_knows_the_recipes(installed: Environment, tmp_path: Path) -> None:
-    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp"]
-    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
-    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
-    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
-    assert (tmp_path / "tiny_cpu.yaml").exists()
+README = (ROOT / "README.md").read_text()
+TYPED = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 
 
-def test_two_ranks_train_from_an_empty_folder_with_the_installed_wheel(installed: Environment, tmp_path: Path) -> None:
-    ended = installed.run("python", script(tmp_path, "ResilientDDP", installed), cwd=tmp_path)
-    assert ended.stdout.count("steps 3") == 2
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
+@pytest.mark.parametrize("line", TYPED)
+def test_every_line_of_the_readme_runs_outside_the_checkout(line: str, installed: Environment, tmp_path: Path) -> None:
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":  # in the checkout; the suite does not start itself
+        run("make", "--dry-run", *words[1:], cwd=ROOT)
+    else:
+        assert words[0] == "distplus"
+        printed = installed.run(*words, cwd=tmp_path).stdout
+        if "--print_config" in words:
+            assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
+        if "init" in words:
+            assert (tmp_path / "tiny_cpu.yaml").exists()
+
+
+def test_the_script_of_the_readme_is_killed_and_goes_on_as_it_says(installed: Environment, tmp_path: Path) -> None:
+    """Row P8: a script of a user, a SIGKILL, the same command again."""
+    lines = dict(first_resume.follow(first_resume.Shell(tmp_path, installed.bin)))
+    assert next(iter(lines)) == "distplus init"
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(900)
+def test_from_pip_install_to_the_first_resumed_run_takes_less_than_three_minutes() -> None:
+    (*_, total) = first_resume.run(quick=True)
+    assert total.verdict == "yes", total
 
 
 def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspeed(
-    without_deepspeed: Environment, tmp_path: Path
+    installed: Environment, tmp_path: Path
 ) -> None:
     code = """
         import importlib, pkgutil
@@ -91,7 +106,7 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
         except Exception as error:
             print(error)
     """
-    ended = without_deepspeed.run("python", "-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path)
+    ended = installed.run("python", "-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path)
     first, second = ended.stdout.splitlines()[-2:]
     assert first == "without"
     assert "pip install" in second
@@ -99,18 +114,24 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
 
 
 @pytest.mark.parametrize("name", kept(["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"], ["ResilientFSDP"]))
-def test_two_ranks_train_without_deepspeed(name: str, without_deepspeed: Environment, tmp_path: Path) -> None:
-    ended = without_deepspeed.run("python", script(tmp_path, name, without_deepspeed), cwd=tmp_path)
+def test_two_ranks_train_without_deepspeed(name: str, installed: Environment, tmp_path: Path) -> None:
+    ended = installed.run("python", script(tmp_path, name, installed), cwd=tmp_path)
     assert ended.stdout.count("steps 3 False") == 2
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
 
 
-def test_the_command_line_works_without_deepspeed(without_deepspeed: Environment, tmp_path: Path) -> None:
-    options = ["--trainer.strategy=resilient_fsdp", "--model=lightning.pytorch.demos.boring_classes.BoringModel"]
-    printed = without_deepspeed.run("distplus", "fit", *options, "--print_config", cwd=tmp_path).stdout
+def test_the_installed_command_knows_the_recipes_and_works_without_deepspeed(
+    installed: Environment, tmp_path: Path
+) -> None:
+    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp", "--trainer.strategy=resilient_fsdp"]
+    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
+    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
     assert "strategy: resilient_fsdp" in printed
+    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
+    assert (tmp_path / "tiny_cpu.yaml").exists()
     (tmp_path / "note.txt").write_text("a text of a few words\n" * 50)
-    without_deepspeed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
-    without_deepspeed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
+    installed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
+    installed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
 
 
 def test_the_archives_hold_the_package_and_what_it_says_of_itself(tmp_path: Path) -> None:

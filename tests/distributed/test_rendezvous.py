@@ -269,6 +269,42 @@ def test_the_ranks_form_their_group_again_after_a_restart_of_torchrun(tmp_path: 
     _restart(1, tmp_path)
 
 
+def meet_and_die(rank: int, size: int, port: int, attempts: list[int], is_killed: bool) -> tuple[int, list[bytes]]:
+    """One round at a store that keeps its keys; each agent has counted its own restarts."""
+    address = Address(host="127.0.0.1", port=port, is_served_by_launcher=True, job="job", attempt=attempts[rank])
+    time.sleep(0.3 * (rank == 0))  # the others knock first
+    plane = connect(World(rank=rank, size=size), address, NO_DEADLINE)
+    _form_group(plane)
+    pids = plane.gather("pids", b"%d" % os.getpid(), NO_DEADLINE)
+    assert pids[rank] == b"%d" % os.getpid()
+    if is_killed:
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            plane.barrier("never", NO_DEADLINE)
+    else:
+        plane.farewell(NO_DEADLINE)
+    disconnect()
+    return plane.attempt, pids
+
+
+def test_hosts_that_come_and_go_meet_anew_at_a_store_that_keeps_its_keys() -> None:
+    """torchrun counts no restart where a host has joined, and a host that has joined begins to count at 0."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seen: list[bytes] = []
+    for number, (attempts, is_killed) in enumerate((([0, 0], False), ([0, 0, 0], True), ([1, 0, 0], False))):
+        size = len(attempts)
+        run = spawn(meet_and_die, size, args=(size, store.port, attempts, is_killed), deadline="30s")
+        assert run.exit_codes == {
+            rank: -signal.SIGKILL if is_killed and rank == size - 1 else 0 for rank in range(size)
+        }
+        found = run.results
+        assert {attempt for attempt, _ in found.values()} == {number}
+        assert all(pids == found[0][1] for _, pids in found.values())
+        assert not set(found[0][1]) & set(seen)
+        seen += found[0][1]
+
+
 @pytest.mark.soak
 @pytest.mark.deadline(300)
 def test_the_ranks_form_their_group_again_after_20_of_20_restarts(tmp_path: Path) -> None:

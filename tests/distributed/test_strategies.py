@@ -12,6 +12,7 @@ from torch import nn
 from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from tests.distributed import jobs
+from tests.pairs import in_turn, kept, kept_rows
 
 CPU_DEEPSPEED = {"stage": 2}
 TIMEOUTS = {"setup": "50m", "step": "3m", "validation": "20m", "checkpoint": "40m"}
@@ -37,19 +38,19 @@ def fit_and_note_timeouts(name: str, arguments: dict[str, Any], folder: str, wor
     return notes.seen
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "world_size", "num_groups"),
-    [
-        ("ResilientDDP", {}, 2, 1),
-        ("ResilientFSDP", {}, 2, 1),
-        ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, 4, 3),
-        ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}, 2, 2),
-        ("ResilientModelParallel", {"data_parallel_size": 2, "tensor_parallel_size": 2}, 4, 3),
-        ("ResilientDeepSpeed", {"stage": 1}, 2, 2),
-        ("ResilientDeepSpeed", {"stage": 2}, 2, 2),
-        ("ResilientDeepSpeed", {"stage": 3}, 2, 2),
-    ],
-)
+GROUPS: list[tuple[str, dict[str, Any], int, int]] = [
+    ("ResilientDDP", {}, 2, 1),
+    ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, 4, 3),
+    ("ResilientModelParallel", {"data_parallel_size": 2, "tensor_parallel_size": 2}, 4, 3),
+    ("ResilientDeepSpeed", {"stage": 2}, 2, 2),
+    ("ResilientFSDP", {}, 2, 1),
+    ("ResilientFSDP", {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}, 2, 2),
+    ("ResilientDeepSpeed", {"stage": 1}, 2, 2),
+    ("ResilientDeepSpeed", {"stage": 3}, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "world_size", "num_groups"), kept_rows(GROUPS, GROUPS[:4]))
 def test_every_process_group_has_the_deadline_of_its_phase(
     name: str, arguments: dict[str, Any], world_size: int, num_groups: int, tmp_path: Path
 ) -> None:
@@ -127,19 +128,22 @@ def train_and_resume(name: str, arguments: dict[str, Any], precision: str, folde
     return {"step": second.global_step, "before": model.losses, "after": resumed.losses}
 
 
-@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 @pytest.mark.parametrize(
-    ("sharding", "precision"),
-    [
-        ("FULL_SHARD", "32-true"),
-        ("SHARD_GRAD_OP", "bf16-true"),
-        ("NO_SHARD", "32-true"),
-        ("FULL_SHARD", "bf16-mixed"),
-    ],
+    ("state_dict_type", "of_shards"),
+    in_turn(
+        ["sharded", "full"],
+        [
+            ("FULL_SHARD", "32-true"),
+            ("SHARD_GRAD_OP", "bf16-true"),
+            ("NO_SHARD", "32-true"),
+            ("FULL_SHARD", "bf16-mixed"),
+        ],
+    ),
 )
 def test_fsdp_trains_saves_and_resumes_on_the_cpu(
-    sharding: str, precision: str, state_dict_type: str, tmp_path: Path
+    state_dict_type: str, of_shards: tuple[str, str], tmp_path: Path
 ) -> None:
+    sharding, precision = of_shards
     arguments = {"sharding_strategy": sharding, "state_dict_type": state_dict_type}
     check_resumed(spawn(train_and_resume, 2, args=("ResilientFSDP", arguments, precision, str(tmp_path), 2)))
 
@@ -170,7 +174,7 @@ def all_entry_points(name: str, arguments: dict[str, Any], folder: str) -> dict[
     return {"steps": [first, trainer.global_step], "metrics": sorted(metrics), "predictions": predictions}
 
 
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize("name", kept(jobs.STRATEGIES, ["ResilientFSDP", "ResilientDeepSpeed"]))
 def test_fit_validate_test_predict_and_a_second_fit_run_in_one_process(name: str, tmp_path: Path) -> None:
     run = spawn(all_entry_points, 2, args=(name, arguments_of(name), str(tmp_path)), deadline="2m").check()
     expected = {"steps": [4, 8], "metrics": ["test_loss", "val_loss"], "predictions": 4}
@@ -186,15 +190,15 @@ def fit_by_name(name: str, folder: str) -> str:
     return type(trainer.strategy).__name__
 
 
-@pytest.mark.parametrize(
-    ("name", "cls"),
-    [
-        ("resilient_ddp", "ResilientDDP"),
-        ("resilient_fsdp", "ResilientFSDP"),
-        ("resilient_model_parallel", "ResilientModelParallel"),
-        ("resilient_deepspeed_stage_1", "ResilientDeepSpeed"),
-    ],
-)
+NAMES = [
+    ("resilient_ddp", "ResilientDDP"),
+    ("resilient_fsdp", "ResilientFSDP"),
+    ("resilient_model_parallel", "ResilientModelParallel"),
+    ("resilient_deepspeed_stage_1", "ResilientDeepSpeed"),
+]
+
+
+@pytest.mark.parametrize(("name", "cls"), kept_rows(NAMES, NAMES[-1:]))
 def test_a_strategy_is_found_by_its_registered_name(name: str, cls: str, tmp_path: Path) -> None:
     assert set(spawn(fit_by_name, 2, args=(name, str(tmp_path))).check().results.values()) == {cls}
 

@@ -20,6 +20,7 @@ from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.saving import Writes
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
+from tests.pairs import kept, kept_rows
 
 
 class HeldDisk(Callback):
@@ -69,10 +70,7 @@ class HeldDisk(Callback):
         self.digests[trainer.global_step] = weights_digest(module)
 
 
-STAGES = [
-    pytest.param("ResilientDeepSpeed 1", marks=pytest.mark.soak),
-    "ResilientDeepSpeed 3",
-]
+SAVED = [*jobs.STRATEGIES, "ResilientDeepSpeed 1", "ResilientDeepSpeed 3"]
 """ZeRO by its stage; where none is named it is 2."""
 
 
@@ -122,7 +120,7 @@ def load(name: str, path: str, folder: str, step: int) -> str:
     return loaded.digest
 
 
-@pytest.mark.parametrize("name", [*jobs.STRATEGIES, *STAGES])
+@pytest.mark.parametrize("name", kept(SAVED, ["ResilientDDP", "ResilientModelParallel", "ResilientDeepSpeed 3"]))
 def test_what_is_saved_is_the_state_of_its_step_though_training_goes_on_meanwhile(name: str, tmp_path: Path) -> None:
     # The save of step 2 is held until step 3 has begun; so the weights have changed before anything is committed.
     result = spawn(run, 2, args=(name, str(tmp_path), 3, None, "continue", 5), deadline="50s").check()
@@ -138,7 +136,10 @@ def test_what_is_saved_is_the_state_of_its_step_though_training_goes_on_meanwhil
         assert digest == result.results[rank]["digests"][4] != result.results[rank]["digests"][5]
 
 
-@pytest.mark.parametrize(("name", "fails_on"), [("ResilientDDP", 0), ("ResilientFSDP", 1), ("ResilientDeepSpeed", 1)])
+FAILING = [("ResilientDDP", 0), ("ResilientFSDP", 1), ("ResilientDeepSpeed", 1)]
+
+
+@pytest.mark.parametrize(("name", "fails_on"), kept_rows(FAILING, FAILING[1:]))
 def test_an_error_in_the_background_reaches_all_ranks_in_a_later_step(name: str, fails_on: int, tmp_path: Path) -> None:
     result = spawn(run, 2, args=(name, str(tmp_path), 3, fails_on, "continue", 6), deadline="50s").check()
     for rank, outcome in result.results.items():
@@ -179,7 +180,7 @@ def die_while_saving(name: str, folder: str) -> None:
     trainer.fit(jobs.Model(), jobs.loader())
 
 
-@pytest.mark.parametrize("name", ["ResilientModelParallel", "ResilientDeepSpeed"])
+@pytest.mark.parametrize("name", kept(["ResilientModelParallel", "ResilientDeepSpeed"], ["ResilientDeepSpeed"]))
 def test_killed_with_a_save_in_flight_the_one_before_is_the_newest(name: str, tmp_path: Path) -> None:
     result = spawn(die_while_saving, 2, args=(name, str(tmp_path)), deadline="50s")
     assert set(result.exit_codes.values()) == {-signal.SIGKILL}

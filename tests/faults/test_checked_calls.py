@@ -15,6 +15,7 @@ import torch
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.pairs import kept
 
 FAULT_BATCH = 2
 SOON_S = 2.0  # from the moment at which the second rank is elsewhere to the error on every rank
@@ -122,6 +123,7 @@ FAULTS: dict[Callable[[Any, int], None], Expected] = {
     lonely_log_dir: Expected("collective", ("broadcast [from rank 0]", AT_THE_GATE), (0,), (True, False)),
 }
 BY_NAME = {fault.__name__: fault for fault in (*FAULTS, order)}
+LIKE_OTHERS = (missing_key, shape, empty, shape_of_a_reduction, decision, logged, lonely_barrier)
 
 
 class Disagreeing(jobs.Model):
@@ -172,7 +174,11 @@ def errors_of(fault: str, strategy: str, world_size: int, folder: Path) -> dict[
     return errors
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    kept([*FAULTS], [fault for fault in FAULTS if fault not in LIKE_OTHERS]),
+    ids=lambda fault: fault.__name__,
+)
 def test_both_ranks_show_both_calls_and_both_lines(fault: Callable[[Any, int], None], tmp_path: Path) -> None:
     expected = FAULTS[fault]
     line = f"{__file__}:{fault.__code__.co_firstlineno + 1}"

@@ -20,6 +20,7 @@ from lightning_distplus.cli.checkpoints import run_verify as distplus_verify
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.pairs import in_turn
 
 BY_NAME = jobs.STRATEGIES[:3]  # DeepSpeed writes flat buffers
 WEIGHT = "weights/net.0.weight"
@@ -100,11 +101,11 @@ def save_and_load(rank: int, name: str, on_disk: bool, folder: str) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["on the way", "on the disk"])
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(("name", "where"), in_turn(BY_NAME, ["on the way", "on the disk"]))
 def test_a_bit_that_flips_between_memory_and_disk_is_refused_by_the_tensors_name(
-    name: str, on_disk: bool, tmp_path: Path
+    name: str, where: str, tmp_path: Path
 ) -> None:
+    on_disk = where == "on the disk"
     run = spawn(save_and_load, 2, args=(name, on_disk, str(tmp_path)), deadline="60s").check()
     for rank, found in run.results.items():
         assert found["flipped"] == (rank == 0)

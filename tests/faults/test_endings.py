@@ -5,6 +5,7 @@ Rows H1 and H2.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ SCRIPT = """
 import sys, threading, time
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_distplus import ResilientDDP
 
@@ -48,7 +50,8 @@ class Net(LightningModule):
 if __name__ == "__main__":
     data = TensorDataset(torch.arange(512.0).reshape(64, 8) if sys.argv[1] != "preflight" else torch.rand(64, 8))
     trainer = Trainer(
-        strategy=ResilientDDP(timeout="4s"), accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        strategy=ResilientDDP(timeout="4s"), accelerator="cpu", devices=2, max_epochs=1,
+        logger=TensorBoardLogger(".", name="board"),
         enable_model_summary=False,
     )
     trainer.fit(Net(), DataLoader(data, batch_size=2))
@@ -65,7 +68,7 @@ def ending_of(launcher: str, fault: str, folder: Path) -> tuple[int, list[str]]:
     done = subprocess.run(
         [*LAUNCHERS[launcher], "train.py", fault],
         cwd=folder,
-        env={**os.environ, "DISTPLUS_TRACEBACK": ""},
+        env={**os.environ, "DISTPLUS_TRACEBACK": "", "DISTPLUS_ON_VERDICT": "cat > told.json"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -90,13 +93,20 @@ def verdict_at_the_end_of(lines: list[str]) -> list[str]:
     return block
 
 
+def told(folder: Path) -> tuple[str, list[int]]:
+    """What the command of ``on_verdict`` has heard."""
+    found = json.loads((folder / "told.json").read_text())
+    return found["kind"], found["culprits"]
+
+
 @pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["torchrun"]))
 def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
     code, lines = ending_of(launcher, "hang", tmp_path)
     block = verdict_at_the_end_of(lines)
-    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
+    assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:17", block[0])
     assert block[1] == "    time.sleep(10**6)"
     assert lines.count("rank 1 stopped, exit 170") == 1
+    assert told(tmp_path) == ("hang", [1])
     assert not any("Traceback" in line for line in lines)
     assert code == (ExitCode.HANG if launcher == "python" else 1)
 
@@ -111,13 +121,15 @@ def test_a_bar_that_is_redrawn_meanwhile_does_not_come_behind_the_verdict(tmp_pa
 def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: str, tmp_path: Path) -> None:
     code, lines = ending_of(launcher, "raise", tmp_path)
     block = verdict_at_the_end_of(lines)
-    assert re.fullmatch(r"RANK 1 FAILED \(host \S+, pid \d+\) in training_step, train.py:17", block[0])
+    assert re.fullmatch(r"RANK 1 FAILED \(host \S+, pid \d+\) in training_step, train.py:18", block[0])
     assert "no checkpoint has been committed yet" in " ".join(block)
     before = lines[: -len(block)]
     assert before.count("ValueError: a bad sample,") == before.count("  of a long message") == 1
     assert sum(line.startswith("Traceback") for line in lines) == 1
     assert any(re.match(r"    \.\.\. \d+ frames of .*lightning", line) for line in before)
     assert before.count("rank 0 stopped because of rank 1, exit 171") == 1
+    assert told(tmp_path) == ("exception", [1])
+    assert any(b"RANK 1 FAILED" in path.read_bytes() for path in (tmp_path / "board").rglob("events.out.*"))
     for rank in (0, 1):
         assert "Traceback" in (tmp_path / "distplus" / f"rank{rank:05d}.traceback").read_text()
     assert code == (ExitCode.PEER_LOST if launcher == "python" else 1)

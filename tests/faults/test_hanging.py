@@ -24,10 +24,13 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.side_by_side import side_by_side
+from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
 DEADLINE_S = 3.0
+KILLED = ("ResilientDDP", "ResilientDeepSpeed")
+KILL = FaultPlan().kill(rank=1, step=4, where="after_backward")
 Ended = tuple[SpawnResult, float, Path]
 
 
@@ -77,13 +80,13 @@ def hanging_stock(folder: Path) -> Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
     """The runs that wait for a deadline, with the seconds from the fault to the end, and their folders."""
     plan = FaultPlan()
-    hang, kill = plan.hang(rank=1, step=4, where="batch_end"), plan.kill(rank=1, step=4, where="after_backward")
+    hang = plan.hang(rank=1, step=4, where="batch_end")
     calls: dict[str, Callable[[Path], Ended]] = {
         **{f"hang-{name}": partial(ending, name, hang) for name in jobs.STRATEGIES},
         **{f"stop-{rank}": partial(ending, "ResilientDDP", plan.stop(rank=rank, step=4)) for rank in range(2)},
         "gil": partial(ending, "ResilientDDP", plan.hang_gil(rank=1, step=4)),
         "worker": partial(hanging_worker, "fork"),
-        **{f"kill-{name}": partial(ending, name, kill) for name in jobs.STRATEGIES},
+        **{f"kill-{name}": partial(ending, name, KILL) for name in KILLED},
     }
     return side_by_side(calls, tmp_path_factory.mktemp("hanging"))
 
@@ -167,7 +170,7 @@ def test_ctrl_c_on_one_rank_ends_all_and_the_others_say_whose_it_was(tmp_path: P
     assert not list(tmp_path.glob("distplus/verdict-*"))  # somebody wanted that
 
 
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
+@pytest.mark.parametrize("name", kept(["ResilientDDP", "ResilientFSDP"], ["ResilientFSDP"]))
 def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, tmp_path: Path) -> None:
     faults = FaultPlan().oom(rank=1, step=4)
     result = spawn(train, 2, args=(name, 2, str(tmp_path), True), faults=faults, deadline="50s")
@@ -182,11 +185,11 @@ def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, 
     assert "smaller batch" in verdict["remedy"]
 
 
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize("name", kept(jobs.STRATEGIES, KILLED))
 def test_a_killed_rank_is_lost_within_seconds(
-    name: str, ended: dict[str, Future[Ended]], capsys: pytest.CaptureFixture[str]
+    name: str, ended: dict[str, Future[Ended]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result, seconds, folder = ended[f"kill-{name}"].result()
+    result, seconds, folder = ended[f"kill-{name}"].result() if name in KILLED else ending(name, KILL, tmp_path)
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: -signal.SIGKILL}
     assert "rank 1" in result.logs[0]
     assert seconds < 6

@@ -25,6 +25,7 @@ from tests.distributed import jobs
 from tests.faults import test_checked_calls as checked
 from tests.faults.side_by_side import side_by_side
 from tests.faults.test_checked_calls import Disagreeing, lonely_save, trainer_of
+from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
@@ -48,12 +49,13 @@ def slow_ones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]
     """The runs that wait for a deadline, or for a rank that is late."""
     calls: dict[str, Callable[[Path], Any]] = {
         **{f"alone-{name}": partial(saved_alone, name, size) for name, size in ALONE.items()},
-        **{f"healthy-{name}": partial(run_healthy, name) for name in jobs.STRATEGIES},
+        **{f"healthy-{name}": partial(run_healthy, name) for name in HEALTHY},
     }
     return side_by_side(calls, tmp_path_factory.mktemp("slow"))
 
 
 ALONE = {"ResilientDDP": 3, "ResilientFSDP": 2}
+HEALTHY = ("ResilientModelParallel", "ResilientDeepSpeed")
 
 
 @pytest.mark.parametrize("strategy", ALONE)
@@ -138,11 +140,12 @@ def run_healthy(name: str, folder: Path) -> SpawnResult:
     return spawn(healthy, 2, args=(name, str(folder)), deadline="100s")
 
 
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
+@pytest.mark.parametrize("name", kept(jobs.STRATEGIES, HEALTHY))
 def test_a_healthy_run_with_everything_that_synchronises_is_not_ended(
-    name: str, slow_ones: dict[str, Future[Any]]
+    name: str, slow_ones: dict[str, Future[Any]], tmp_path: Path
 ) -> None:
-    counted = slow_ones[f"healthy-{name}"].result().check().results
+    run = slow_ones[f"healthy-{name}"].result() if name in HEALTHY else run_healthy(name, tmp_path)
+    counted = run.check().results
     assert counted[0] == counted[1] > 50
 
 

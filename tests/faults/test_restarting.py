@@ -28,6 +28,7 @@ from lightning_distplus.process import children
 from lightning_distplus.report import PAGE, describe_runs, read_ledgers
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
+from tests.faults.hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
 KILLS = 5  # of one job in the soak
@@ -305,6 +306,101 @@ def test_a_host_is_replaced_and_the_job_goes_on(tmp_path: Path) -> None:
     hosts.kill("second")
     hosts.start("another")
     assert [hosts.wait("first"), hosts.wait("another")] == [0, 0], hosts.logs()
+    assert results(tmp_path) == undisturbed()
+
+
+# -- torchrun's own agents, each on a host of its own ------------------------------------------------------------------
+
+
+class Agents:
+    """``torchrun`` on two hosts, with one rank each; node 0 serves the store in which the agents meet."""
+
+    def __init__(self, folder: Path, hosts: TwoHosts, num_nodes: str, *job: str, **variables: str) -> None:
+        self.folder, self.hosts, self.num_nodes, self.job = folder, hosts, num_nodes, (str(folder), *job)
+        self.variables = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DISTPLUS_SECRET": "of both hosts",
+            "GLOO_SOCKET_IFNAME": "eth0", **variables,
+        }  # fmt: skip
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for agent in self.started:
+            self.kill(agent)
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        settings = f"last_call_timeout=1,keep_alive_interval=1,is_host={1 - node}"
+        with (self.folder / f"agent-{len(self.started)}.log").open("wb") as log:
+            agent = subprocess.Popen(
+                [
+                    "ip", "netns", "exec", self.hosts.names[node], sys.executable, "-m", "torch.distributed.run",
+                    "--nnodes", self.num_nodes, "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-id", "some",
+                    "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.hosts.addresses[0]}:29400",
+                    "--rdzv-conf", settings, "--local-addr", self.hosts.addresses[node], "--monitor-interval", "0.1",
+                    "-m", "tests.distributed.launch_jobs", *self.job,
+                ],
+                env=self.variables, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.started.append(agent)
+        return agent
+
+    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+        for pid in (agent.pid, *children(agent.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        until = time.monotonic() + 100
+        while not is_done():
+            assert time.monotonic() < until, self.logs()
+            time.sleep(0.05)
+
+    def starts(self, what: str) -> list[int]:
+        """What the starts of all ranks say, oldest first."""
+        folder = self.folder / "distplus"
+        return [one[what] for one in (read_events(folder) if folder.exists() else []) if one["kind"] == "start"]
+
+    def has_gone_on(self) -> Callable[[], bool]:
+        """Tells whether two further checkpoints have been committed."""
+        known = set(self.folder.glob("checkpoints/*.ckpt"))
+        return lambda: len(set(self.folder.glob("checkpoints/*.ckpt")) - known) >= 2
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("agent-*.log")))
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(300)
+def test_a_host_of_torchrun_dies_and_another_joins_and_each_sample_counts_once(tmp_path: Path) -> None:
+    """The agent that stayed has counted a restart, the one that joins has not."""
+    with two_hosts() as hosts, Agents(tmp_path, hosts, "1:2", "1.5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as agents:
+        first, second = agents.start(0), agents.start(1)
+        agents.wait_until(lambda: agents.starts("world_size")[-2:] == [2, 2])
+        agents.wait_until(agents.has_gone_on())
+        agents.kill(second)
+        agents.wait_until(lambda: agents.starts("world_size")[-1] == 1)
+        agents.wait_until(agents.has_gone_on())
+        third = agents.start(1)
+        assert [first.wait(timeout=150), third.wait(timeout=150)] == [0, 0], agents.logs()
+        assert agents.starts("world_size")[-5:] == [2, 2, 1, 2, 2]
+        assert agents.starts("attempt")[-2:] == [1, 1]
+    assert json.loads((tmp_path / "result-0.json").read_text())["step"] == STEPS
+    report = audit_folder(tmp_path / "distplus" / "audit")
+    assert (report.ok, report.num_steps, report.num_samples) == (True, STEPS, 4 * STEPS), report
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(240)
+def test_a_rank_of_torchrun_is_killed_and_both_hosts_meet_again_at_the_same_store(tmp_path: Path) -> None:
+    """Only the agent of the killed rank counts a restart, where the other one sees the new round first."""
+    plan = FaultPlan(FaultPlan().kill(1, step=4).faults, str(tmp_path / "faults")).to_json()
+    with two_hosts() as hosts, Agents(tmp_path, hosts, "2", DISTPLUS_FAULTS=plan) as agents:
+        started = [agents.start(0), agents.start(1)]
+        assert [agent.wait(timeout=200) for agent in started] == [0, 0], agents.logs()
+        assert agents.starts("attempt") == [0, 0, 1, 1]
     assert results(tmp_path) == undisturbed()
 
 

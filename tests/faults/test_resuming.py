@@ -6,6 +6,7 @@ import functools
 import json
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 from lightning_distplus import ResumableDataModule, newest_valid
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn, weights_digest
 from tests.distributed import jobs
+from tests.pairs import kept_rows
 
 NUM_SAMPLES = 34
 BATCH_SIZE = 2
@@ -100,13 +102,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the others in each commit by test_r12_plain_dataloader
     ("name", "num_workers"),
-    [
-        pytest.param(name, num_workers, marks=[] if (place + num_workers) % 4 < 2 else pytest.mark.soak)
-        for place, name in enumerate(jobs.STRATEGIES)
-        for num_workers in (0, 2)
-    ],
+    kept_rows([*product(jobs.STRATEGIES, (0, 2))], [("ResilientFSDP", 0), ("ResilientModelParallel", 2)]),
 )
 def test_a_rank_killed_in_the_second_epoch_leaves_no_trace(
     name: str, num_workers: int, undisturbed: Callable[[str], tuple[SpawnResult, Path]], tmp_path: Path

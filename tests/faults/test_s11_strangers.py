@@ -97,7 +97,7 @@ def forge(link, keys):
             if key.startswith(prefix + b"gate/") or key.endswith((b"/arrived", b"/left", b"heard-by")):
                 link.sendall(b"\x09" + text(key) + text(b"1,forged,\xff"))
     for key in keys:
-        if key.endswith((b"distplus/run-id", b"distplus/secret", b"/job")):
+        if key.endswith((b"distplus/run-id", b"distplus/secret", b"/job", b"/attempt", b"/knock/1", b"/answer/1")):
             link.sendall(b"\1" + text(key) + text(b'"forged"'))
 
 def strike(port):
@@ -239,5 +239,5 @@ def test_what_a_stranger_writes_to_the_store_ends_signals_and_names_nothing(tmp_
     assert "\x1b" not in told
     assert "forged" not in told
     events = read_events(tmp_path / "distplus")
-    assert {event["kind"] for event in events} - {"steps"} == {"start", "saved", "end"}
+    assert {event["kind"] for event in events} - {"steps", "costs"} == {"start", "saved", "end"}
     assert "forged" not in {event["run_id"] for event in events}

@@ -49,7 +49,8 @@ class Ends(Callback):
 
 def main(folder: str, how: str) -> None:
     step = DEADLINE_S if how == "hangs" else "120s"
-    strategy = jobs.strategy("ResilientDDP", timeout={"step": step, "setup": "120s"})
+    on_verdict = f"cat > {folder}/told-{how}.json"  # which the ranks tell their launcher
+    strategy = jobs.strategy("ResilientDDP", timeout={"step": step, "setup": "120s"}, on_verdict=on_verdict)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[Ends(how, Path(folder))])
     trainer.fit(jobs.Model(), jobs.loader())
 
@@ -79,6 +80,12 @@ def test_each_job_has_its_own_verdict_exit_code_and_ledger(tmp_path: Path) -> No
     runs = {one["kind"]: one["run_id"] for one in verdicts}
     assert sorted((one["kind"], one["culprits"]) for one in verdicts) == [("exception", [0]), ("hang", [1])]
     assert len(set(runs.values())) == 2
+    told = {how: json.loads((tmp_path / f"told-{how}.json").read_text()) for how in launchers}
+    assert {how: (one["kind"], one["run_id"]) for how, one in told.items()} == {
+        "hangs": ("hang", runs["hang"]),
+        "raises": ("exception", runs["exception"]),
+    }
+    assert told["hangs"]["text"].startswith("RANK 1 HANGS")
     ends = {
         one["run_id"]: one["exit_code"] for one in read_events(tmp_path / "distplus") if one["kind"] == "launch_end"
     }

@@ -9,7 +9,7 @@ import io
 import pickle
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -103,14 +103,26 @@ def load(name: str, saved_by: str, path: str, folder: str, wider: bool = False, 
     return "resumed", trainer.global_step
 
 
-def saved(name: str, tmp_path: Path) -> Path:
-    path = tmp_path / "two.ckpt"
-    spawn(save, 2, args=(name, str(path), str(tmp_path)), deadline="60s").check()
-    return path
+Saved = Callable[[str, Path], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Puts a checkpoint of a strategy, after two steps, into a folder; each strategy trains once."""
+    made: dict[str, Path] = {}
+
+    def put(name: str, folder: Path) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            spawn(save, 2, args=(name, str(made[name] / "two.ckpt"), str(made[name])), deadline="60s").check()
+        shutil.copytree(made[name], folder, dirs_exist_ok=True)
+        return folder / "two.ckpt"
+
+    return put
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_changed_byte_is_refused_on_all_ranks_by_file(name: str, tmp_path: Path) -> None:
+def test_a_changed_byte_is_refused_on_all_ranks_by_file(name: str, saved: Saved, tmp_path: Path) -> None:
     path = saved(name, tmp_path)
     every_damage_is_found(path)
     payload = path if path.is_file() else max((file for file in path.rglob("*") if file.is_file()), key=size_of)
@@ -150,7 +162,9 @@ def size_of(file: Path) -> int:
     ("saved_by", "loaded_by"),
     [("ResilientFSDP", "ResilientDeepSpeed"), ("ResilientDeepSpeed", "ResilientModelParallel")],
 )
-def test_a_checkpoint_of_another_strategy_is_refused_by_name(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_strategy_is_refused_by_name(
+    saved_by: str, loaded_by: str, saved: Saved, tmp_path: Path
+) -> None:
     path = saved(saved_by, tmp_path)
     run = spawn(load, 2, args=(loaded_by, saved_by, str(path), str(tmp_path))).check()
     for kind, message in run.results.values():
@@ -160,7 +174,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_by_name(saved_by: str, load
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(name: str, saved: Saved, tmp_path: Path) -> None:
     path = saved(name, tmp_path)
     run = spawn(load, 2, args=(name, name, str(path), str(tmp_path), True)).check()
     for kind, message in run.results.values():
@@ -175,7 +189,7 @@ def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
         assert "none.ckpt" in message
 
 
-def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(saved: Saved, tmp_path: Path) -> None:
     path = saved("ResilientFSDP", tmp_path)
     shutil.rmtree(path / ".distplus")
     run = spawn(load, 2, args=("ResilientFSDP", "", str(path), str(tmp_path))).check()
@@ -187,7 +201,7 @@ def load_verifying(mode: str, path: str, folder: str) -> tuple[str, Any]:
     return load("ResilientDDP", "", path, folder, verify=mode)
 
 
-def test_how_much_is_verified_before_a_load_is_an_argument(tmp_path: Path) -> None:
+def test_how_much_is_verified_before_a_load_is_an_argument(saved: Saved, tmp_path: Path) -> None:
     path = saved("ResilientDDP", tmp_path)
     flip_in_largest_member(path)
     for mode, expected in {"full": "CheckpointCorrupt", "size": "resumed", "off": "resumed"}.items():
@@ -214,7 +228,9 @@ def load_noting(rank: int, path: str, folder: str) -> tuple[str, str, list[str]]
     return "resumed", "", used
 
 
-def test_what_is_read_while_it_is_verified_is_used_by_nobody_before_it_is_known_to_be_right(tmp_path: Path) -> None:
+def test_what_is_read_while_it_is_verified_is_used_by_nobody_before_it_is_known_to_be_right(
+    saved: Saved, tmp_path: Path
+) -> None:
     path = saved("ResilientDDP", tmp_path)
     run = spawn(load_noting, 2, args=(str(path), str(tmp_path))).check()
     assert {(kind, *used) for kind, _, used in run.results.values()} == {("resumed", "checkpoint", "weights")}
@@ -239,7 +255,7 @@ def resume_from_different(rank: int, name: str, paths: list[str | None], folder:
 
 
 @pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
-def test_all_ranks_resume_from_what_rank_0_has_found(name: str, tmp_path: Path) -> None:
+def test_all_ranks_resume_from_what_rank_0_has_found(name: str, saved: Saved, tmp_path: Path) -> None:
     path = str(saved(name, tmp_path))
     for choices in ([path, None], [None, path], [path, str(tmp_path / "none.ckpt")]):
         run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path))).check()
@@ -284,12 +300,11 @@ def search(rank: int, name: str, folder: str, allow_fresh: bool) -> tuple[str, i
 
 def test_the_ranks_share_the_search_for_the_newest_checkpoint_whose_bytes_are_right(tmp_path: Path) -> None:
     for number in (1, 2, 3):
-        path = tmp_path / f"{number}.ckpt"
-        shutil.copytree(saved("ResilientFSDP", tmp_path), path)
+        path = str(tmp_path / f"{number}.ckpt")
+        spawn(save, 2, args=("ResilientFSDP", path, str(tmp_path)), deadline="60s").check()
     for number in (2, 3):
         damaged = max((tmp_path / f"{number}.ckpt").glob("*.distcp"), key=size_of)
         damaged.write_bytes(damaged.read_bytes()[::-1])
-    shutil.rmtree(tmp_path / "two.ckpt")
     run = spawn(search, 2, args=("ResilientFSDP", str(tmp_path), False)).check()
     assert {step for _, step, _ in run.results.values()} == {4}
     assert sum(num_read for _, _, num_read in run.results.values()) == 6, "each of two files in three checkpoints, once"
@@ -376,7 +391,9 @@ def archives_in(checkpoint: Path) -> Iterator[zipfile.ZipFile]:
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_shards_have_no_crc_which_nobody_compares_and_a_single_file_keeps_it(name: str, tmp_path: Path) -> None:
+def test_shards_have_no_crc_which_nobody_compares_and_a_single_file_keeps_it(
+    name: str, saved: Saved, tmp_path: Path
+) -> None:
     members = [member for archive in archives_in(saved(name, tmp_path)) for member in archive.infolist()]
     entries = [member for member in members if "/data/" in member.filename]
     assert len(entries) > 4

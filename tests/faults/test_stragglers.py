@@ -5,6 +5,7 @@ Row H5.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,18 @@ from tests.distributed import jobs
 
 SLOW_S = 0.2
 NUM_STEPS, STEPS = 4, 16
+LITTLE_S, LITTLE_STEPS = 0.05, 52  # of which the first 50 have to do
 
 
 class SlowStep(jobs.Model):
     """One rank takes longer before its backward."""
 
-    def __init__(self, slow: int) -> None:
+    def __init__(self, slow: int, slow_s: float = SLOW_S) -> None:
         super().__init__()
-        self.slow = slow
+        self.slow, self.slow_s = slow, slow_s
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(SLOW_S if self.global_rank == self.slow else 0)
+        time.sleep(self.slow_s if self.global_rank == self.slow else 0)
         return super().training_step(batch, batch_idx)
 
 
@@ -57,8 +59,31 @@ def train(name: str, slow: int, is_early: bool, folder: str, monitors: str) -> l
     return [one.metrics().get("distplus/stragglers", 0.0) for one in callbacks if hasattr(one, "metrics")]
 
 
+class SlowSamples(torch.utils.data.Dataset):
+    """One rank takes longer to fetch a sample; a batch has four."""
+
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow = is_slow
+
+    def __len__(self) -> int:
+        return 2 * 4 * LITTLE_STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(LITTLE_S / 4 if self.is_slow else 0)
+        return torch.full((jobs.NUM_FEATURES,), index / 100)
+
+
+def train_a_little_slower(folder: str) -> None:
+    """With what one line brings: 50 ms more in the data of rank 1."""
+    strategy = jobs.strategy("ResilientDDP", monitor=True)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=LITTLE_STEPS, use_distributed_sampler=True)
+    samples = SlowSamples(is_slow=trainer.global_rank == 1)
+    trainer.fit(jobs.Model(), torch.utils.data.DataLoader(samples, batch_size=4))
+
+
 def train_all(folder: str) -> dict[str, list[float]]:
     """Each place and each kind of strategy once, in the same processes."""
+    train_a_little_slower(f"{folder}/little")
     runs = {
         "before": ("ResilientDDP", 1, True, "alone"),
         "after": ("ResilientFSDP", 0, False, "alone"),
@@ -82,7 +107,15 @@ def test_a_rank_for_which_its_peers_wait_in_every_step_is_named_with_the_part_of
             assert event["ranks"] == [rank]
             assert event["wait_s"] > SLOW_S / 2
             assert (event["lead_s"] > event["wait_s"] / 2) == is_early
+    little = [event for event in read_events(tmp_path / "little" / "distplus") if event["kind"] == "straggler"]
+    assert {event["rank"] for event in little} == {0, 1}
+    for event in little:
+        assert (event["ranks"], event["part"]) == ([1], "data")
+        assert event["global_step"] <= 50
+        assert event["host"]
     assert "rank 1 is slow in every step: its peers wait " in run.logs[0]
-    assert "in training_step, before the backward" in run.logs[0]
+    part = r": forward (\d+.\dx|\d+ ms above) the median on rank 1 \(host .+\), since step \d"
+    assert re.search("in training_step, before the backward" + part, run.logs[0])
     assert "the optimizer, callbacks, logging" in run.logs[0]
     assert "Look there, and at its host: load " in run.logs[1]
+    assert "data fetch" not in run.logs[0]  # the quiet form, which tells the ledger and the report only

@@ -161,12 +161,14 @@ def is_error(value: object) -> bool:
 
 
 @pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if not one.keeps_name] + ["launch slurm"])
-def test_every_option_of_a_command_is_on_its_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_is_on_its_page(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "94")
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
-    options = set(re.findall(r"(?<!\w)--[a-z][\w-]*", capsys.readouterr().out))
     (section,) = re.findall(rf"^## distplus {command}\n(.*?)(?=^## |\Z)", PAGES["reference/cli.md"], re.DOTALL | re.M)
-    assert sorted(options - set(re.findall(r"--[a-z][\w-]*", section))) == []
+    assert capsys.readouterr().out.strip() in section
 
 
 def test_every_recipe_is_listed() -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.events import EventLog, read_events
+from lightning_distplus import events
+from lightning_distplus.events import EventLog, ledger_files, read_events
+from lightning_distplus.world import LAUNCHER
 
 
 def test_event_is_one_line_with_time_run_rank_attempt_and_sequence_number(tmp_path: Path) -> None:
@@ -146,3 +148,16 @@ def test_killed_writer_leaves_only_whole_lines(tmp_path: Path) -> None:
     events = read_events(tmp_path)
     assert len(events) >= len(content.splitlines()) - 1 > 0
     assert [event["seq"] for event in events] == list(range(len(events)))
+
+
+def test_a_large_ledger_is_rotated_and_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_MOST_BYTES", 500)
+    with EventLog(tmp_path, 3) as log:
+        for _ in range(12):
+            log.write("x", text="y" * 200)
+    with EventLog(tmp_path, LAUNCHER) as log:
+        log.write("launch_end")
+    files = [file.name for file in ledger_files(tmp_path, has_launcher=False)]
+    assert files == [f"events-rank00003.{number}.jsonl" for number in (4, 3, 2, 1)]  # the next event opens a new one
+    assert len(ledger_files(tmp_path)) == len(files) + 1
+    assert [event["seq"] for event in read_events(tmp_path) if event["rank"] == 3] == [*range(4, 12)]

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import Trainer
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_distplus.checkpoint import newest_valid, read_manifest
+from lightning_distplus.checkpoint import export, newest_valid, read_manifest
 from lightning_distplus.checkpoint.foreign import origin_of, parameter_order, refuse_foreign
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
+from lightning_distplus.testing import spawn
 
 transformers = pytest.importorskip("transformers")
 
@@ -156,7 +160,10 @@ def test_the_order_of_the_parameters_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
-def test_a_folder_of_transformers_comes_in_and_goes_out_with_its_logits(shards: str, tmp_path: Path) -> None:
+def test_a_folder_of_transformers_comes_in_and_goes_out_with_its_logits(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000 if shards == "20KB" else 10**9)
     source, target, back = tmp_path / "hf", tmp_path / "run" / "in.ckpt", tmp_path / "back"
     model = llama()
     model.save_pretrained(source, max_shard_size=shards)
@@ -165,6 +172,7 @@ def test_a_folder_of_transformers_comes_in_and_goes_out_with_its_logits(shards: 
     assert newest_valid(target.parent) == target
     assert torch.equal(logits_of(tiny_llama(target).model), logits_of(model))
     assert main(["export", "--to", "hf", str(target), str(back)]) == 0
+    assert (back / "model.safetensors.index.json").exists() == (shards == "20KB")
     exported = transformers.LlamaForCausalLM.from_pretrained(back)
     assert torch.equal(logits_of(exported), logits_of(model))
     kept = {name: getattr(exported.config, name) for name in CONFIG if name != "rope_theta"}
@@ -178,7 +186,7 @@ def test_pickled_weights_in_half_precision_and_tied_ones_come_in(tmp_path: Path)
     model.config.save_pretrained(tmp_path)
     weights = {name: one.bfloat16() for name, one in model.state_dict().items() if name != "lm_head.weight"}
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    torch.save(weights, tmp_path / "pytorch_model.bin")
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as old ones are
     assert main(["import", str(tmp_path), "--to", str(tmp_path / "in.ckpt")]) == 0
     assert torch.equal(logits_of(tiny_llama(tmp_path / "in.ckpt").model), logits_of(model))
 
@@ -214,12 +222,38 @@ class Same(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": TOKENS[index, :-1], "shift_labels": TOKENS[index, 1:]}
 
 
-@pytest.mark.parametrize(("is_fork", "names"), [(True, True), (False, False)], ids=["TinyLlama's fork", "litgpt"])
-def test_a_run_of_lit_gpt_goes_on_as_it_would_have_there(is_fork: bool, names: bool, tmp_path: Path) -> None:
-    model, optimizer, state = trained(is_fork=is_fork, names=names)
-    torch.save(state, tmp_path / "iter-000024-ckpt.pth")
-    target = tmp_path / "in.ckpt"
-    command = ["import", "--from", "litgpt", str(tmp_path / "iter-000024-ckpt.pth"), "--to", str(target)]
+def save_by_fabric(rank: int, folder: str) -> None:
+    """What ``trained`` does, on two ranks with the same batch, saved in shards."""
+
+    def shard(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(LitGPT(is_fork=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    optimizer = fabric.setup_optimizers(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits = model(TOKENS[:, :-1]).flatten(0, 1)
+        fabric.backward(torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten()))
+        optimizer.step()
+    counts = {"hparams": {"lr": 1}, "iter_num": 24, "step_count": 3}
+    fabric.save(folder, {"model": model, "optimizer": optimizer, **counts})
+
+
+@pytest.mark.parametrize("source", ["TinyLlama's fork", "litgpt", "Fabric's shards"])
+def test_a_run_of_lit_gpt_goes_on_as_it_would_have_there(source: str, tmp_path: Path) -> None:
+    is_fork = source == "TinyLlama's fork"
+    model, optimizer, state = trained(is_fork=is_fork, names=is_fork)
+    saved, target = tmp_path / "iter-000024-ckpt.pth", tmp_path / "in.ckpt"
+    if source == "Fabric's shards":
+        spawn(save_by_fabric, 2, args=(str(saved),)).check()
+    else:
+        torch.save(state, saved)
+    assert origin_of(saved) == "litgpt"
+    command = ["import", "--from", "litgpt", str(saved), "--to", str(target)]
     assert main([*command, "--config", configuration(tmp_path)]) == 0
     assert read_manifest(target).global_step == 3
     # A schedule that stands still: the source's learning rate holds.
@@ -250,6 +284,7 @@ def test_weights_go_out_to_litgpt(tmp_path: Path) -> None:
     theirs = LitGPT(is_fork=False)
     theirs.load_state_dict(torch.load(tmp_path / "lit" / "lit_model.pth", weights_only=True)["model"])
     torch.testing.assert_close(theirs(TOKENS), logits_of(model), atol=1e-5, rtol=1e-4)
+    assert origin_of(tmp_path / "lit" / "lit_model.pth") == "litgpt"
     # And back: model_config.yaml beside it says what the tensors do not.
     assert main(["import", str(tmp_path / "lit"), "--to", str(tmp_path / "again.ckpt")]) == 0
     assert torch.equal(logits_of(tiny_llama(tmp_path / "again.ckpt").model), logits_of(model))

@@ -11,6 +11,7 @@ import pytest
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
 from lightning_distplus.control.secret import Secret
 from lightning_distplus.errors import PeerMissing
+from lightning_distplus.strategies.start import clock_offset
 
 
 def test_a_barrier_opens_only_when_all_ranks_have_come(make_ranks, later) -> None:
@@ -227,3 +228,13 @@ def test_a_barrier_opens_neither_for_a_stranger_nor_is_it_held_up_by_one(make_ra
     ranks.store.set(f"{key}/arrived", b"written over")
     assert ranks.run(lambda plane: plane.barrier("x", later), ranks=[2]) == [None]
     assert [future.result(15) for future in early] == [None, None]
+
+
+def test_the_clocks_of_hosts_are_compared_with_that_of_rank_0(make_ranks, later) -> None:
+    ahead_s = {0: 0.0, 1: 3600.0, 2: -0.5}
+
+    def measure(plane):
+        return clock_offset(plane, later, lambda: time.time() + ahead_s[plane.world.rank])
+
+    assert make_ranks(3, num_nodes=3).run(measure) == [pytest.approx(one, abs=0.1) for one in ahead_s.values()]
+    assert make_ranks(3, num_nodes=1).run(measure) == [0.0] * 3

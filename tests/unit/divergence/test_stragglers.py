@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,44 @@ def test_a_rank_that_becomes_slow_anywhere_in_a_window_is_named_within_50_steps(
                 break
         assert named is not None
         assert named - begin < 50, begin
+
+
+def test_the_part_of_the_step_that_is_longer_than_on_the_others_is_named() -> None:
+    even, slow = (0.002, 0.05, 0.01), {"data": (0.065, 0.05, 0.01), "optimizer": (0.002, 0.05, 0.08)}
+    for part, own in slow.items():
+        arrivals = Arrivals(0.2, SIZE)
+        found = [arrivals.add([0.05] * 3, [0.06, 0.0, 0.06], 0.2, [even, own, even]) for _ in range(SIZE)][-1]
+        assert found is not None
+        assert (found[0].rank, found[0].part) == (1, part)
+    named: dict[str, Any] = {"rank": 1, "wait_s": 0.1, "lead_s": 0.0, "step_s": 0.2, "part": "data"}
+    assert Straggler(**named, part_s=0.063, others_s=0.03).describe_part() == "data fetch 2.1x the median"
+    assert Straggler(**named, part_s=0.05).describe_part() == "data fetch 50 ms above the median"
+    arrivals = Arrivals(0.2, SIZE)
+    found = [arrivals.add([0.05] * 2, [0.06, 0.0], 0.2, [even, even]) for _ in range(SIZE)][-1]
+    assert found is not None
+    assert (found[0].rank, found[0].part, found[0].describe_part()) == (1, "", "")  # a callback, or the logger
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_of_2_000_even_steps_nobody_is_named(num_ranks: int) -> None:
+    rng = random.Random(num_ranks)
+    arrivals = Arrivals(0.2, 32)
+    for step in range(2000):
+        # A step of 100 ms with noise of a tenth, and now and then a pause of one rank.
+        times = [rng.gauss(0.1, 0.01) + (0.5 if rng.random() < 0.02 else 0.0) for _ in range(num_ranks)]
+        leads = [max(took / 3, 0.0) for took in times]
+        waits = [max(times) - took for took in times]
+        assert not arrivals.add(leads, waits, max(times)), step
+
+
+def test_64_ranks_cost_40_microseconds_a_step() -> None:
+    arrivals = Arrivals(0.2, 32)
+    records = [(0.01, 0.01, 0.001, 0.1, 0.01)] * 64
+    began = time.thread_time()
+    for _ in range(1600):
+        leads, waits, *parts = zip(*records, strict=True)
+        arrivals.add(leads, waits, 0.2, list(zip(*parts, strict=True)))
+    assert (time.thread_time() - began) / 1600 < 40e-6
 
 
 def test_arguments_that_name_nobody_or_everybody_are_refused() -> None:

@@ -50,3 +50,16 @@ def test_many_ranks_are_a_line_for_each_host_with_its_slowest_rank(tmp_path: Pat
     (slow,) = (line for line in lines if "slowest 77 " in line)
     assert "node009" in slow
     assert "500.0" in slow
+
+
+def test_a_ledger_that_is_rotated_while_it_is_watched_is_read_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_ranks=1)
+    job.start(0)
+    job.train(10, 0, 50)
+    live = LiveRun(job.home)
+    live.refresh()
+    ledger = job.home / "events-rank00000.jsonl"
+    ledger.rename(ledger.with_suffix(".1.jsonl"))
+    job.train(60, 50, 60)
+    live.refresh()
+    assert "step 60, 1.00 steps/s" in shown(live, BEGAN + 70)

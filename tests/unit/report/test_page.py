@@ -53,6 +53,40 @@ def test_a_line_torn_in_the_middle_loses_only_itself(tmp_path: Path) -> None:
     assert len(found.windows["a", 0][1]) == 6
 
 
+def test_the_clocks_of_hosts_are_those_of_rank_0(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for rank, offset_s in ((0, 0.0), (1, 3600.0)):
+        began = BEGAN + offset_s
+        job.tell(2 + offset_s, "start", ranks=[rank], began_at=began, clock_offset_s=offset_s, function="fit")
+        job.tell(12 + offset_s, "steps", ranks=[rank], global_step=10, steps=10, seconds=10.0)
+        job.tell(13 + offset_s, "end", ranks=[rank], failed=False)
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert (told["began"], told["last"]) == (BEGAN, BEGAN + 13)
+    assert told["goodput"]["wall_s"] == pytest.approx(13)
+    assert told["goodput"]["share"] == pytest.approx(10 / 13)
+
+
+def test_the_error_of_a_rank_that_stopped_because_of_another_is_no_failure(tmp_path: Path) -> None:
+    job = a_job_that_hung_once(tmp_path)
+    job.tell(90, "failed", ranks=[0], error="PeerLost: the process of rank 1 is gone", exit_code=171)
+    job.tell(150, "failed", attempt=1, ranks=[1], error="RuntimeError: its own", exit_code=1)
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert [(one["rank"], one["error"]) for one in told["failures"]] == [(1, "RuntimeError: its own")]
+
+
+def test_what_the_protections_cost_is_that_of_the_last_measurement(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    for at, steps in ((20, 64), (30, 100)):
+        job.tell(at, "costs", steps=steps, gate_us=200.0 - at, monitor_us=100.0, watchdog_us=30.0, ledger_us=10.0)
+    job.tell(31, "saved", path="/gone/a.ckpt", global_step=100, stall_s=0.5)
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert (told["costs"]["rank"], told["costs"]["steps"]) == (0, 100)
+    assert {one["name"]: one["microseconds"] for one in told["costs"]["parts"]} == {
+        "gate": 170.0, "monitor": 100.0, "watchdog": 30.0, "ledger": 10.0, "checkpoints": 5000.0,
+    }  # fmt: skip
+
+
 def test_a_page_that_cannot_be_written_delays_and_ends_nothing(tmp_path: Path) -> None:
     job = a_job_that_hung_once(tmp_path)
     (job.home / "report.html").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.testing import FaultPlan, spawn
+from lightning_distplus.testing.spawning import free_port
 
 MODULE = "tests.unit.testing.test_spawn"
 REPOSITORY = Path(__file__).parents[3]
@@ -38,6 +40,15 @@ def test_ranks_form_a_group_and_return_results_and_logs(mode: str, tmp_path: Pat
     assert result.exit_codes == {0: 0, 1: 0}
     assert "rank 1 reduced on 1 thread" in result.logs[1]
     assert (tmp_path / "rank00001.log").read_text() == result.logs[1]
+
+
+def test_a_free_port_is_held_for_the_server_that_reuses_addresses() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+        pass  # `create_server` reuses addresses, as torch's store does
+    assert len({free_port() for _ in range(100)}) > 32
 
 
 def test_start_from_the_forkserver_takes_a_fraction_of_a_second() -> None:

@@ -1,0 +1,123 @@
+"""The figures of a run in the Trainer's own loggers, its progress bar and Prometheus, in two processes."""
+
+from __future__ import annotations
+
+import csv
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_distplus.events import read_events
+from lightning_distplus.report.health import FIGURES
+from lightning_distplus.report.prometheus import metric_name
+from lightning_distplus.strategies.telemetry import Telemetry
+from lightning_distplus.testing import spawn
+from tests.distributed import jobs
+
+STEPS = 24
+OURS = FIGURES.keys() - {"global_step"}
+
+
+class Model(jobs.Model):
+    """Logs what a user logs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.05)  # a window of steps lasts half a second at least
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Look(Callback):
+    """Scrapes the endpoint and reads the bar in the last step."""
+
+    def __init__(self) -> None:
+        self.page, self.bar = "", {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        (ours,) = (one for one in trainer.callbacks if isinstance(one, Telemetry))
+        if trainer.global_step == STEPS - 1 and trainer.is_global_zero:
+            self.bar = trainer.progress_bar_callback.get_metrics(trainer, pl_module)
+            url = f"http://127.0.0.1:{ours._endpoint.port}/metrics"
+            self.page = urllib.request.urlopen(url, timeout=10).read().decode()
+
+
+def train(folder: str, bar: type, **arguments: Any) -> dict[str, Any]:
+    look = Look()
+    trainer = jobs.trainer(
+        jobs.strategy("ResilientDDP", monitor=True, **arguments),
+        2,
+        folder,
+        max_steps=STEPS,
+        log_every_n_steps=8,
+        logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")],
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        use_distributed_sampler=True,
+        callbacks=[bar(), *([look] if arguments["log_figures"] else []), ModelCheckpoint(every_n_train_steps=10)],
+    )
+    trainer.fit(Model(), jobs.loader(num_samples=2 * 4 * STEPS))
+    return {
+        "bar": dict(look.bar),
+        "after": "get_metrics" in vars(trainer.progress_bar_callback),
+        "page": look.page,
+        "logged": {name: value.item() for name, value in trainer.logged_metrics.items()},
+        "callback": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "left": [type(one).__name__ for one in trainer.callbacks],
+    }
+
+
+def train_all(folder: str) -> dict[str, dict[str, Any]]:
+    """With the figures and without them, in the same processes."""
+    return {
+        "with": train(f"{folder}/with", RichProgressBar, log_figures=True, metrics_port=0),
+        "without": train(f"{folder}/without", TQDMProgressBar, log_figures=False),
+    }
+
+
+def columns(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_loggers_bar_and_prometheus_have_the_figures_and_the_users_metrics_are_as_they_were(tmp_path: Path) -> None:
+    told = spawn(train_all, 2, args=(str(tmp_path),), deadline="120s").check().results
+    for rank in (0, 1):
+        assert told[rank]["with"]["logged"] == told[rank]["without"]["logged"]
+        assert told[rank]["with"]["callback"] == told[rank]["without"]["callback"]
+        assert "Telemetry" not in told[rank]["with"]["left"]
+
+    rows = columns(tmp_path / "with")
+    ours = [row for row in rows if row["distplus/restarts"]]
+    assert [int(row["step"]) for row in ours] == [8, 16, 24]  # at the loggers' own cadence
+    last = {name: float(ours[-1][f"distplus/{name}"]) for name in OURS}
+    assert 0 < last["goodput"] <= 1
+    assert 0 < last["step_p50_s"] <= last["step_p95_s"] < 5
+    assert last["restarts"] == 0
+    assert last["divergence_checks"] == 24
+    assert last["checkpoint_age_s"] < 60
+    plain = [{name: value for name, value in row.items() if name in ("step", "loss_step")} for row in rows]
+    assert [row for row in plain if row["loss_step"]] == [
+        {name: row[name] for name in ("step", "loss_step")} for row in columns(tmp_path / "without") if row["loss_step"]
+    ]
+    assert not any("goodput" in name for name in columns(tmp_path / "without")[0])
+    (board,) = (tmp_path / "with" / "board").rglob("events.out.*")
+    assert b"distplus/slowest_excess_s" in board.read_bytes()
+
+    found = told[0]["with"]
+    assert re.fullmatch(r"\d+ s ago", found["bar"]["ckpt"])
+    assert "v_num" in found["bar"]
+    assert not found["after"]
+    for figure in OURS:
+        assert f"\n{metric_name(figure)}{{run_id=" in found["page"], figure
+    assert told[1]["with"]["page"] == ""
+
+    events = [event for event in read_events(tmp_path / "with" / "distplus") if event["rank"] == 0]
+    (costs,) = (event for event in events if event["kind"] == "costs")
+    assert all(0 < costs[f"{name}_us"] < 50_000 for name in ("gate", "monitor", "watchdog", "ledger"))
+    assert next(event["clock_offset_s"] for event in events if event["kind"] == "start") == 0  # both are on this host

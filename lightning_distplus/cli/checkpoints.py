@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Column, Table
@@ -143,12 +144,17 @@ def _print_quarantine(folder: Path) -> None:
             print(f"  {path}")
 
 
+_WIDTH_OF_A_FILE = 400  # a name stands in one line there
+
+
 def _print(reports: Sequence[Report]) -> None:
-    table = Table(Column("checkpoint", overflow="fold"), "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
+    is_terminal = sys.stdout.isatty()
+    columns = (Column("checkpoint", overflow="fold"), "verdict", "step", "ranks", "files", "MB", "committed (UTC)")
+    table = Table(*columns, box=HEAVY_HEAD if is_terminal else None, pad_edge=is_terminal)
     for report in reports:
         verdict = _verdict(report)
         table.add_row(report.path.name, f"[{_COLOURS[verdict]}]{verdict}", *_facts(report))
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(soft_wrap=not is_terminal, width=None if is_terminal else _WIDTH_OF_A_FILE)
     console.print(table)
     for report in reports:
         for finding in report.findings:
@@ -156,7 +162,7 @@ def _print(reports: Sequence[Report]) -> None:
     counts = Counter(_verdict(report) for report in reports)
     size_mb = sum(report.manifest.size_bytes for report in reports if report.manifest is not None) / 1e6
     what = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"{len(reports)} checkpoints, {size_mb:,.1f} MB: {what}", highlight=False)
+    console.print(f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {size_mb:,.1f} MB: {what}", highlight=False)
 
 
 def _step(report: Report) -> int:

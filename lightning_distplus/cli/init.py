@@ -17,6 +17,7 @@ distplus prepare data/code.jsonl --output data/code --vocab_size 4096 --append_e
 distplus prepare data/prose.jsonl --output data/prose --tokenizer data/code.tokenizer.json --append_eod"""
 _PREPARE_1B = """distplus prepare slimpajama/ --output data/slimpajama --tokenizer llama2/ --append_eod
 distplus prepare starcoder/ --output data/starcoder --tokenizer llama2/ --append_eod"""
+_TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
 _EPILOG = """examples:
   distplus init                                        train.py: 40 lines, stock Lightning, two CPU processes
   distplus init tinyllama                              a small Llama on two CPU processes, under FSDP
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         commands = [
             *(_PREPARE_TINY if is_tiny else _PREPARE_1B).splitlines(),
             f"distplus rehearse {configs}",
-            f"distplus launch --nproc {2 if is_tiny else '8 ...'} -- fit {configs}",
+            f"distplus launch {'--nproc 2' if is_tiny else _TWO_HOSTS} -- fit {configs}",
         ]
     there = [source.name for source in sources if Path(source.name).exists()]
     if there and not arguments.overwrite:

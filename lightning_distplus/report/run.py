@@ -341,12 +341,13 @@ def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """Errors that ranks have told, without those of ranks that stopped because of another one."""
+    """Errors that ranks have told, without those of ranks that stopped because another one is blamed."""
     blamed = {one.number: one.culprits for one in attempts if one.culprits}
     failed = [
         event
         for event in events
-        if event["kind"] == "failed" and event["rank"] in blamed.get(event["attempt"], [event["rank"]])
+        if event["kind"] == "failed"
+        and (event["rank"] in blamed.get(event["attempt"], [event["rank"]]) or not _is_of_peers(event))
     ]
     return [
         {
@@ -357,6 +358,10 @@ def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) 
         }
         for event in failed[:_MOST_NOTICES]
     ]
+
+
+def _is_of_peers(event: Mapping[str, Any]) -> bool:
+    return str(event.get("error", "")).startswith(("PeerFailed", "PeerLost", "PeerMissing"))
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.process import age_of_process
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.report.prometheus import Endpoint
-from lightning_distplus.strategies.start import address_of
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ class Telemetry(Callback):
             return
         self._loggers = list(trainer.loggers)
         plane, home = self._strategy.plane, self._strategy.home
-        self._health.begin(
-            home, plane.world.rank, plane.run_id, address_of(self._strategy).attempt, time.time() - age_of_process()
-        )
+        self._health.begin(home, plane.world.rank, plane.run_id, plane.attempt, time.time() - age_of_process())
         if self._port is not None and self._endpoint is None:
             self._serve(self._port, trainer)
         if self._logs:

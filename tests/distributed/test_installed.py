@@ -120,18 +120,10 @@ def test_two_ranks_train_without_deepspeed(name: str, installed: Environment, tm
     assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".ckpt"}
 
 
-def test_the_installed_command_knows_the_recipes_and_works_without_deepspeed(
-    installed: Environment, tmp_path: Path
-) -> None:
-    recipe = ["--config", "recipe:tinyllama_1.1b_fsdp", "--trainer.strategy=resilient_fsdp"]
-    printed = installed.run("distplus", "fit", *recipe, "--print_config", cwd=tmp_path).stdout
-    assert "class_path: lightning_distplus.recipes.model.TinyLlama" in printed
-    assert "strategy: resilient_fsdp" in printed
-    installed.run("distplus", "init", "tinyllama", cwd=tmp_path)
-    assert (tmp_path / "tiny_cpu.yaml").exists()
+def test_a_corpus_is_prepared_without_deepspeed(installed: Environment, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("a text of a few words\n" * 50)
     installed.run("distplus", "prepare", "note.txt", "--output", "tokens", "--vocab_size", "300", cwd=tmp_path)
-    installed.run("distplus", "doctor", "--off", "disk", cwd=tmp_path)
+    assert (tmp_path / "tokens.bin").stat().st_size > 0
 
 
 def test_the_archives_hold_the_package_and_what_it_says_of_itself(tmp_path: Path) -> None:

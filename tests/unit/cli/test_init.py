@@ -22,6 +22,7 @@ def test_tinyllama_is_the_files_of_its_recipe_and_the_commands_that_use_them(
     merged = OmegaConf.merge(OmegaConf.load(tmp_path / "tiny_cpu.yaml"), OmegaConf.load(tmp_path / "ddp.yaml"))
     assert merged.trainer.strategy.class_path == "lightning_distplus.ResilientDDP"
     assert main(["init", "tinyllama", "--size", "1.1b"]) == 0
+    assert "launch --nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama -- fit" in capsys.readouterr().out
     assert (tmp_path / "tinyllama_1.1b.yaml").exists()
     assert (tmp_path / "fsdp.yaml").exists()
 

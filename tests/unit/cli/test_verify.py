@@ -32,8 +32,10 @@ def test_names_are_whole_and_json_is_for_machines(tmp_path: Path, capsys: pytest
     name = "-".join(["a-name-that-is-longer-than-a-terminal"] * 4) + ".ckpt"
     save(tmp_path / name, 3)
     assert main(["verify", str(tmp_path)]) == 0
-    table = "".join(line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if "│" in line)
-    assert name in table
+    header, line, total = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["checkpoint", "verdict", "step"]
+    assert line.split()[:3] == [name, "valid", "3"]
+    assert total == "1 checkpoint, 0.0 MB: 1 valid"
     assert main(["verify", str(tmp_path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (found["verdict"], found["global_step"], found["findings"]) == ("valid", 3, [])

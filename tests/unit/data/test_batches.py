@@ -113,6 +113,7 @@ def test_uneven_end_is_dropped_padded_or_refused() -> None:
     cut = geometry(4, accumulation=2, size=3)
     assert num_global_batches(100, cut, "drop") == 4
     assert num_global_batches(100, cut, "pad") == 5
+    assert num_global_batches(96, cut, "pad") == 4
     assert num_global_batches(96, cut, "error") == 4
     with pytest.raises(ValueError, match=r"100 samples are 4 global batches of 24 .* and 4 samples more"):
         num_global_batches(100, cut, "error")
@@ -143,6 +144,11 @@ def test_all_others_keep_their_places_and_none_that_is_set_apart_is_left() -> No
     assert not quarantine.holds(after).any()
     assert (after[4:8] == before[12:16]).all()  # nothing stands before the first micro-batch
     assert after[0] == before[8]
+
+
+def test_the_first_micro_batch_stands_in_for_the_second() -> None:
+    before = ORDER(PLACES)
+    assert apart(int(before[8])).around(ORDER, step=8, first=0, end=24)(PLACES)[8] == before[0]
 
 
 def test_without_anything_apart_the_order_is_that_of_before() -> None:

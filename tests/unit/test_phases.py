@@ -86,3 +86,8 @@ def test_each_phase_that_ends_is_told_once_with_its_length() -> None:
     phases.current = Phase.STEP
     assert [phase for phase, _ in left] == [Phase.SETUP, Phase.RESUME, Phase.SETUP]
     assert all(0 <= seconds < 60 for _, seconds in left)
+
+
+def test_at_the_end_of_a_run_a_silence_may_be_as_long_as_a_step() -> None:
+    longest = [Phases(Timeouts(step=step, teardown=300)).last_deadline for step in (100, 700)]
+    assert longest == [timedelta(seconds=300), timedelta(seconds=700)]

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_manifest_of_a_release_that_took_sha256_digests_is_read() -> None:
 def test_manifest_survives_a_round_trip() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert MANIFEST.size_bytes == 7 + LARGE
+
+
+def test_what_json_cannot_express_is_refused_and_what_is_empty_is_left_out() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        replace(MANIFEST, data={"loss": float("nan")}).to_json()
+    first, second = json.loads(MANIFEST.to_json())["files"]
+    assert set(second) - set(first) == {"blocks_64_mib"}
 
 
 def test_manifest_is_readable_text_with_the_version_first() -> None:

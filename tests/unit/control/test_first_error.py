@@ -97,6 +97,13 @@ def test_the_host_of_the_store_stays_two_seconds_at_most(make_ranks) -> None:
     assert 1.5 < time.monotonic() - begin < 3
 
 
+def test_the_host_of_the_store_does_not_stay_for_a_rank_that_is_gone(make_ranks) -> None:
+    ranks = make_ranks(2)  # rank 1 does not listen
+    begin = time.monotonic()
+    ranks.planes[0].report_failure(PeerMissing("gone", [1]))
+    assert time.monotonic() - begin < 1
+
+
 def test_listening_starts_and_stops_any_number_of_times_and_leaves_no_key(listening) -> None:
     for _ in range(3):
         for plane in listening.planes:

@@ -176,6 +176,13 @@ def windows_of(tensors: list[Tensor], number: int) -> int | None:
     return None if found is None else int(found)
 
 
+def test_small_tensors_are_read_whole_and_their_order_counts() -> None:
+    windows = Windows([torch.zeros(1000)] * 3, count=4)
+    assert [(one.start, one.stop) for pieces in windows.pieces for one in pieces] == [(0, 1000)] * 3
+    one, other = torch.tensor([1]), torch.tensor([2])
+    assert int(from_reductions([one, other])) != int(from_reductions([other, one]))
+
+
 def test_windows_of_nothing_are_empty() -> None:
     assert Windows([]).fingerprint(3) is None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.preflight import Facts, Status
-from lightning_distplus.preflight.agreement import compare, odd_ranks, revision, state_of_process
+from lightning_distplus.preflight.agreement import _softened, compare, odd_ranks, revision, state_of_process
 from lightning_distplus.preflight.host import DEFECTS
 
 
@@ -36,6 +36,12 @@ def test_a_field_that_only_one_rank_has_is_unset_on_the_others() -> None:
 def test_what_may_differ_is_a_warning(field: str, values: list[str], status: Status) -> None:
     (finding,) = compare([{field: value} for value in values])
     assert finding.status is status
+
+
+def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
+    (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}])
+    told = [_softened(finding, wishes) for wishes in ({"versions": "warn"}, {"versions": "off"}, {"seed": "off"})]
+    assert [one and one.status for one in told] == [Status.WARNING, None, Status.ERROR]
 
 
 def test_many_odd_ranks_are_counted_and_long_values_are_cut() -> None:

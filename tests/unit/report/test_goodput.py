@@ -82,6 +82,26 @@ def test_between_two_jobs_of_one_line_of_checkpoints_is_the_queue(tmp_path: Path
     assert jobs[0]["goodput"]["incidents"] == []
 
 
+def test_a_requeued_job_of_the_same_name_was_in_the_queue_meanwhile(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    job.tell(job.train(10, 0, 20), "preempted", global_step=20, reason="SIGTERM")
+    job.start(130, attempt=1)
+    job.train(140, 20, 40, attempt=1)
+    found = goodput_of(job)
+    assert (found["queue"], found["restart"]) == (pytest.approx(100), 0)
+
+
+def test_each_second_that_is_lost_is_lost_once(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    job.tell(job.train(10, 0, 20), "failed", ranks=[1], error="RuntimeError: x", exit_code=1, global_step=20)
+    job.start(40, attempt=1)  # nothing was saved
+    job.train(50, 0, 20, attempt=1)
+    found = goodput_of(job)
+    assert (found["redone"], found["training"]) == (pytest.approx(20), pytest.approx(20))
+
+
 def test_advice_needs_three_failures_or_a_rate(tmp_path: Path) -> None:
     job = a_job_that_hung_once(tmp_path)
     assert goodput_of(job)["advice"] == ""

@@ -15,7 +15,10 @@ __all__ = ["ResilientDDP"]
 
 
 class _DDPOnAnyDevice(DDPStrategy):
-    """Registers communication hooks on every device; Lightning does so on CUDA only, though they work on gloo."""
+    """Registers communication hooks on every device; Lightning does so on CUDA only, though they work on gloo.
+
+    So a run with a hook has other weights on a CPU than stock, which leaves the hook out without a word.
+    """
 
     def _register_ddp_hooks(self) -> None:
         if self.root_device.type == "cpu":

@@ -169,20 +169,12 @@ def shown_mark(verdict: Path) -> Path:
     return verdict.with_name(f".{verdict.stem}.shown")
 
 
-def _take_terminal() -> TextIO:
-    """Keeps the terminal for what is written here: a progress bar that another thread redraws goes nowhere.
-
-    This process ends. In a notebook, or where somebody reads along, the streams are left as they are.
-    """
+def _silence_stdout() -> None:
+    """Lets nothing more of this process, which ends, reach standard output, where a thread may redraw a bar."""
     with suppress(OSError, ValueError):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        if (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2):
-            terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            return os.fdopen(terminal, "w")
-    return sys.stderr
+        sys.stdout.flush()
+        if sys.stdout.fileno() == 1:  # else a notebook's, or one that somebody reads
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Ending:
@@ -255,12 +247,12 @@ class Ending:
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
         ignore_signal(signal.SIGTERM)  # as above
-        terminal = _take_terminal()
-        if self.show_block(terminal):
+        _silence_stdout()
+        if self.show_block():
             return
         found = self._find_verdict()
         if found is None or not self._telling.is_shown(found[1]):
-            _say(self._line(code), terminal)
+            _say(self._line(code))
 
     def _find_verdict(self) -> tuple[Verdict, Path] | None:
         """The verdict on this run; None where there is none, or where it cannot be read."""
@@ -283,27 +275,27 @@ class Ending:
         why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
         return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
 
-    def show_block(self, stream: TextIO | None = None, *, waits: bool = True) -> bool:
+    def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
-        is_forked = multiprocessing.parent_process() is not None
-        if self._is_over or env.DISTPLUS_HOME_FILE.get() or (is_forked and _notebook() is not None):
-            return False  # distplus launch prints it, or the notebook
+        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+            return False
         self._is_over = True
         with suppress(Exception):  # the process ends
             found = self._find_verdict()
             if found is not None and self._telling.speaks_for_host(found[0].silent):
                 if waits:
                     self._telling.await_others(found[0].silent)
-                if self._telling.claim_showing(found[1]):
-                    print_block(*found, stream)
+                if multiprocessing.parent_process() is not None and _notebook() is not None:
+                    self._on_shown(found[1])  # the notebook prints it
+                elif self._telling.claim_showing(found[1]):
+                    print_block(*found)
                     self._on_shown(found[1])
                     return True
         return False
 
 
-def _say(text: str, stream: TextIO | None = None) -> None:
-    stream = stream or sys.stderr
+def _say(text: str) -> None:
     if text:
         with suppress(OSError, ValueError):
-            stream.write(f"{text}\n")
-            stream.flush()
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

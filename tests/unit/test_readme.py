@@ -99,8 +99,7 @@ TESTS = {
     ],
     "resume far": ["distributed/test_dataloader_resume.py::test_place_of_a_million_batches_is_reached_at_once"],
     "an iterable data set": [
-        "distributed/test_iterables.py::test_killed_run_goes_on_on_each_rank_with_its_own_state",
-        "distributed/test_iterables.py::test_nothing_is_lost_to_what_workers_read_ahead",
+        "distributed/test_dataloader_resume.py::test_each_rank_goes_on_with_its_own_state_of_iterable_data"
     ],
     "dropout": ["distributed/test_dataloader_resume.py::test_resume_from_every_save_is_the_undisturbed_run"],
     "data, seed or mixture": [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.figures import Figure
 
-__all__ = ["Shell", "follow", "lines_of", "run"]
+__all__ = ["Shell", "follow", "lines_of", "run", "typed_in"]
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -84,11 +84,12 @@ class Shell:
 def lines_of(readme: str) -> tuple[str, list[str]]:
     """What the README says to type: to install the wheel, and to train, kill and go on."""
     install, train = re.split(r"^## ", readme, flags=re.MULTILINE)[1:3]
-    _torch, _checkout, wheel = _typed(install)
-    return wheel, _typed(train)
+    _torch, _checkout, wheel = typed_in(install)
+    return wheel, typed_in(train)
 
 
-def _typed(section: str) -> list[str]:
+def typed_in(section: str) -> list[str]:
+    """The lines behind a ``$``, without their comments."""
     return [line.partition("  #")[0].strip() for line in re.findall(r"^\$ (.*)$", section, flags=re.MULTILINE)]
 
 

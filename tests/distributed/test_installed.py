@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import signal
 import sys
 import tarfile
 import textwrap
+import time
 from importlib.metadata import PathDistribution, metadata
 from pathlib import Path
 from zipfile import ZipFile
@@ -76,6 +80,27 @@ def test_the_script_of_the_readme_is_killed_and_goes_on_as_it_says(installed: En
     """Row P8: a script of a user, a SIGKILL, the same command again."""
     lines = dict(first_resume.follow(first_resume.Shell(tmp_path, installed.bin)))
     assert next(iter(lines)) == "distplus init"
+
+
+def test_the_launcher_of_the_readme_restarts_its_script_from_the_newest_checkpoint(
+    installed: Environment, tmp_path: Path
+) -> None:
+    """Row P8: its line, typed as it stands there; its output differs in numbers only."""
+    section = README.partition("## Three more tasks")[2]
+    line = next(line for line in first_resume.typed_in(section) if "train.py" in line)
+    shown = re.search(r"^distplus launch: rank 1, .*$", section, flags=re.MULTILINE)
+    assert shown is not None
+    shell = first_resume.Shell(tmp_path, installed.bin)
+    shell.run("distplus init")
+    launched = shell.start(line)
+    while not list(tmp_path.glob("checkpoints/*.ckpt")):
+        assert launched.poll() is None
+        time.sleep(0.05)
+    ledger = (tmp_path / "distplus" / "events-rank00001.jsonl").read_text()
+    os.kill(json.loads(ledger.partition("\n")[0])["pid"], signal.SIGKILL)
+    told = launched.communicate(timeout=100)[0]
+    assert launched.returncode == 0, told
+    assert re.search("^" + re.sub(r"\d+", r"\\d+", re.escape(shown[0])) + "$", told, flags=re.MULTILINE), told
 
 
 @pytest.mark.soak

@@ -30,6 +30,7 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
+from lightning_distplus.launcher_link import introduce_starter
 from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
 from lightning_distplus.process import age_of_process
@@ -378,6 +379,7 @@ class ResilientStrategy(_Base):
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
         _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
+        _compat.before_scripts_of_ranks(self.launcher, introduce_starter)
         _compat.handle_errors_of_forks(
             self.launcher, lambda trainer: show_after_cells(folder_of_run(trainer.default_root_dir))
         )

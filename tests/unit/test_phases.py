@@ -54,6 +54,14 @@ def test_a_group_made_later_gets_the_deadline_in_force(group: None) -> None:
     assert in_force() == [550] * 3
 
 
+def test_a_group_that_is_spared_keeps_its_own_time_out(group: None) -> None:
+    phases = Phases(TIMEOUTS)
+    phases.spare(dist.new_group([0], timeout=timedelta(seconds=33)))
+    phases.apply()
+    phases.enter(Phase.DATA)
+    assert sorted(in_force()) == [33, 550]
+
+
 def test_with_report_the_groups_and_the_control_plane_wait_for_a_day(group: None) -> None:
     phases = Phases(TIMEOUTS, "report")
     phases.apply()

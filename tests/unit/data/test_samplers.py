@@ -65,6 +65,13 @@ def test_every_grid_and_every_beginning_gives_the_same_global_batches(
     assert steps[first_step:] == [expected[12 * step : 12 * step + 12] for step in range(first_step, 5)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_past_the_end_begin_again_at_the_first_sample(kind: str) -> None:
+    expected = epoch_of(KINDS[kind])
+    order = own(KINDS[kind]).order(seed=3, epoch=0)
+    assert order(np.arange(len(expected) + 5)).tolist() == expected + expected[:5]
+
+
 @given(seed=st.integers(0, 2**40), epoch=st.integers(0, 1000), global_batch=st.integers(1, 120))
 def test_grouping_by_length_is_a_permutation_with_neighbours_in_length(
     seed: int, epoch: int, global_batch: int

@@ -29,8 +29,9 @@ def save(path: Path, step: int) -> Path:
 
 
 def test_auto_looks_where_the_first_model_checkpoint_saves(tmp_path: Path) -> None:
-    savers = [ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint(dirpath=tmp_path / "b", monitor="x")]
-    assert settle_checkpoint_folder(trainer(tmp_path, *savers)) == tmp_path / "a"
+    for second in (ModelCheckpoint(dirpath=tmp_path / "b", monitor="x"), ModelCheckpoint(monitor="x")):
+        savers = ModelCheckpoint(dirpath=tmp_path / "a"), second
+        assert settle_checkpoint_folder(trainer(tmp_path, *savers)) == tmp_path / "a"
 
 
 def test_a_model_checkpoint_without_a_folder_gets_the_one_that_auto_looks_in(tmp_path: Path) -> None:
@@ -123,9 +124,11 @@ def test_a_restarted_script_that_names_no_checkpoint_gets_that_of_its_job(
     assert made.strategy.search == Search(mine.parent, but=(foreign,))
     assert (savers[0].dirpath, of_others.dirpath) == (str(mine.parent), str(tmp_path / "best"))
     for name, value in {"DISTPLUS_ATTEMPT": "0", "DISTPLUS_RESUME": "0", "DISTPLUS_RUN_ID": "another"}.items():
+        caplog.clear()
         with restarted.context() as changed:
             changed.setenv(name, value)
             assert choose_checkpoint(resilient(tmp_path), None) is None
+            assert ("starts anew" in caplog.text) == (value == "another")
     assert choose_checkpoint(resilient(tmp_path, fn=TrainerFn.VALIDATING), None) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -85,21 +86,26 @@ KILLED_ONCE = "rank == 1 and os.environ.get('DISTPLUS_ATTEMPT') == '0' and os.ki
 def run_script(
     folder: Path, fault: str = "pass", arguments: str = "", *, name: str = "ddp", launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """What a shell shows of ``python train.py``, which starts its second rank by itself."""
+    """What a shell shows of ``python train.py``, which starts its second rank by itself.
+
+    No rank outlives the test: the one that is killed at the test's deadline would leave those that it has started.
+    """
     script = folder / "train.py"
     with_us = SCRIPT.replace('"ddp"', "lightning_distplus." + LINES[name].format(arguments))
     script.write_text(with_us.replace("pass  # the fault", fault))
     environment = {one: value for one, value in os.environ.items() if one not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=folder,
-        env={**environment, "DISTPLUS_TRACEBACK": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    command = [sys.executable, *launcher, str(script)]
+    script_runs = subprocess.Popen(
+        command, cwd=folder, env={**environment, "DISTPLUS_TRACEBACK": ""}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    with script_runs:
+        try:
+            shown, _ = script_runs.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script_runs.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, script_runs.returncode, shown)
 
 
 ENDS = {

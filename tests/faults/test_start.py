@@ -93,19 +93,20 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 
 
 def fit_with_a_lock_left_behind(built: str, folder: str) -> list[str]:
-    """A process that was killed while DeepSpeed looked for its compiled collective has left torch's lock there."""
-    for library in Path(built).glob("*/*.so"):
-        library.with_name("lock").touch()
     trainer = jobs.trainer(jobs.strategy("ResilientDeepSpeed", stage=2), 2, folder, max_steps=1)
     trainer.fit(jobs.Model(), jobs.loader())
     return [str(lock) for lock in Path(built).glob("*/lock")]
 
 
 def test_a_start_that_was_killed_does_not_block_the_next_one(tmp_path: Path) -> None:
-    """Stock waits for the lock without end."""
+    """A process that was killed while DeepSpeed looked for its compiled collective has left torch's lock there.
+
+    Stock waits for the lock without end.
+    """
     built = tmp_path / "built"  # other tests lock the folder of all
     for library in Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root()).glob("**/*.so"):
         shutil.copytree(library.parent, built / library.parent.name)
+        (built / library.parent.name / "lock").touch()  # by no rank: one that came late would lock out all others
     variables = {"TORCH_EXTENSIONS_DIR": str(built)}
     run = spawn(fit_with_a_lock_left_behind, 2, args=(str(built), str(tmp_path)), env=variables, deadline="40s").check()
     assert run.results == {0: [], 1: []}

@@ -17,6 +17,9 @@ STAMP := .venv/.installed
 COMPILED := .venv/.compiled
 DOCS_STAMP := .venv-docs/.installed
 
+# The tests start hundreds of interpreters. Without bytecode each of them compiles every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The tests start many small processes; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 

@@ -82,6 +82,12 @@ def is_there(pid: int) -> bool:
     return False
 
 
+def has_signal(pid: int, which: str, number: int) -> bool:
+    """Whether a signal is among those that the kernel shows as caught (``SigCgt``) or pending (``ShdPnd``)."""
+    (mask,) = re.findall(rf"^{which}:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], list[str]]:
     def write(text: str) -> list[str]:
@@ -356,9 +362,11 @@ def test_a_killed_server_that_has_not_read_a_signal_ends_who_stands_in_like_a_ki
 ) -> None:
     with preloading("") as one:
         process, rank, child = begin(one, script(SLEEPER))
+        # Until it has heard that there is a rank, a signal ends the process that stands in.
+        wait_for(lambda: has_signal(process.pid, "SigCgt", signal.SIGUSR1), "nobody passes signals on")
         os.kill(server_of(one).pid, signal.SIGSTOP)
         process.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)  # it is passed on by then; if it is not, the end is that of a server that has nothing to read
+        wait_for(lambda: not has_signal(process.pid, "ShdPnd", signal.SIGUSR1), "the signal is not taken")
         os.kill(server_of(one).pid, signal.SIGKILL)
         wait_for(lambda: not is_there(rank), "the rank is left")
         os.kill(child, signal.SIGKILL)  # which nobody ends, and which holds the streams

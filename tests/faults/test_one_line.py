@@ -131,7 +131,8 @@ def test_a_fault_in_a_strangers_script_ends_it_as_the_table_says(fault: str, nam
         assert json.loads(verdict.read_text())["culprits"] == [1]
 
 
-@pytest.mark.parametrize("name", kept(list(LINES), ("fsdp",)))
+@pytest.mark.soak  # in each commit test_scripts kills a script, and test_installed that of the README
+@pytest.mark.parametrize("name", list(LINES))
 def test_a_strangers_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(name: str, tmp_path: Path) -> None:
     launcher = ("-m", "lightning_distplus.cli", "launch", "--nproc", "2")
     ended = run_script(tmp_path, KILLED_ONCE, name=name, launcher=launcher)

@@ -130,6 +130,7 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_and_says_so(tmp_path: P
     assert ("loaded", 1) in kinds
 
 
+@pytest.mark.soak  # the words are those of tests/unit/launch/test_policy.py, and test_restarting runs such a module
 @pytest.mark.deadline(240)
 def test_a_module_by_the_command_line_of_torchrun_is_left_alone_with_no_resume(tmp_path: Path) -> None:
     package = tmp_path / "pkg"

@@ -440,13 +440,15 @@ class StreamReader(IterableDataset[Item]):
         start = self._begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
-        elif not start.is_ended and worker <= self._begin.last_worker:
+        elif start.is_ended:
+            self._own = start
+            return
+        elif worker <= self._begin.last_worker:
             yield Item("skip", worker, start)
-        if not start.is_ended:
-            for item in self._read(worker, start):
-                if item.kind == "end":
-                    self._own = item.state
-                yield item
+        for item in self._read(worker, start):
+            if item.state.is_ended:
+                self._own = item.state
+            yield item
 
     def _read(self, worker: int, start: WorkerState) -> Iterator[Item]:
         samples: list[Any] = []
@@ -461,9 +463,10 @@ class StreamReader(IterableDataset[Item]):
                 batch = self._batch(samples)
                 yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
                 samples = []
+        # Data may begin anew where they end: a resume behind the rest must not ask them once more.
         end = WorkerState(self.source.state(), epoch, num_taken, is_ended=True)
         if samples and self._rest != "drop":
-            yield Item("batch", worker, end._replace(is_ended=False), self._batch(samples))
+            yield Item("batch", worker, end, self._batch(samples))
         yield Item("end", worker, end)
 
     def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
-from lightning_distplus.checkpoint.digests import DigestedWrites, bytes_digest
 from lightning_distplus.checkpoint.files import (
     MANIFEST,
     MARKER,
     META,
+    DigestedWrites,
     Stage,
     Sync,
+    bytes_digest,
     discard,
     leftovers_of,
     list_files,
@@ -644,7 +645,7 @@ class StagedSave:
     def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
         if not ranks:
             return None
-        from lightning_distplus.checkpoint.fingerprints import add_up, describe
+        from lightning_distplus.checkpoint.tensors import add_up, describe
 
         return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
 

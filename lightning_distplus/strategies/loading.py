@@ -31,9 +31,15 @@ from lightning_distplus.checkpoint.catalog import (
     whole_one_of,
 )
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.fingerprints import Sums, differing, is_current, sums_of_pieces
 from lightning_distplus.checkpoint.foreign import origin_of, refuse_foreign
-from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
+from lightning_distplus.checkpoint.tensors import (
+    Sums,
+    differing,
+    is_current,
+    named_tensors,
+    pieces_of_live,
+    sums_of_pieces,
+)
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.phases import Phases

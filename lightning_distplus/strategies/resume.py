@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import env
-from lightning_distplus.checkpoint.resume import AUTO, JobSaves, newest_in, num_fits
+from lightning_distplus.checkpoint.catalog import AUTO, JobSaves, newest_in, num_fits
 from lightning_distplus.events import folder_of_run
 from lightning_distplus.preemption import checkpoint_folder
 

@@ -52,7 +52,6 @@ __all__ = [
     "Report",
     "age",
     "asides_without_target",
-    "check_file",
     "check_unmanifested",
     "checkpoints_in",
     "committed_in",

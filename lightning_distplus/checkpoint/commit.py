@@ -41,7 +41,6 @@ from lightning_distplus.errors import ExitCode, SaveFailed
 from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
 __all__ = [
-    "Count",
     "Gather",
     "SaveInfo",
     "StagedSave",
@@ -53,7 +52,6 @@ __all__ = [
     "is_damaged",
     "publish",
     "quarantine",
-    "set_torn_aside",
     "stage",
 ]
 

@@ -39,7 +39,6 @@ __all__ = [
     "read_sharded",
     "read_shards",
     "tensor_findings",
-    "tensors_of_shards",
     "to_universal",
     "weights_of_file",
     "weights_of_shards",

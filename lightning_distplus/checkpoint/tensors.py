@@ -40,7 +40,6 @@ __all__ = [
     "differing",
     "is_current",
     "named_tensors",
-    "parameters_of",
     "parameters_of_optimizers",
     "pieces_of_live",
     "pieces_of_saved",

@@ -49,7 +49,7 @@ from lightning_distplus.data.iterable import (
     has_state,
     takes_the_position,
 )
-from lightning_distplus.data.loader import generators_kept, gives_batches, seed_generators
+from lightning_distplus.data.loader import as_it_is, generators_kept, gives_batches, seed_generators
 from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
 
@@ -671,7 +671,7 @@ class StreamOrder:
             "dataset": _ShownReader(loader.dataset, reader),
             "batch_sampler": None,
             "drop_last": False,
-            "collate_fn": _item,
+            "collate_fn": as_it_is,
             "_IterableDataset_len_called": None,
         }
         is_seeded = saved is not None and saved["is_seeded"]
@@ -771,7 +771,3 @@ class StreamOrder:
 def _saved(at: tuple[int, int], stream: StreamState | None, number: int = 0) -> dict[str, Any]:
     place = {"epoch": at[0], "batch": at[1], "number": number, "stream": stream}
     return {**place, "is_over": False, "is_seeded": True}
-
-
-def _item(item: Any) -> Any:
-    return item

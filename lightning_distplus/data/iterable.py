@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
-from lightning_distplus.data.loader import AUGMENT, WorkerOptions, generators_kept, seed_generators
+from lightning_distplus.data.loader import AUGMENT, WorkerOptions, as_it_is, generators_kept, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
 from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
@@ -39,7 +39,6 @@ __all__ = [
     "IterableOptions",
     "IterableTraining",
     "Stateful",
-    "StreamLoader",
     "StreamPasses",
     "StreamReader",
     "StreamState",
@@ -674,17 +673,13 @@ def _dataloader(reader: StreamReader, options: WorkerOptions, seed: int) -> Data
     return DataLoader(
         reader,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         generator=torch.Generator().manual_seed(seed),
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         persistent_workers=options.persistent_workers,
         prefetch_factor=options.prefetch_factor,
     )
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 # -- training data of one rank -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import pytest
 import lightning_distplus
 from benchmarks import first_resume
 from tests.installed import DEEPSPEED, ROOT, Environment, build, environment, run
-from tests.pairs import kept
 
 SCRIPT = """
     import sys
@@ -138,7 +137,8 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
     assert "deepspeed" in second
 
 
-@pytest.mark.parametrize("name", kept(["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"], ["ResilientFSDP"]))
+@pytest.mark.soak  # in each commit the script of the README trains in the same environment
+@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
 def test_two_ranks_train_without_deepspeed(name: str, installed: Environment, tmp_path: Path) -> None:
     ended = installed.run("python", script(tmp_path, name, installed), cwd=tmp_path)
     assert ended.stdout.count("steps 3 False") == 2

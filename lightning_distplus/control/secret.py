@@ -171,22 +171,22 @@ class Entries:
         if not data.startswith(self._data):
             self._end, self._found = 0, []
         self._data = data
-        marker, sign, end, size = self._marker, self._sign, self._end, len(data)  # of every entry at every gate
-        while end < size:
-            start = data.find(marker, end)
-            if start != end:
-                self._ignore(data[end : start if start >= 0 else size])
-            if start < 0 or start + ENTRY_BYTES > size:
-                end = size
-                break
-            _, length, signature = _ENTRY.unpack_from(data, start)
-            end = start + ENTRY_BYTES + length
-            value = data[end - length : end]
-            if hmac.compare_digest(signature, sign(value)):
+        # Looked up once: every rank reads the entries of all at every gate between hosts.
+        marker, sign, unpack, is_equal = self._marker, self._sign, _ENTRY.unpack_from, hmac.compare_digest
+        end, last = self._end, len(data) - ENTRY_BYTES
+        while end <= last:
+            found, length, signature = unpack(data, end)
+            start, end = end, end + ENTRY_BYTES + length
+            value = data[start + ENTRY_BYTES : end]
+            if found == marker and is_equal(signature, sign(value)):
                 self._found.append(value)
-            else:  # a copy of the marker
+            else:  # a stranger's, perhaps with a copy of the marker
+                end = data.find(marker, start + 1)
+                end = len(data) if end < 0 else end
                 self._ignore(data[start:end])
-                end = start + 1
+        if end < len(data):
+            self._ignore(data[end:])
+            end = len(data)
         self._end = end
         return self._found
 

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_distplus import env
-from lightning_distplus.checkpoint.resume import AUTO
+from lightning_distplus.checkpoint.catalog import AUTO
 from lightning_distplus.cli.refusals import Parser, print_refusal
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.recipes import expand

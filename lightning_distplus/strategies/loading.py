@@ -20,11 +20,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus import _compat, env
 from lightning_distplus.checkpoint.catalog import (
+    AUTO,
     CheckpointState,
+    JobSaves,
     asides_without_target,
     check_unmanifested,
     findings_in_share,
+    newest_in,
     newest_valid,
+    num_fits,
     place_of,
     read_manifest,
     reference,
@@ -33,10 +37,15 @@ from lightning_distplus.checkpoint.catalog import (
     whole_one_of,
 )
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.fingerprints import Sums, differing, is_current, sums_of_pieces
 from lightning_distplus.checkpoint.foreign import origin_of, refuse_foreign
-from lightning_distplus.checkpoint.resume import AUTO, JobSaves, newest_in, num_fits
-from lightning_distplus.checkpoint.tensors import named_tensors, pieces_of_live
+from lightning_distplus.checkpoint.tensors import (
+    Sums,
+    differing,
+    is_current,
+    named_tensors,
+    pieces_of_live,
+    sums_of_pieces,
+)
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.events import folder_of_run

@@ -1,4 +1,4 @@
-"""``on_verdict``: hands the verdict that ended a run to a command or a URL of the user's."""
+"""``on_verdict``: hands a verdict to a command or a URL of the user's."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogg
 
 from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.process import age_of_process
-from lightning_distplus.report.health import RunHealth
-from lightning_distplus.report.prometheus import Endpoint
+from lightning_distplus.report.health import Endpoint, RunHealth
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
 if TYPE_CHECKING:

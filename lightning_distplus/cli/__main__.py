@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -298,7 +299,8 @@ def _options() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in COMMANDS:
         text = io.StringIO()
-        with redirect_stdout(text), suppress(SystemExit):
+        with warnings.catch_warnings(), redirect_stdout(text), suppress(SystemExit):
+            warnings.simplefilter("ignore")  # of LightningCLI: these are no arguments of this process
             main([name, "--help"])
         found[name] = sorted(set(_OPTION.findall(text.getvalue())))
     return found

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
 from lightning_distplus.report.health import FIGURES, RunHealth, metric_name
-from lightning_distplus.strategies.telemetry import Telemetry, log_text
+from lightning_distplus.strategies.defaults import Telemetry, log_text
 from tests.distributed import jobs
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -6,14 +6,30 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 __all__ = ["Budget"]
 
 _KEPT = 32  # measurements of a look, and lengths of steps
 _SETTLED = 20  # steps, before their length is known
 _PARTS = {"state": 0.5, "batch": 0.25, "everything": 0.25}
+
+
+class _Measuring:
+    """Notes the CPU time of this thread within it."""
+
+    __slots__ = ("_began", "_scale", "_taken")
+
+    def __init__(self, taken: deque[float], scale: int) -> None:
+        self._taken = taken
+        self._scale = scale
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._taken.append(self._scale * (time.thread_time() - self._began))
 
 
 class Budget:
@@ -41,17 +57,14 @@ class Budget:
             self._steps.append(now - self._began)
         self._began = now
 
-    @contextmanager
-    def measure(self, look: str, scale: int = 1) -> Iterator[None]:
+    def measure(self, look: str, scale: int = 1) -> _Measuring:
         """Stands around a look.
 
         Args:
             look: ``"state"``, ``"batch"`` or ``"everything"``.
             scale: So many looks make the whole whose cost counts: the windows of the state.
         """
-        begin = time.thread_time()
-        yield
-        self._taken[look].append(scale * (time.thread_time() - begin))
+        return _Measuring(self._taken[look], scale)
 
     def figures(self) -> dict[str, float]:
         """What this rank has measured, in seconds; nothing as long as that is too little."""

@@ -98,6 +98,9 @@ def differences(arms: Blocks, quantity: str, arm: str) -> list[float]:
 class Toggle(Callback):
     """Stands in the place of the gate and calls, in each step, that of the step's arm; notes the time at every call."""
 
+    warm_up: Sequence[str] = ("stock",) * WARM_UP
+    """The arms of the steps that are not measured."""
+
     def __init__(self, schedule: Sequence[str]) -> None:
         self.schedule = schedule
         self.marks: list[tuple[float, float, float]] = []  # wall and thread CPU time at entry, duration; in seconds
@@ -135,7 +138,7 @@ def _fit(
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     order = random.Random(0)
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
-    toggle = kind([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
+    toggle = kind([*kind.warm_up, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
     options = {"monitor": brings_callbacks, "preemption": brings_callbacks, **STRATEGIES[name]}
     trainer = jobs.trainer(
@@ -150,9 +153,10 @@ def blocks_of(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks
     """A step lasts from one call of the gate to the next; the median of a block ignores what others interrupt."""
     wall, cpu, gate = (np.asarray(column) * 1e6 for column in zip(*marks, strict=True))
     steps = {"wall_us": np.diff(wall), "cpu_us": np.diff(cpu), "gate_us": gate}
+    warm_up = len(wall) - 1 - len(blocks) * BLOCK
     medians: Blocks = {arm: {quantity: [] for quantity in steps} for arm in ARMS}
     for number, arm in enumerate(blocks):
-        first = WARM_UP + number * BLOCK
+        first = warm_up + number * BLOCK
         for quantity, values in steps.items():
             medians[arm][quantity].append(median(values[first : first + BLOCK].tolist()))
     return medians

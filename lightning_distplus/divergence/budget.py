@@ -49,6 +49,7 @@ class Budget:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._began = 0.0
         self._agreed: dict[str, float] = {}
+        self._factors: dict[tuple[str, float], int] = {}
 
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
@@ -77,6 +78,7 @@ class Budget:
         """Plans with the figures of all ranks, the same on each of them; whether that could be done."""
         if self._share is None or not all(told):
             return False
+        self._factors.clear()
         looks = {name for figures in told for name in figures}
         self._agreed = {look: max(figures.get(look, 0.0) for figures in told) for look in looks}
         self._agreed["step"] = min(figures["step"] for figures in told)
@@ -91,5 +93,8 @@ class Budget:
         """
         if self._share is None or look not in self._agreed:
             return 1
-        allowed_s = self._share * _PARTS[look] * self._agreed["step"]
-        return max(1, math.ceil(self._agreed[look] / (times * allowed_s)))
+        found = self._factors.get((look, times))
+        if found is None:
+            allowed_s = self._share * _PARTS[look] * self._agreed["step"]
+            found = self._factors[look, times] = max(1, math.ceil(self._agreed[look] / (times * allowed_s)))
+        return found

@@ -87,6 +87,10 @@ class Check:
     run: MonitoredRun
     """It is there from ``before_engine`` on."""
 
+    def needs(self, hook: str) -> bool:
+        """Whether it has a hook of the step, such as ``"say"``, in this run; asked once it is attached."""
+        return getattr(type(self), hook) is not getattr(Check, hook)
+
     def before_engine(self) -> None:
         """The model is built; the engine has not wrapped it, and the ledger is not open."""
 
@@ -346,13 +350,15 @@ def _plain(value: Any) -> Any:
 # -- the callback ------------------------------------------------------------------------------------------------------
 
 OnDivergence = Literal["raise", "warn", "skip"]
-_STEP_HOOKS: dict[str, Any] = {
-    "say": Check.say,
-    "hear": Check.hear,
-    "before_backward": Check.before_backward,
-    "after_backward": Check.after_backward,
-    "before_optimizer_step": Check.before_optimizer_step,
-    "batch_end": Check.batch_end,
+_BATCH_END = "on_train_batch_end"
+# The hooks of a step that a check may have, and Lightning's from which they are called.
+_STEP_HOOKS = {
+    "say": "",
+    "hear": "",
+    "before_backward": "on_before_backward",
+    "after_backward": "on_after_backward",
+    "before_optimizer_step": "on_before_optimizer_step",
+    "batch_end": _BATCH_END,
 }
 
 
@@ -454,9 +460,16 @@ class GateMonitor(Callback):
 
     def _find_hooks(self) -> None:
         """Binds those hooks of a step that its checks have: most have one or two."""
-        for hook, base in _STEP_HOOKS.items():
-            having = (check for check in self.checks if getattr(type(check), hook) is not base)
-            self._hooks[hook] = [getattr(check, hook) for check in having]
+        for hook in _STEP_HOOKS:
+            self._hooks[hook] = [getattr(check, hook) for check in self.checks if check.needs(hook)]
+
+    def _skip_idle_hooks(self, *, has_loggers: bool) -> None:
+        """Lightning need not call what would do nothing."""
+        names = [name for hook, name in _STEP_HOOKS.items() if name and not self._hooks[hook]]
+        if has_loggers and _BATCH_END in names:
+            names.remove(_BATCH_END)
+        ours = [name for name in names if getattr(type(self), name) is getattr(GateMonitor, name)]
+        _compat.skip_step_hooks(self, *ours)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first comparison: everything is restored, nothing has run."""
@@ -464,6 +477,7 @@ class GateMonitor(Callback):
             return
         for check in self.checks:
             check.start()
+        self._skip_idle_hooks(has_loggers=bool(trainer.loggers))
         if self._host.owns_gate:
             self._gate.open()
 

@@ -188,9 +188,8 @@ class LocalGradients:
 
     def reset(self) -> None:
         """A new step begins."""
-        self.found = None
+        self.found = self._is_finite = None
         self._pending.clear()
-        self._is_finite = None
 
     def _look_on_device(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> Tensor:
         if self._may_overflow:  # the loss alone decides
@@ -272,7 +271,7 @@ class BucketHook:
         else:
             values = torch.stack([buffer[0] for buffer, _ in self._sent]).tolist()
         flags = [value != value for value in values]
-        if True not in flags:
+        if not any(flags):
             self._sent.clear()
             return False
         for is_flagged, (buffer, parameter) in zip(flags, self._sent, strict=True):
@@ -425,14 +424,20 @@ class NonFiniteCheck(Check):
         if not self._watch_buckets(model, may_overflow) and not self._watch_units(model):
             self._watch_each(model)
 
+    def needs(self, hook: str) -> bool:
+        """Lightning steps or goes back again right after a backward; what rode in the buckets can be read then."""
+        is_manual = self._bucket_hook is not None and not self.run.module.automatic_optimization
+        return super().needs(hook) and (hook != "after_backward" or is_manual)
+
     def before_backward(self, loss: torch.Tensor) -> None:
         """A loss that is not finite counts, whatever its gradients are."""
+        self.after_backward()
         self._gradients.look_at_loss(loss)
 
     def after_backward(self) -> None:
         """Reads what rode in the buckets; all ranks read the same."""
-        if self._bucket_hook is not None:
-            self._is_flagged |= self._bucket_hook.was_flagged()
+        if self._bucket_hook is not None and self._bucket_hook.was_flagged():
+            self._is_flagged = True
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """Agrees on whether the step is made.
@@ -442,6 +447,7 @@ class NonFiniteCheck(Check):
         """
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
+        self.after_backward()
         self._gradients.settle()
         if self._agree():
             self._act(optimizer)
@@ -681,12 +687,17 @@ class Mailbox:
             return gradient
         return gradient.detach().to("cpu", torch.float32, non_blocking=True)
 
+    def has_met(self, content: torch.Tensor) -> bool:
+        """Whether all ranks have put in this rank's number, by what ``take`` returned."""
+        size = self._size
+        return self._sent > 0 and size > 1 and [value * size for value in content.tolist()] == self._chunks() * size
+
     def read(self, content: torch.Tensor) -> Letter:
         """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks."""
+        if self.has_met(content):
+            return Letter([self._sent] * self._size, is_summed=True)
         found = content.tolist()
         values = [value * self._size for value in found]
-        if self._sent and self._size > 1 and values == self._chunks() * self._size:
-            return Letter([self._sent] * self._size, is_summed=True)
         numbers = [self._decode(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
         first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
         has_others = any(values[:first]) or any(values[last:])
@@ -891,6 +902,8 @@ class PairingCheck(Check):
 
     def _judge(self, content: torch.Tensor) -> None:
         assert self._mailbox is not None
+        if self._mailbox.has_met(content):
+            return
         letter = self._mailbox.read(content)
         if letter.is_summed and len(set(letter.numbers)) == 1:
             return

@@ -23,8 +23,7 @@ from benchmarks.figures import Figure, bootstrap_ci95, median
 from benchmarks.strategy_cost import Toggle, differences, measure
 from lightning_distplus import ResilientDDP
 from lightning_distplus.strategies.collectives import Collectives
-from lightning_distplus.strategies.marking import MarkingProfiler
-from lightning_distplus.strategies.step_times import StepTimes
+from lightning_distplus.strategies.marking import MarkingProfiler, StepTimes
 from lightning_distplus.testing import spawn
 from lightning_distplus.trainer_gate import Moment
 from lightning_distplus.watchdog import Marks

@@ -78,6 +78,6 @@ def __getattr__(name: str) -> Any:
 
 
 if "lightning.pytorch" in sys.modules:
-    importlib.import_module(f"{__name__}.strategies.registry").register_strategies()
+    importlib.import_module(f"{__name__}.strategies").register_strategies()
 if "pytorch_lightning.strategies" in sys.modules:
-    importlib.import_module(f"{__name__}.strategies.registry").refuse_in_other_lightning()
+    importlib.import_module(f"{__name__}.strategies").refuse_in_other_lightning()

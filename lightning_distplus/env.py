@@ -22,6 +22,7 @@ __all__ = [
     "DISTPLUS_RESUME",
     "DISTPLUS_RUN_ID",
     "DISTPLUS_SECRET",
+    "DISTPLUS_STARTER",
     "DISTPLUS_TRACEBACK",
     "DS_ACCELERATOR",
     "GLOO_SOCKET_IFNAME",
@@ -190,6 +191,9 @@ DISTPLUS_QUARANTINE = Variable(
 )
 DISTPLUS_SECRET = Variable(
     "DISTPLUS_SECRET", "what only the processes of this job know, the same on all its hosts: signs what they tell"
+)
+DISTPLUS_STARTER = Variable(
+    "DISTPLUS_STARTER", "pid and start of rank 0 where it has started the other ranks; set by the strategy"
 )
 DISTPLUS_TRACEBACK = Variable(
     "DISTPLUS_TRACEBACK", "full: every rank prints its whole traceback; else the user's frames, of the rank that raised"

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
+from lightning_distplus.process import ProcessState, process_state, start_time
 
-__all__ = ["InHand", "SampleNote", "launcher_has_ended", "told_home", "told_on_verdict"]
+__all__ = [
+    "InHand",
+    "SampleNote",
+    "introduce_starter",
+    "launcher_has_ended",
+    "starter_has_ended",
+    "told_home",
+    "told_on_verdict",
+]
 
 # -- samples in hand ---------------------------------------------------------------------------------------------------
 
@@ -93,6 +102,17 @@ def launcher_has_ended() -> bool:
     """Whether ``distplus launch`` has started this rank and is gone, and with it the store that it served."""
     path = env.DISTPLUS_IN_HAND.get()
     return path is not None and path != "" and not Path(path).parents[1].exists()
+
+
+def introduce_starter() -> None:
+    """Says in the environment which process starts the other ranks; their job is known by it."""
+    env.DISTPLUS_STARTER.set(f"{os.getpid()}:{start_time(os.getpid()) or 0}")
+
+
+def starter_has_ended() -> bool:
+    """Whether the process that has started this rank, and is to serve the store, is gone."""
+    pid, _, started = (env.DISTPLUS_STARTER.get() or "").partition(":")
+    return pid != "" and process_state(int(pid), int(started) or None) is ProcessState.GONE
 
 
 # -- the folder of artefacts -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ __all__ = [
     "accumulates",
     "add_to_worker_signals",
     "agree_on_resume",
+    "before_scripts_of_ranks",
     "choose_checkpoints",
     "find_more_last_checkpoints",
     "handle_errors_of_forks",
@@ -315,6 +316,23 @@ def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> boo
         extended.is_extended = True  # type: ignore[attr-defined]
         owner._find_last_checkpoints = extended
     return True
+
+
+def before_scripts_of_ranks(launcher: Any, call: Callable[[], None]) -> None:
+    """Calls ``call`` in rank 0 just before it starts the script once more for each other rank of its host.
+
+    Args:
+        launcher: Of the strategy; only one that starts scripts does so (lightning 2.6.6,
+            ``strategies/launchers/subprocess_script.py``).
+        call: Sets in the environment what they are to find there.
+    """
+
+    def start(inner: Callable[[], None]) -> None:
+        call()
+        inner()
+
+    if hasattr(launcher, "_call_children_scripts"):
+        wrap_method(launcher, "_call_children_scripts", start, "a rank whose rank 0 was killed waits for the deadline")
 
 
 def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> None:

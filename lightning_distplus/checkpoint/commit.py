@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
-from lightning_distplus.checkpoint.digests import DigestedWrites, bytes_digest
 from lightning_distplus.checkpoint.files import (
     MANIFEST,
     MARKER,
     META,
+    DigestedWrites,
     Stage,
     Sync,
+    bytes_digest,
     discard,
     leftovers_of,
     list_files,
@@ -40,7 +41,6 @@ from lightning_distplus.errors import ExitCode, SaveFailed
 from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
 __all__ = [
-    "Count",
     "Gather",
     "SaveInfo",
     "StagedSave",
@@ -52,7 +52,6 @@ __all__ = [
     "is_damaged",
     "publish",
     "quarantine",
-    "set_torn_aside",
     "stage",
 ]
 
@@ -644,7 +643,7 @@ class StagedSave:
     def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
         if not ranks:
             return None
-        from lightning_distplus.checkpoint.fingerprints import add_up, describe
+        from lightning_distplus.checkpoint.tensors import add_up, describe
 
         return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
 

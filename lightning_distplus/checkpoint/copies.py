@@ -16,8 +16,17 @@ from typing import Any
 
 from lightning_distplus.checkpoint.catalog import age, line_of_newest, read_manifest, reference
 from lightning_distplus.checkpoint.commit import claim, publish
-from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
-from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage, meta_folder, new_nonce, remove_tree
+from lightning_distplus.checkpoint.files import (
+    MANIFEST,
+    MARKER,
+    META,
+    Stage,
+    bytes_digest,
+    digest_file,
+    meta_folder,
+    new_nonce,
+    remove_tree,
+)
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError
 

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.catalog import verify
+from lightning_distplus.checkpoint.catalog import FileFinding, verify
 from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
 from lightning_distplus.checkpoint.files import discard, leftovers_of, new_nonce, universal_for
+from lightning_distplus.checkpoint.tensors import Piece, Sums, differing, named_tensors, sums_of_pieces
 
 __all__ = [
     "CONFIG",
@@ -37,7 +38,7 @@ __all__ = [
     "num_shards",
     "read_sharded",
     "read_shards",
-    "tensors_of_shards",
+    "tensor_findings",
     "to_universal",
     "weights_of_file",
     "weights_of_shards",
@@ -233,6 +234,39 @@ def write_in_files(folder: Path, weights: Mapping[str, Tensor], parts: Iterator[
         size_bytes = sum(tensor.nbytes for tensor in weights.values())
         index = {"metadata": {"total_size": size_bytes}, "weight_map": places}
         (folder / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+# -- tensors beside those of a manifest --------------------------------------------------------------------------------
+
+
+def tensor_findings(path: Path, expected: Mapping[str, str], *, weights_only: bool = True) -> list[FileFinding]:
+    """Tensors that are not what they should be; DeepSpeed's folders hold none by name, and are not read.
+
+    At most 256 MB, or the largest tensor, are in memory at once.
+    """
+    if not (path.is_file() or is_sharded(path)):
+        return []
+    total: Sums = {}
+    for name, tensor in _named(path, weights_only):
+        total.update(sums_of_pieces([Piece.whole(name, tensor)]))
+    odd = differing(expected, total)
+    missing = [name for name in expected if name not in total]
+    return [
+        *(FileFinding(f"{path}: {name}", f"fingerprint {want}", found) for name, (want, found) in odd.items()),
+        *(FileFinding(f"{path}: {name}", expected[name], "no such tensor") for name in missing),
+    ]
+
+
+def _named(path: Path, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+    if path.is_file():
+        yield from named_tensors(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        return
+    for (first, *inner), tensor in tensors_of_shards(path):
+        number = str(first).removeprefix("optimizer_")
+        if number == first:
+            yield f"weights/{'.'.join(map(str, inner))}", tensor
+        elif inner[0] == "state":
+            yield f"optimizer {number}/{'/'.join(map(str, inner[1:]))}", tensor
 
 
 # -- DeepSpeed's universal checkpoints ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from zipfile import is_zipfile
 
 import torch
@@ -31,10 +31,8 @@ from lightning_distplus.checkpoint.export import CONFIG, META, is_sharded, read_
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = [
-    "ORIGINS",
     "PREFIX",
     "Foreign",
-    "Origin",
     "hf_config",
     "litgpt_config",
     "origin_of",
@@ -46,8 +44,6 @@ __all__ = [
 ]
 
 Origin = Literal["hf", "litgpt", "lightning", "deepspeed"]
-ORIGINS: tuple[Origin, ...] = get_args(Origin)
-
 PREFIX = "model."  # TinyLlama holds transformers' model in its attribute of this name
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _LAYER_PARTS = (  # in the order in which transformers registers them

@@ -45,7 +45,7 @@ from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_distplus.checkpoint.digests import BLOCK_BYTES
+from lightning_distplus.checkpoint.files import BLOCK_BYTES
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]

@@ -29,10 +29,9 @@ from lightning_distplus.checkpoint import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested
+from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.checkpoint.files import quarantined_in
-from lightning_distplus.checkpoint.resume import checkpoints_in
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
 __all__ = ["TRUST_BY_HAND", "print_rows", "run_export", "run_verify"]
@@ -80,7 +79,7 @@ def _verify(paths: Sequence[Path], mode: Mode, arguments: argparse.Namespace) ->
             if arguments.deep and report.state is CheckpointState.UNMANIFESTED:
                 report = replace(report, findings=(*report.findings, *check_unmanifested(path)))
             elif arguments.deep and report.ok and report.manifest is not None and report.manifest.tensors:
-                from lightning_distplus.checkpoint.fingerprints import is_current  # loads torch
+                from lightning_distplus.checkpoint.tensors import is_current  # loads torch
 
                 if not all(map(is_current, report.manifest.tensors.values())):
                     console.print(f"{path.name}: fingerprints of an older version; its tensors are not compared.")
@@ -99,7 +98,7 @@ class _Refusal(FileFinding):
 
 def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
     from lightning_distplus import _compat  # loads torch
-    from lightning_distplus.checkpoint.tensors import tensor_findings
+    from lightning_distplus.checkpoint.export import tensor_findings
 
     if is_trusted:
         return tuple(tensor_findings(path, tensors, weights_only=False))

@@ -23,12 +23,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_distplus import env
-from lightning_distplus.checkpoint.resume import AUTO
+from lightning_distplus.checkpoint.catalog import AUTO
 from lightning_distplus.cli.refusals import Parser, print_refusal
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.recipes import expand
 from lightning_distplus.strategies import register_strategies
-from lightning_distplus.strategies.resume import newest_checkpoint
+from lightning_distplus.strategies.loading import newest_checkpoint
 
 __all__ = ["DistplusCLI", "KeepEveryConfig", "main"]
 

@@ -26,7 +26,7 @@ from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, 
 from lightning_distplus.control.plane import ControlPlane, Peer
 from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
-from lightning_distplus.launcher_link import launcher_has_ended
+from lightning_distplus.launcher_link import launcher_has_ended, starter_has_ended
 from lightning_distplus.process import is_attended
 from lightning_distplus.world import LAUNCHER, World
 
@@ -195,7 +195,7 @@ def _introduce(
         joined = _Joined(store, world, secret, address)
         joined.plane.secret_file = None if address.is_served_by_launcher else file  # the next attempt needs it
         try:
-            _agree_on_job(joined)
+            _agree_on_job(joined, serves_store=makes_secret and not address.is_served_by_launcher)
             _claim_rank(joined.plane, address.host)
         except RendezvousError as error:
             _refusals(joined).leave(str(error))
@@ -317,6 +317,8 @@ def _meet(
             door.answer(elapsed_s, has_come)
         if refusals is not None:
             refusals.raise_if_any(elapsed_s)
+        if starter_has_ended():
+            raise RendezvousError(_without_starter(plane.world))
         if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
             raise end_with(text)
 
@@ -442,11 +444,16 @@ def _refuse_another_host(mine: TCPStore, world: World, address: Address) -> None
     log.warning("rank 0: %s does not lead to this pod (%s); waiting for the others", address.host, seen)
 
 
-def _agree_on_job(joined: _Joined) -> None:
-    """Refuses a stray rank of another job or of another world size; the first rank to come says what is right."""
+def _agree_on_job(joined: _Joined, *, serves_store: bool) -> None:
+    """Refuses a stray rank of another job or of another world size.
+
+    Who serves the store says what is right; where a launcher serves it, the first rank to come.
+    """
     world, address = joined.plane.world, joined.address
     mine = {"job": address.job, "world_size": world.size, "host": world.host, "pid": world.pid}
     key = f"distplus/{address.round or address.attempt}/job"
+    if serves_store:  # a stray rank may have come before it
+        joined.store.set(key, json.dumps(mine).encode())
     found = words_of(joined.store.claim(key, json.dumps(mine).encode()))
     for field in ("job", "world_size"):
         if found[field] != mine[field]:
@@ -606,6 +613,8 @@ def await_port(world: World, host: str, port: int, deadline: timedelta, unheard:
     begin = time.monotonic()
     end = begin + deadline.total_seconds()
     while True:
+        if starter_has_ended():
+            raise RendezvousError(_without_starter(world))
         try:
             left_s = end - time.monotonic()
             socket.create_connection((host, port), timeout=min(max(left_s, 0.05), 1.0)).close()
@@ -629,6 +638,13 @@ def await_port(world: World, host: str, port: int, deadline: timedelta, unheard:
                     [0],
                 ) from error
             time.sleep(CONNECT_EVERY_S)
+
+
+def _without_starter(world: World) -> str:
+    return (
+        f"Rank {world.rank} on {world.host} (pid {world.pid}): rank 0, which has started this process and was to serve "
+        "the store, is gone. Its own last lines say why."
+    )
 
 
 def came_apart(text: str) -> str:

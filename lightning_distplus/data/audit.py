@@ -24,18 +24,7 @@ from lightning_distplus.data.order import EpochOrder, order_of
 from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
 from lightning_distplus.run_access import gather_bytes
 
-__all__ = [
-    "AuditBatch",
-    "AuditFile",
-    "AuditReport",
-    "AuditWriter",
-    "SampleAudit",
-    "SampleSum",
-    "Sighting",
-    "audit_folder",
-    "read_audit",
-    "sum_of_samples",
-]
+__all__ = ["AuditReport", "AuditWriter", "SampleAudit", "Sighting", "audit_folder", "read_audit", "sum_of_samples"]
 
 # -- records -----------------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from lightning_distplus import env
 from lightning_distplus.data.batches import Geometry
-from lightning_distplus.data.dataloader import ExactBatches, ExactLoader
-from lightning_distplus.data.dataloader_stream import StreamOrder, is_stateful_loader, why_no_place
+from lightning_distplus.data.dataloader import ExactBatches, ExactLoader, StreamOrder, why_not
 from lightning_distplus.data.iterable import pack, unpack
 from lightning_distplus.data.loader import AUGMENT
 from lightning_distplus.data.order import derive_key, splitmix64
@@ -47,9 +45,6 @@ _ANEW = (
     "are missed"
 )
 _OF_RANK_0 = "will get the loader's state of rank 0 on every rank, as Lightning saves it"
-_TWO_LINES = """Two lines make it exact, with a data set that has an index, or a state_dict and a load_state_dict:
-    from lightning_distplus import ResumableDataModule
-    trainer.fit(model, ResumableDataModule(dataset, batch_size=...))"""
 
 
 class LoaderResume(InStep):
@@ -84,7 +79,7 @@ class LoaderResume(InStep):
         """The loader in which a training loader resumes exactly, or what it was given."""
         is_tuning = self not in self._trainer.callbacks  # the Tuner takes all of them out meanwhile
         is_foreign = self._has_foreign_states and hasattr(loader, "load_state_dict")
-        if not self._trainer.training or is_tuning or is_foreign or _why_not(loader) is not None:
+        if not self._trainer.training or is_tuning or is_foreign or why_not(loader) is not None:
             return loader
         return ExactLoader.of(loader, self)
 
@@ -314,7 +309,7 @@ class LoaderResume(InStep):
         """Why a later resume of this fit would not be exact; None: it will be."""
         trainer = self._trainer
         for loader in _leaves(trainer.train_dataloader):
-            if (why := _why_not(loader)) is not None:
+            if (why := why_not(loader)) is not None:
                 return why
         ordered = [one for one in self._exact() if not isinstance(one.distplus_order, StreamOrder)]
         if 0 < len(ordered) < len(self._exact()) and trainer.num_training_batches == float("inf"):
@@ -420,33 +415,6 @@ def _leaves(tree: Any) -> list[Any]:
     if isinstance(tree, Mapping):
         return [leaf for one in tree.values() for leaf in _leaves(one)]
     return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list | tuple) else [tree]
-
-
-def _why_not(loader: Any) -> str | None:
-    """Why a loader cannot be resumed exactly, and what makes it so."""
-    name = type(loader).__qualname__
-    if isinstance(loader, ExactLoader):
-        return None
-    if not isinstance(loader, DataLoader):
-        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
-    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
-    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or is_stateful_loader(loader)):
-        return f"{name} iterates in a way of its own. {_TWO_LINES}"
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if is_stream and (why := why_no_place(loader)) is not None:
-        return f"{why} {_TWO_LINES}"
-    if not is_stream and not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
-        return f"{type(loader.dataset).__qualname__} has no __getitem__. {_TWO_LINES}"
-    if not loader.in_order:
-        return "With in_order=False workers deliver batches in any order. Leave it out."
-    if is_stream:
-        return None
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata."):
-            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
-    if sized_len(loader) is None:
-        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
-    return None
 
 
 def _global_batches(cut: Mapping[str, Any]) -> list[Any]:

@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
-from lightning_distplus.data.loader import AUGMENT, WorkerOptions, generators_kept, seed_generators
+from lightning_distplus.data.loader import AUGMENT, WorkerOptions, as_it_is, generators_kept, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
 from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
@@ -39,7 +39,6 @@ __all__ = [
     "IterableOptions",
     "IterableTraining",
     "Stateful",
-    "StreamLoader",
     "StreamPasses",
     "StreamReader",
     "StreamState",
@@ -440,13 +439,15 @@ class StreamReader(IterableDataset[Item]):
         start = self._begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
-        elif not start.is_ended and worker <= self._begin.last_worker:
+        elif start.is_ended:
+            self._own = start
+            return
+        elif worker <= self._begin.last_worker:
             yield Item("skip", worker, start)
-        if not start.is_ended:
-            for item in self._read(worker, start):
-                if item.kind == "end":
-                    self._own = item.state
-                yield item
+        for item in self._read(worker, start):
+            if item.state.is_ended:
+                self._own = item.state
+            yield item
 
     def _read(self, worker: int, start: WorkerState) -> Iterator[Item]:
         samples: list[Any] = []
@@ -461,9 +462,10 @@ class StreamReader(IterableDataset[Item]):
                 batch = self._batch(samples)
                 yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
                 samples = []
+        # Data may begin anew where they end: a resume behind the rest must not ask them once more.
         end = WorkerState(self.source.state(), epoch, num_taken, is_ended=True)
         if samples and self._rest != "drop":
-            yield Item("batch", worker, end._replace(is_ended=False), self._batch(samples))
+            yield Item("batch", worker, end, self._batch(samples))
         yield Item("end", worker, end)
 
     def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
@@ -671,17 +673,13 @@ def _dataloader(reader: StreamReader, options: WorkerOptions, seed: int) -> Data
     return DataLoader(
         reader,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         generator=torch.Generator().manual_seed(seed),
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         persistent_workers=options.persistent_workers,
         prefetch_factor=options.prefetch_factor,
     )
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 # -- training data of one rank -----------------------------------------------------------------------------------------

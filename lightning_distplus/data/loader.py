@@ -17,7 +17,16 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from lightning_distplus.data.batches import Request
 from lightning_distplus.data.order import derive_key, splitmix64
 
-__all__ = ["AUGMENT", "SampleFetcher", "SampleLoader", "WorkerOptions", "generators_kept", "seed_generators"]
+__all__ = [
+    "AUGMENT",
+    "SampleFetcher",
+    "SampleLoader",
+    "WorkerOptions",
+    "as_it_is",
+    "generators_kept",
+    "gives_batches",
+    "seed_generators",
+]
 
 AUGMENT = -2  # separates the keys of augmentation from those of the order
 _PRIVATE = -3  # and those of the DataLoader's own generator
@@ -206,7 +215,7 @@ class SampleLoader:
         return DataLoader(
             self._fetcher,
             batch_sampler=self._asked,  # any iterable of what the fetcher takes
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=self._generator,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory and self._finish is None,
@@ -215,7 +224,8 @@ class SampleLoader:
         )
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Collates nothing; a worker can be given it."""
     return batch
 
 

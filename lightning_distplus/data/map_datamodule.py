@@ -43,7 +43,7 @@ from lightning_distplus.errors import DatasetMismatch, refuse_unknown_arguments,
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.world import DataParallel
 
-__all__ = ["Epochs", "ResumableDataModule", "weights_of"]
+__all__ = ["ResumableDataModule"]
 
 # -- epochs of map-style data ------------------------------------------------------------------------------------------
 

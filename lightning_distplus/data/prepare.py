@@ -30,7 +30,7 @@ import numpy as np
 from lightning_distplus.data.token_files import MegatronWriter, dtype_for
 from lightning_distplus.errors import refuse_unknown_arguments
 
-__all__ = ["END_OF_DOCUMENT", "Format", "PreparedTokens", "Progress", "prepare"]
+__all__ = ["END_OF_DOCUMENT", "PreparedTokens", "Progress", "prepare"]
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 StageName = Literal["tokenizer", "tokens", "shuffle"]

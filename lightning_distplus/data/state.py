@@ -34,7 +34,6 @@ from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 __all__ = [
-    "INVENTORY_VERSION",
     "STATE_VERSION",
     "Position",
     "change_of_cut",

@@ -27,7 +27,7 @@ from lightning_distplus.data.token_files import Source, TokenStream, open_source
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
 
-__all__ = ["Source", "TokenBlocks", "TokenDataModule", "TokenFetcher", "document_mask"]
+__all__ = ["Source", "TokenDataModule", "TokenFetcher", "document_mask"]
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:

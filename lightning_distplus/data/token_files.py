@@ -20,23 +20,13 @@ from numpy.typing import NDArray
 from lightning_distplus.data.state import digest_file, digest_files, rows_of_files
 
 __all__ = [
-    "INTEGERS",
-    "WHOLE",
-    "LitPackedTokens",
     "MegatronTokens",
     "MegatronWriter",
-    "NpyTokens",
-    "Part",
-    "RawTokens",
     "Source",
-    "SourceFormat",
-    "Split",
     "TokenSource",
     "TokenStream",
     "detect",
     "dtype_for",
-    "is_lit_packed",
-    "megatron_pair",
     "open_source",
     "size_of",
 ]

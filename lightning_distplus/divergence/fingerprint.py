@@ -6,7 +6,7 @@ read as 64-bit words and laid out in blocks of rows of 255. The sums of all rows
 idea: a plain sum, and a second one that knows the position), and the mixing keeps two flips of a sign bit from
 cancelling as they do in a linear sum. The flips of all sign bits do not cancel either, as 255 is odd. What reductions
 miss: changes that leave every row and every column sum of a block as it is (four changed words at the corners of a
-rectangle). Both miss one pair of contents in 2^64. They do not add up over shards, as `checkpoint.fingerprints` do,
+rectangle). Both miss one pair of contents in 2^64. They do not add up over shards, as `checkpoint.tensors` do,
 which take twice as long as XXH3.
 
 ``torch.hash_tensor`` is no fingerprint: it is an XOR, blind to a swap, to the same flip in two elements, and to a

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.resume import JobSaves
+from lightning_distplus.checkpoint.catalog import JobSaves
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
 from lightning_distplus.events import EventLog, read_events
 from lightning_distplus.launch.agent import Hosts, run_attempt

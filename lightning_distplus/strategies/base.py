@@ -30,16 +30,16 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
+from lightning_distplus.launcher_link import introduce_starter
 from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
 from lightning_distplus.process import age_of_process
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
-from lightning_distplus.strategies.defaults import bring_callbacks, require_callback, show_log, summary
-from lightning_distplus.strategies.loading import LoadHooks, Verification, last_ones_aside
-from lightning_distplus.strategies.marking import MarkingProfiler, last_batch, progress_of
-from lightning_distplus.strategies.resume import Search, choose_checkpoint
+from lightning_distplus.strategies.defaults import Telemetry, bring_callbacks, require_callback, show_log, summary
+from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
+from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
     PreparationBarrier,
@@ -57,8 +57,6 @@ from lightning_distplus.strategies.start import (
     samples_in_hand,
     tell_launcher,
 )
-from lightning_distplus.strategies.step_times import ProtectionCosts, StepTimes
-from lightning_distplus.strategies.telemetry import Telemetry
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -382,6 +380,7 @@ class ResilientStrategy(_Base):
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
         _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
+        _compat.before_scripts_of_ranks(self.launcher, introduce_starter)
         _compat.handle_errors_of_forks(
             self.launcher, lambda trainer: show_after_cells(folder_of_run(trainer.default_root_dir))
         )

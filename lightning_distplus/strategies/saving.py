@@ -35,10 +35,15 @@ from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
 from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave, stage
 from lightning_distplus.checkpoint.copies import Copier, Copies
-from lightning_distplus.checkpoint.digests import DigestedWrites
-from lightning_distplus.checkpoint.files import Sync
-from lightning_distplus.checkpoint.fingerprints import Piece, Sums, add_up, sums_of_pieces
-from lightning_distplus.checkpoint.tensors import parameters_of_optimizers, pieces_of_saved
+from lightning_distplus.checkpoint.files import DigestedWrites, Sync
+from lightning_distplus.checkpoint.tensors import (
+    Piece,
+    Sums,
+    add_up,
+    parameters_of_optimizers,
+    pieces_of_saved,
+    sums_of_pieces,
+)
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
 from lightning_distplus.phases import Phases

@@ -264,10 +264,15 @@ def address_of(strategy: Any) -> Address:
         host=environment.main_address,
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
-        job=env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or "",
+        job=job_of_launcher() or (env.DISTPLUS_STARTER.get() if strategy.num_nodes == 1 else None) or "",
         round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
+
+
+def job_of_launcher() -> str:
+    """The launcher's own name of the job; "" where it gives none."""
+    return env.TORCHELASTIC_RUN_ID.get() or env.SLURM_JOB_ID.get() or ""
 
 
 # -- hosts and folder --------------------------------------------------------------------------------------------------
@@ -329,7 +334,7 @@ def _lock_of(strategy: Any, trainer: Any) -> RunLock | None:
     folder = _folder(trainer)
     if not trainer.checkpoint_callbacks or folder is None:
         return None
-    job = address_of(strategy).job
+    job = job_of_launcher()
     return RunLock(
         folder,
         job="" if job == "none" else job,  # torchrun's id where nobody gave one

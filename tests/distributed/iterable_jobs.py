@@ -38,14 +38,16 @@ class Counting(IterableDataset):
         self.passes = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        reader, num_readers = place()
-        own = list(range(reader, self.num_samples, num_readers))
+        own = self.share(*place())
         random.Random(self.passes).shuffle(own)
         while self.done < len(own):
             self.done += 1
             yield self.sample(own[self.done - 1])
         self.done = 0
         self.passes += 1
+
+    def share(self, reader: int, num_readers: int) -> list[int]:
+        return list(range(reader, self.num_samples, num_readers))
 
     def sample(self, number: int) -> torch.Tensor:
         return torch.tensor([float(self.passes * EPOCH + number), torch.rand(()).item() + random.random()])
@@ -55,6 +57,13 @@ class Counting(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done, self.passes = state["done"], state["passes"]
+
+
+class Lopsided(Counting):
+    """Gives the first of two readers three samples, and the other the rest."""
+
+    def share(self, reader: int, num_readers: int) -> list[int]:
+        return list(range(3)) if reader == 0 else list(range(3, self.num_samples))
 
 
 class Resuming(Counting):

@@ -25,6 +25,7 @@ from tests.distributed.iterable_jobs import (
     EPOCH,
     Counting,
     Endless,
+    Lopsided,
     Noise,
     Resuming,
     iterable_data,
@@ -113,6 +114,39 @@ def test_nothing_is_lost_to_what_workers_read_ahead(options: dict[str, Any], tmp
         assert num_left <= len(resumed.events) <= num_left + 1
         assert resumed.events == undisturbed.events[-len(resumed.events) :], path.name
         assert final_counters(resumed) == final_counters(undisturbed)
+
+
+class Padded(Diary):
+    """Is given a weight for each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.parametrize(
+    "arguments",
+    kept(
+        [{"num_workers": 2, "persistent_workers": True}, {"num_workers": 2}, {}],
+        [{"num_workers": 2, "persistent_workers": True}],
+    ),
+)
+def test_worker_that_has_padded_its_last_batch_is_not_asked_again(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """One worker ends after its second batch, with data that begin anew by themselves; the other goes on."""
+    data = partial(Lopsided if arguments else Counting, 11)
+
+    def make_data() -> Any:
+        return iterable_data(data(), uneven="pad", **arguments)
+
+    saver = SaveAt("on_train_batch_end", tmp_path)
+    settings: dict[str, Any] = {"max_epochs": 3, "limit_val_batches": 0, "diary": Padded}
+    undisturbed = fit(make_data(), callbacks=[saver], **settings)
+    assert sorted(set(numbers(undisturbed))) == [epoch * EPOCH + number for epoch in range(3) for number in range(11)]
+    for path, num_before in saver.saves[1:7]:
+        resumed = fit(make_data(), ckpt_path=path, **settings)
+        num_left = len(undisturbed.events) - num_before
+        assert num_left <= len(resumed.events) <= num_left + 1, path.name
+        assert resumed.events == undisturbed.events[-len(resumed.events) :], path.name
 
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 14}, {"max_epochs": 3, "limit_train_batches": 5}])

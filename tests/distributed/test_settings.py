@@ -99,7 +99,7 @@ class Setting:
         model: Arguments of the model.
         data: Arguments of the DataLoader; ``count`` and ``is_augmented`` of the samples.
         made: More callbacks; called in the process, with its folder.
-        strategy: Arguments of the strategy.
+        strategy: Arguments of ours.
         then: What follows the fit: another one, or an evaluation around it.
         **trainer: Arguments of the Trainer.
     """
@@ -110,16 +110,19 @@ class Setting:
         model: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
         made: Callable[[str], list[callbacks.Callback]] = lambda folder: [],
+        strategy: dict[str, Any] | None = None,
         then: str = "",
         **trainer: Any,
     ) -> None:
-        self.model, self.data, self.made, self.then, self.trainer = model or {}, data or {}, made, then, trainer
+        self.model, self.data, self.strategy = model or {}, data or {}, strategy or {}
+        self.made, self.then, self.trainer = made, then, trainer
 
 
 def saver(folder: str, **arguments: Any) -> list[callbacks.Callback]:
     return [callbacks.ModelCheckpoint(f"{folder}/saved", **arguments)]
 
 
+AUGMENTED = {"num_workers": 2, "is_augmented": True, "shuffle": True, "persistent_workers": True}
 SETTINGS = {
     "accumulation and clipping": Setting(accumulate_grad_batches=3, gradient_clip_val=0.1),
     "clipping by value": Setting(gradient_clip_val=0.1, gradient_clip_algorithm="value"),
@@ -140,9 +143,8 @@ SETTINGS = {
     "checkpoints by step": Setting(made=lambda folder: saver(folder, every_n_train_steps=3, save_top_k=-1)),
     "plateau": Setting(model={"schedule": "plateau"}),
     "rate by step": Setting(model={"schedule": "each step"}, made=lambda folder: [callbacks.LearningRateMonitor()]),
-    "workers and augmentation": Setting(
-        data={"num_workers": 2, "is_augmented": True, "shuffle": True, "persistent_workers": True}
-    ),
+    "workers and augmentation": Setting(data=AUGMENTED),
+    "augmentation as torch seeds it": Setting(data=AUGMENTED, strategy={"seed_samples": False}),
     "uneven data": Setting(data={"count": 37}),
     "less data than ranks": Setting(max_epochs=6, data={"count": 1}),
     "compiled": Setting(model={"is_compiled": True}),
@@ -157,6 +159,8 @@ SETTINGS = {
 }
 BY_THE_CLOCK = ("time limit", "one rank wants to stop")
 """How far they come is not the same twice; stock waits for ever in the second."""
+SEEDED = ("workers and augmentation",)
+"""Ours draws each sample's augmentation from its place in the data."""
 REFUSED = (("accumulation and clipping", "FSDP"), ("clipping by value", "DeepSpeed"))
 """Lightning clips no norm under FSDP, and DeepSpeed nothing else."""
 EACH_COMMIT = (("frozen backbone", "FSDP"), ("two fits", "ModelParallel"))
@@ -166,7 +170,7 @@ SHARDED = [(which, name) for which in SETTINGS for name in ("FSDP", "ModelParall
 def fit(rank: int, kind: str, name: str, which: str, folder: str) -> tuple[int, str | None]:
     setting = SETTINGS[which]
     pl.seed_everything(3)
-    ours = {"timeout": "60s", "monitor": True} if kind == "Resilient" else {}
+    ours = {"timeout": "60s", "monitor": True, **setting.strategy} if kind == "Resilient" else {}
     if name == "DeepSpeed":
         ours["stage"] = 2
     strategy = jobs.strategy(f"Resilient{name}" if kind == "Resilient" else f"{name}Strategy", **ours)
@@ -217,7 +221,7 @@ def test_weights_under_ddp_are_those_of_stock(which: str, tmp_path: Path) -> Non
     ours = spawn(fit, 2, args=("Resilient", "DDP", which, str(tmp_path / "ours"))).check().results
     assert not list(tmp_path.glob("**/verdict-*"))
     assert ours[0] == ours[1]
-    if which not in BY_THE_CLOCK:
+    if which not in BY_THE_CLOCK + SEEDED:
         assert spawn(fit, 2, args=("", "DDP", which, str(tmp_path / "stock"))).check().results == ours
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_distplus.events import read_events
 from lightning_distplus.report.health import FIGURES
 from lightning_distplus.report.prometheus import metric_name
-from lightning_distplus.strategies.telemetry import Telemetry
+from lightning_distplus.strategies.defaults import Telemetry
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

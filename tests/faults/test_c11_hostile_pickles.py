@@ -21,8 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.checkpoint import read_manifest, verify
-from lightning_distplus.checkpoint.digests import bytes_digest, digest_file
-from lightning_distplus.checkpoint.files import MANIFEST, MARKER, meta_folder
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, bytes_digest, digest_file, meta_folder
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import CheckpointUnsafe
 from lightning_distplus.testing import spawn

@@ -6,6 +6,8 @@ import json
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_distplus import newest_valid
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn, weights_digest
 from tests.distributed import jobs
-from tests.pairs import kept
+from tests.pairs import kept, kept_rows
 
 NUM_SAMPLES = 40
+KINDS = ("map 2", "stream 0", "stream 2", "stateful 0", "stateful 2")
+EACH_COMMIT = (("ResilientDDP", "map 2"), ("ResilientDeepSpeed", "map 2"), ("ResilientModelParallel", "stateful 2"))
 STEPS = 14  # 10 in an epoch of 40 samples on 2 ranks: the last ones lie in the second epoch
 
 
@@ -40,6 +45,45 @@ class Images(Dataset):
         if self.is_augmented:
             image[1:] += torch.rand(jobs.NUM_FEATURES - 1) + random.random() + float(np.random.rand())
         return image
+
+
+class Stream(IterableDataset):
+    """The same samples, read from front to back: each rank and worker has its share, and each pass its order."""
+
+    def __init__(self, *, is_augmented: bool) -> None:
+        self.images = Images(is_augmented=is_augmented)
+        self.done = 0
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        own = list(range(dist.get_rank() * num_workers + worker, NUM_SAMPLES, dist.get_world_size() * num_workers))
+        random.Random(self.passes).shuffle(own)
+        while self.done < len(own):
+            self.done += 1
+            yield self.images[own[self.done - 1]]
+        self.done = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.passes = state["done"], state["passes"]
+
+
+def loader_of(kind: str, *, is_augmented: bool) -> DataLoader:
+    """What a user's script has: ``kind`` is the data, and how many workers read them."""
+    data, _, workers = kind.partition(" ")
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": int(workers)}
+    if data == "map":
+        return DataLoader(Images(is_augmented=is_augmented), shuffle=True, **options)
+    if data == "stream":
+        return DataLoader(Stream(is_augmented=is_augmented), **options)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Stream(is_augmented=is_augmented), **options)
 
 
 class Net(jobs.Model):
@@ -68,13 +112,13 @@ class Diary(Callback):
             file.write(json.dumps(line) + "\n")
 
 
-def train(name: str, folder: str, is_augmented: bool, loaders: dict[str, str]) -> dict[str, Any]:
+def train(name: str, kind: str, folder: str, is_augmented: bool, loaders: dict[str, str]) -> dict[str, Any]:
     """What a user's script does; ours is the strategy alone."""
     pl.seed_everything(7, workers=True)
     arguments: dict[str, Any] = {"stage": 2} if "DeepSpeed" in name else {}
     if name.startswith("Resilient"):
         arguments |= {"timeout": "40s", **loaders}
-    loader = DataLoader(Images(is_augmented=is_augmented), batch_size=2, shuffle=True, num_workers=2)
+    loader = loader_of(kind, is_augmented=is_augmented)
     checkpoints = Path(folder) / "checkpoints"
     saver = ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=3, save_top_k=2, monitor="step", mode="max")
     trainer = jobs.trainer(
@@ -93,10 +137,16 @@ def train(name: str, folder: str, is_augmented: bool, loaders: dict[str, str]) -
 
 
 def run(
-    name: str, folder: Path, *, is_augmented: bool = True, faults: FaultPlan | None = None, **loaders: str
+    name: str,
+    folder: Path,
+    *,
+    kind: str = "map 2",
+    is_augmented: bool = True,
+    faults: FaultPlan | None = None,
+    **loaders: str,
 ) -> SpawnResult:
     folder.mkdir(exist_ok=True)
-    return spawn(train, 2, args=(name, str(folder), is_augmented, loaders), faults=faults, deadline="60s")
+    return spawn(train, 2, args=(name, kind, str(folder), is_augmented, loaders), faults=faults, deadline="60s")
 
 
 def diary_of(folder: Path, rank: int) -> dict[int, Any]:
@@ -106,14 +156,14 @@ def diary_of(folder: Path, rank: int) -> dict[int, Any]:
 
 
 @pytest.mark.deadline(180)
-@pytest.mark.parametrize("name", kept(jobs.STRATEGIES, ["ResilientDDP", "ResilientDeepSpeed"]))
-def test_script_killed_inside_an_epoch_repeats_and_misses_nothing(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), kept_rows(list(product(jobs.STRATEGIES, KINDS)), EACH_COMMIT))
+def test_script_killed_inside_an_epoch_repeats_and_misses_nothing(name: str, kind: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run(name, whole).check()
-    killed = run(name, broken, faults=FaultPlan().kill(rank=1, step=8, where="after_backward"))
+    expected = run(name, whole, kind=kind).check()
+    killed = run(name, broken, kind=kind, faults=FaultPlan().kill(rank=1, step=8, where="after_backward"))
     assert killed.faults_fired == 1
     assert killed.exit_codes[1] == -signal.SIGKILL
-    resumed = run(name, broken).check()
+    resumed = run(name, broken, kind=kind).check()
     for rank in range(2):
         assert resumed.results[rank]["resumed_from"] is not None
         assert resumed.results[rank]["weights"] == expected.results[rank]["weights"]

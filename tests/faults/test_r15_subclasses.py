@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_distplus import ResilientFSDP
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.digests import bytes_digest
+from lightning_distplus.checkpoint.files import bytes_digest
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

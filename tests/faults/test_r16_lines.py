@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.strategies.resume import newest_checkpoint
+from lightning_distplus.strategies.loading import newest_checkpoint
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

@@ -24,7 +24,7 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.events import read_events
-from lightning_distplus.strategies.resume import Search
+from lightning_distplus.strategies.loading import Search
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 

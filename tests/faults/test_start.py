@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +109,70 @@ def test_a_start_that_was_killed_does_not_block_the_next_one(tmp_path: Path) -> 
     variables = {"TORCH_EXTENSIONS_DIR": str(built)}
     run = spawn(fit_with_a_lock_left_behind, 2, args=(str(built), str(tmp_path)), env=variables, deadline="40s").check()
     assert run.results == {0: [], 1: []}
+
+
+STARTED_BY_RANK_0 = """
+import os, time
+from pathlib import Path
+from tests.distributed import jobs
+late = os.environ["LATE"]
+if os.environ.get("LOCAL_RANK") == "1":
+    Path(late + "_is_up").write_text(str(os.getpid()))
+    while not Path(late).exists():
+        time.sleep(0.05)
+jobs.trainer(jobs.strategy("ResilientDDP"), 2, os.environ["PLACE"], max_steps=20).fit(jobs.Model(), jobs.loader())
+"""
+
+
+def is_served(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize(
+    "is_serving",
+    [
+        pytest.param(False, id="before the next job serves"),
+        pytest.param(True, id="while the next job serves", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.deadline(150)
+def test_a_rank_whose_rank_0_was_killed_ends_and_joins_no_other_job(is_serving: bool, tmp_path: Path) -> None:
+    """Row S8: it waited for its store, and met that of the next job, which had the same port."""
+    script, late = tmp_path / "train.py", tmp_path / "late"
+    script.write_text(STARTED_BY_RANK_0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": str(Path.cwd()), "LATE": str(late)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
+        variables.pop(name, None)
+
+    def start(place: str, **others: str) -> subprocess.Popen[bytes]:
+        (tmp_path / place).mkdir()
+        with (tmp_path / f"{place}.log").open("wb") as log:
+            environment = {**variables, "PLACE": str(tmp_path / place), **others}
+            command = [sys.executable, str(script)]
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
+
+    def until(is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < end, [path.read_text() for path in sorted(tmp_path.glob("*.log"))]
+            time.sleep(0.02)
+
+    first = start("first")
+    until((tmp_path / "late_is_up").exists)
+    orphan = int((tmp_path / "late_is_up").read_text() or 0)
+    first.kill()
+    first.wait()
+    waits = tmp_path / "waits"
+    second = start("second", LATE=str(waits))
+    if is_serving:
+        until((tmp_path / "waits_is_up").exists)
+        until(lambda: is_served(port))
+    late.touch()
+    until(lambda: not Path(f"/proc/{orphan}").exists())
+    waits.touch()
+    assert second.wait(60) == 0, (tmp_path / "second.log").read_text()
+    said = (tmp_path / "first.log").read_text()
+    assert "rank 0, which has started this process and was to serve the store, is gone" in said

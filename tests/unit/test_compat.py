@@ -82,6 +82,7 @@ NAMES = [
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.compute",
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
     "lightning.pytorch.trainer.call:_interrupt",
+    "lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher._call_children_scripts",
     "lightning.fabric.utilities.distributed:_destroy_dist_connection",
     "lightning.pytorch.strategies.fsdp:_get_full_state_dict_context",
     "lightning.fabric.strategies.model_parallel:_get_full_state_dict_context",

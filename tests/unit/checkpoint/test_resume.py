@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint.catalog import JobSaves, num_fits
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.checkpoint.resume import JobSaves, num_fits
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
 

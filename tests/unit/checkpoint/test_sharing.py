@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, catalog, digests, gather_alone, verify
+from lightning_distplus.checkpoint import SaveInfo, catalog, files, gather_alone, verify
 from lightning_distplus.checkpoint.catalog import findings_in_share
 from lightning_distplus.checkpoint.commit import commit
 
@@ -17,7 +17,7 @@ BLOCK_BYTES = 1000
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (digests, catalog):
+    for module in (files, catalog):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("lightning_distplus.checkpoint.manifest.BLOCK_BYTES", BLOCK_BYTES)
 

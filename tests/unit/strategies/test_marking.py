@@ -15,8 +15,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distplus.events import EventLog, read_ledger
-from lightning_distplus.strategies.marking import MarkingProfiler, progress_of
-from lightning_distplus.strategies.step_times import ProtectionCosts, StepTimes
+from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, progress_of
 from lightning_distplus.watchdog import Marks
 
 

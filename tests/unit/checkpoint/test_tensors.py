@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_distplus.checkpoint import fingerprints
-from lightning_distplus.checkpoint.fingerprints import Piece, add_up, describe, differing, sums_of_pieces
+from lightning_distplus.checkpoint import tensors
+from lightning_distplus.checkpoint.tensors import Piece, add_up, describe, differing, sums_of_pieces
 from lightning_distplus.data.order import splitmix64
 
 DTYPES = [
@@ -32,7 +32,7 @@ def by_hand(tensor: torch.Tensor) -> str:
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     content += b"\0" * (-len(content) % 4)
     lanes = [int.from_bytes(content[start : start + 4], "little", signed=True) for start in range(0, len(content), 4)]
-    columns = fingerprints._column_factors().tolist()
+    columns = tensors._column_factors().tolist()
     rows = [sum(map(mul, lanes[start : start + 1024], columns)) for start in range(0, len(lanes), 1024)]
     first, second = (
         sum(row * (splitmix64((2 * place + which) * 0x9E3779B97F4A7C15) | 1) for place, row in enumerate(rows)) % 2**64
@@ -90,19 +90,19 @@ def test_what_an_older_version_counted_is_not_compared() -> None:
 
 
 def test_no_two_columns_have_the_same_number_and_a_row_is_summed_exactly() -> None:
-    factors = fingerprints._column_factors()
+    factors = tensors._column_factors()
     assert sorted(factors.abs().tolist()) == list(range(1, 2048, 2))
     largest = torch.where(factors > 0, 2**31 - 1, -(2**31)).to(torch.int32).expand(33, 1024).contiguous()
     by_hand = sum(map(mul, largest[0].tolist(), factors.tolist()))
-    assert fingerprints._row_sums(largest).tolist() == [by_hand] * 33
+    assert tensors._row_sums(largest).tolist() == [by_hand] * 33
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 70])
 def test_the_sums_of_a_gpu_are_those_of_a_cpu(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "_GPU_ROWS", 7)
+    monkeypatch.setattr(tensors, "_GPU_ROWS", 7)
     lanes = torch.randint(-(2**31), 2**31 - 1, (num_rows, 1024), generator=torch.Generator().manual_seed(3))
     lanes = lanes.to(torch.int32)
-    assert torch.equal(fingerprints._row_sums(lanes), fingerprints._row_sums_in_integers(lanes))
+    assert torch.equal(tensors._row_sums(lanes), tensors._row_sums_in_integers(lanes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

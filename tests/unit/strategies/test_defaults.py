@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 
 from lightning_distplus.report.health import FIGURES, RunHealth
 from lightning_distplus.report.prometheus import metric_name
-from lightning_distplus.strategies.telemetry import Telemetry, log_text
+from lightning_distplus.strategies.defaults import Telemetry, log_text
 from tests.distributed import jobs
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -13,7 +13,7 @@ from lightning_distplus.checkpoint import SaveInfo, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
-from lightning_distplus.strategies.resume import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
+from lightning_distplus.strategies.loading import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
 
 
 def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:

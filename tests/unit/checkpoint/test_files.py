@@ -11,9 +11,8 @@ import pytest
 import torch
 import xxhash
 
-from lightning_distplus.checkpoint import digests
-from lightning_distplus.checkpoint.digests import DigestedWrites, digest_block, digest_file
-from lightning_distplus.checkpoint.files import forget
+from lightning_distplus.checkpoint import files
+from lightning_distplus.checkpoint.files import DigestedWrites, digest_block, digest_file, forget
 
 CONTENT = bytes(range(256)) * 40 + b"the end"  # ten blocks of a thousand bytes, and a part of one
 
@@ -21,8 +20,8 @@ CONTENT = bytes(range(256)) * 40 + b"the end"  # ten blocks of a thousand bytes,
 @pytest.fixture(params=[(1000, 256 << 10), (1000, 300), (64 << 20, 256 << 10)], ids=["large parts", "small", "real"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     block_bytes, chunk_bytes = request.param
-    monkeypatch.setattr(digests, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(digests, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
     return int(block_bytes)
 
 

@@ -22,6 +22,7 @@ from torch.distributed import HashStore
 from benchmarks.figures import Figure, bootstrap_ci95, machine, median
 from lightning_distplus import env
 from lightning_distplus.control import Address, ControlPlane, GateRecord, StepGate, connect, disconnect
+from lightning_distplus.control.secret import Secret
 from lightning_distplus.control.step_gate import RECORD_BYTES
 from lightning_distplus.testing import spawn
 from lightning_distplus.world import World
@@ -116,8 +117,10 @@ def _gates_of_threads(size: int, num_gates: int) -> list[float]:
 
 
 def _planes_of_threads(size: int) -> list[ControlPlane]:
-    store = HashStore()
-    return [ControlPlane(store, World(rank=rank, size=size, num_nodes=size // 8)) for rank in range(size)]
+    store, secret = HashStore(), Secret("of the benchmark")  # as between hosts: every record is signed
+    return [
+        ControlPlane(store, World(rank=rank, size=size, num_nodes=size // 8), secret=secret) for rank in range(size)
+    ]
 
 
 def _run_threads(calls: Sequence[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:

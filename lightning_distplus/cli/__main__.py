@@ -1,20 +1,30 @@
-"""The entry point of ``distplus`` and ``python -m lightning_distplus.cli``: finds the command and hands over to it."""
+"""The entry point of ``distplus`` and ``python -m lightning_distplus.cli``: finds the command and hands over to it.
+
+``distplus init`` and ``distplus completion`` are here themselves.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import io
+import re
+import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from lightning_distplus import __version__
+from lightning_distplus import __version__, recipes
 from lightning_distplus.errors import DistplusError, ExitCode
 
-__all__ = ["main"]
+__all__ = ["main", "run_completion", "run_init"]
+
 
 PROGRAM = "distplus"
 
@@ -37,8 +47,9 @@ _AUTO = """
 there are only torn or damaged ones it refuses, and starts anew with --allow_fresh."""
 COMMANDS = {
     "init": Command(
-        "init",
+        "__main__",
         "write a starting point here: a script, or a recipe",
+        "run_init",
     ),
     "fit": Command(
         "training",
@@ -119,7 +130,7 @@ COMMANDS = {
         "run_export",
     ),
     "completion": Command(
-        "completion",
+        "__main__",
         "print what completes commands and options in a shell",
         "run_completion",
         examples='eval "$(distplus completion bash)"\ndistplus completion fish | source',
@@ -132,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = _parse_name(arguments[:1])
     command = COMMANDS[name]
-    run = getattr(_import(f"lightning_distplus.cli.{command.module}"), command.function)
+    is_here = command.module == "__main__"
+    module = sys.modules[__name__] if is_here else _import(f"lightning_distplus.cli.{command.module}")
+    run = getattr(module, command.function)
     try:
         return int(run(arguments if command.keeps_name else arguments[1:]))
     except (DistplusError, OSError) as error:
@@ -176,6 +189,121 @@ def _parse_name(arguments: list[str]) -> str:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS, metavar="COMMAND")
     return str(parser.parse_args(arguments).command)
+
+
+# -- distplus init -----------------------------------------------------------------------------------------------------
+
+
+_PREPARE_TINY = """python -m lightning_distplus.recipes.corpus data
+distplus prepare data/code.jsonl --output data/code --vocab_size 4096 --append_eod
+distplus prepare data/prose.jsonl --output data/prose --tokenizer data/code.tokenizer.json --append_eod"""
+_PREPARE_1B = """distplus prepare slimpajama/ --output data/slimpajama --tokenizer llama2/ --append_eod
+distplus prepare starcoder/ --output data/starcoder --tokenizer llama2/ --append_eod"""
+_TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
+_EXAMPLES_OF_INIT = """examples:
+  distplus init                                        train.py: 40 lines, stock Lightning, two CPU processes
+  distplus init tinyllama                              a small Llama on two CPU processes, under FSDP
+  distplus init tinyllama --size 1.1b --strategy ddp   TinyLlama 1.1B on 16 GPUs, under DDP
+"""
+
+
+def run_init(argv: Sequence[str]) -> int:
+    """Exit code 0 where the files are written, 1 where one of them exists."""
+    arguments = _parser_of_init().parse_args(argv)
+    if arguments.what == "script":
+        sources = [Path(recipes.__file__).with_name("train.py")]
+        commands = ["python train.py"]
+    else:
+        model = f"tiny_{arguments.size}" if arguments.size == "cpu" else f"tinyllama_{arguments.size}"
+        sources = recipes.files(f"{model}_{arguments.strategy}")
+        configs = " ".join(f"--config {source.name}" for source in sources)
+        is_tiny = arguments.size == "cpu"
+        commands = [
+            *(_PREPARE_TINY if is_tiny else _PREPARE_1B).splitlines(),
+            f"distplus rehearse {configs}",
+            f"distplus launch {'--nproc 2' if is_tiny else _TWO_HOSTS} -- fit {configs}",
+        ]
+    there = [source.name for source in sources if Path(source.name).exists()]
+    if there and not arguments.overwrite:
+        print(f"distplus init: {there[0]} exists here. Write over it with --overwrite.", file=sys.stderr)
+        return 1
+    for source in sources:
+        shutil.copyfile(source, source.name)
+        print(f"wrote {source.name}")
+    print("next:")
+    for command in commands:
+        print(f"  {command}")
+    return 0
+
+
+def _parser_of_init() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distplus init",
+        description="Writes a starting point into the current folder: a script, or the files of a recipe.",
+        epilog=_EXAMPLES_OF_INIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
+    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
+    parser.add_argument(
+        "--strategy", choices=recipes.strategies(), default="fsdp", help="of tinyllama (default: %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
+    return parser
+
+
+# -- distplus completion -----------------------------------------------------------------------------------------------
+
+
+_OPTION = re.compile(r"(?<![\w.-])--[a-zA-Z][\w.-]*")
+
+_BASH = """\
+_distplus() {{
+  local current=${{COMP_WORDS[COMP_CWORD]}} options
+  case ${{COMP_WORDS[1]}} in
+{cases}
+  esac
+  if ((COMP_CWORD == 1)); then COMPREPLY=($(compgen -W "{commands}" -- "$current"))
+  elif [[ $current == -* ]]; then COMPREPLY=($(compgen -W "$options" -- "$current"))
+  else COMPREPLY=($(compgen -f -- "$current")); fi
+}}
+complete -o filenames -F _distplus distplus
+"""
+
+
+def run_completion(argv: Sequence[str]) -> int:
+    """Prints the script; takes some seconds, because it asks every command for its options."""
+    parser = argparse.ArgumentParser(prog="distplus completion", description="Prints completions for a shell.")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell: str = parser.parse_args(argv).shell
+    options = _options()
+    if shell == "fish":
+        print(_fish(options))
+        return 0
+    cases = "\n".join(f"    {name}) options='{' '.join(found)}' ;;" for name, found in options.items())
+    script = _BASH.format(cases=cases, commands=" ".join(options))
+    print(script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}")
+    return 0
+
+
+def _fish(options: Mapping[str, Sequence[str]]) -> str:
+    lines = ["complete -c distplus -n __fish_use_subcommand -f -a '" + " ".join(options) + "'"]
+    for name, found in options.items():
+        of_command = f"complete -c distplus -n '__fish_seen_subcommand_from {name}'"
+        lines += [f"{of_command} -l '{option.removeprefix('--')}'" for option in found]
+    return "\n".join(lines)
+
+
+def _options() -> dict[str, list[str]]:
+    """The long options of every command, as its help tells them."""
+    found: dict[str, list[str]] = {}
+    for name in COMMANDS:
+        text = io.StringIO()
+        with warnings.catch_warnings(), redirect_stdout(text), suppress(SystemExit):
+            warnings.simplefilter("ignore")  # of LightningCLI: these are no arguments of this process
+            main([name, "--help"])
+        found[name] = sorted(set(_OPTION.findall(text.getvalue())))
+    return found
 
 
 if __name__ == "__main__":

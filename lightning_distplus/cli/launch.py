@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.launch.signals import Signals
+from lightning_distplus.launch.agent import Signals
 from lightning_distplus.timeouts import parse_duration
 
 __all__ = ["main"]

@@ -173,8 +173,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     from lightning.pytorch import Trainer
 
     from lightning_distplus.control import connect, disconnect
-    from lightning_distplus.preflight.agreement import disagreements, state_of_process
-    from lightning_distplus.preflight.together import as_message, merged, spans_hosts
+    from lightning_distplus.preflight.agreement import as_message, disagreements, merged, spans_hosts, state_of_process
     from lightning_distplus.strategies import ResilientDDP
     from lightning_distplus.strategies.start import address_of, facts_of, world_of
 

@@ -49,6 +49,9 @@ class Slots:
         self._keys = [f"{name}/{number}" for number in range(_NUM_SLOTS)]
         self._entries: list[Entries | None] = [None] * _NUM_SLOTS
         self._is_owner = is_owner
+        self._number = 0
+        self._unpacked: list[bytes] = []
+        self._records: dict[int, bytes] = {}
         if is_owner:
             for key in self._keys:
                 plane.send_unsigned(key, b"")
@@ -62,12 +65,15 @@ class Slots:
     def read(self, number: int) -> dict[int, bytes]:
         """The record of each rank of the group that has entered the gate; never waits."""
         slot = number % _NUM_SLOTS
-        found: dict[int, bytes] = {}
-        for entry in self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b""):
+        entries = self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b"")
+        if number != self._number or entries[: len(self._unpacked)] != self._unpacked:  # another key, or written anew
+            self._number, self._unpacked, self._records = number, [], {}
+        for entry in entries[len(self._unpacked) :]:  # a rank that waits looks ten times and more
             posted, rank = _HEAD.unpack_from(entry)
             if posted == number % _NUMBERS:
-                found[rank] = entry[HEAD_BYTES:]
-        return found
+                self._records[rank] = entry[HEAD_BYTES:]
+        self._unpacked = entries[:]
+        return self._records
 
     def linger(self, number: int) -> dict[int, bytes]:
         """Nothing wakes this rank when the others have come: it has to ask the store."""

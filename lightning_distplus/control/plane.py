@@ -500,24 +500,28 @@ class ControlPlane:
         """Says that this rank has come, and waits until all have; whoever comes last lets all through."""
         arrived, opened = f"{key}/arrived", f"{key}/open"
         entries = self.secret.entries(arrived)
-        self.sign_in(arrived)
+        own = entries.entry(_RANK.pack(self.world.rank))
+        self.append(arrived, own)
         complete_bytes = self.world.size * _SIGNED_RANK_BYTES
         look_every_s = max(_LOOK_AT_ROLL_EVERY_S, _LOOK_AT_ROLL_PER_RANK_S * self.world.size)
-        look_at = 0.0
+        look_at: float | None = None
 
         def is_open() -> bool:
             nonlocal look_at
-            now = running_time()
-            if now >= look_at:
-                is_first, look_at = not look_at, now + look_every_s
-                roll = self._call(what, self._signed.read_raw, arrived) or b""
-                come = set() if is_first and len(roll) < complete_bytes else _ranks_of(entries.read(roll))
-                if len(come) == self.world.size:
-                    self.send(opened, b"")
-                    return True
-                if not is_first and self.world.rank not in come and self.read(opened) is None:
-                    self.sign_in(arrived)  # a stranger has written over it
-            return self._call(what, self._signed.read, opened) is not None
+            if look_at is not None and self._call(what, self._signed.read, opened) is not None:
+                return True
+            if look_at is not None and running_time() < look_at:
+                return False
+            is_first, look_at = look_at is None, running_time() + look_every_s
+            roll = self._call(what, self._signed.read_raw, arrived) or b""
+            if is_first and len(roll) < complete_bytes:
+                return False
+            come = _ranks_of(entries.read(roll))
+            if len(come) == self.world.size:
+                self.send(opened, b"")
+            elif not is_first and self.world.rank not in come:  # a stranger has written over it
+                self.append(arrived, own)
+            return len(come) == self.world.size
 
         self.poll(is_open, deadline, what=what, arrived=lambda: self.signed_in(arrived))
 

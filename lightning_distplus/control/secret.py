@@ -20,8 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from lightning_distplus import env
 from lightning_distplus._compat import Store
@@ -93,13 +96,13 @@ class Secret:
 
     def seal(self, key: str, value: bytes) -> bytes:
         """A value with its signature."""
-        return _signature(self._hasher(key), value) + value
+        return self._sign(key, value) + value
 
     def fits(self, key: str, sealed: bytes | None) -> bool:
         """Whether this secret has signed what stands there; counts nothing."""
         if sealed is None:
             return False
-        return hmac.compare_digest(sealed[:_MAC_BYTES], _signature(self._hasher(key), sealed[_MAC_BYTES:]))
+        return hmac.compare_digest(sealed[:_MAC_BYTES], self._sign(key, sealed[_MAC_BYTES:]))
 
     def open(self, key: str, sealed: bytes | None) -> bytes | None:
         """What somebody of this job has sealed; None, and counted, for anything else that is there."""
@@ -112,28 +115,43 @@ class Secret:
 
     def entries(self, key: str) -> Entries:
         """How entries of a key are written and read."""
-        return Entries(self._hasher(f"{key} entries"), lambda found: self._ignored.note(key, found))
+        prefix = _prefix(f"{key} entries")
+        ignore = partial(self._ignored.note, key)
+        if not self.is_given:
+            return Entries(lambda value: xxhash.xxh3_128_digest(self._key + prefix + value), ignore)
+        begun = hashlib.blake2b(prefix, key=self._key, digest_size=_MAC_BYTES).copy
 
-    def _hasher(self, key: str) -> hashlib.blake2b:
-        name = key.encode()
-        hasher = hashlib.blake2b(key=self._key, digest_size=_MAC_BYTES)
-        hasher.update(b"%d:%s" % (len(name), name))  # a signature holds for one key only
-        return hasher
+        def sign(value: bytes) -> bytes:
+            hasher = begun()  # two thirds of the time that a new one takes
+            hasher.update(value)
+            return hasher.digest()
+
+        return Entries(sign, ignore)
+
+    def _sign(self, key: str, value: bytes) -> bytes:
+        if not self.is_given:  # anybody can: it tells apart what is damaged, or belongs under another key
+            return xxhash.xxh3_128_digest(self._key + _prefix(key) + value)
+        return hashlib.blake2b(_prefix(key) + value, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def _prefix(key: str) -> bytes:
+    """What is signed before a value: a signature holds for one key only."""
+    name = key.encode()
+    return b"%d:%s" % (len(name), name)
 
 
 class Entries:
     """The signed entries of one key, to which every process appends its own; each is checked once.
 
     Args:
-        hasher: Signs them, copied each time.
+        sign: Makes the signature of a value.
         ignore: Counts what a stranger has written.
     """
 
-    def __init__(self, hasher: hashlib.blake2b, ignore: Callable[[bytes], None]) -> None:
-        self._hasher = hasher
+    def __init__(self, sign: Callable[[bytes], bytes], ignore: Callable[[bytes], None]) -> None:
+        self._sign = sign
         self._ignore = ignore
-        self._marker = _signature(hasher, b"marker")[:_MARKER_BYTES]
-        self._own = b""
+        self._marker = sign(b"marker")[:_MARKER_BYTES]
         self._data = b""
         self._end = 0
         self._found: list[bytes] = []
@@ -146,37 +164,31 @@ class Entries:
         """
         if len(value) > _MAX_ENTRY_BYTES:
             raise ValueError(f"An entry has {len(value)} bytes; it takes at most {_MAX_ENTRY_BYTES}.")
-        self._own = _ENTRY.pack(self._marker, len(value), _signature(self._hasher, value)) + value
-        return self._own
+        return _ENTRY.pack(self._marker, len(value), self._sign(value)) + value
 
     def read(self, data: bytes) -> list[bytes]:
         """What the entries say, in their order; what a stranger has written between them is skipped, and counted."""
         if not data.startswith(self._data):
             self._end, self._found = 0, []
         self._data = data
-        while self._end < len(data):
-            start = data.find(self._marker, self._end)
-            if start != self._end:
-                self._ignore(data[self._end : start if start >= 0 else len(data)])
-            if start < 0 or start + _ENTRY.size > len(data):
-                self._end = len(data)
-                break
-            _, length, signature = _ENTRY.unpack_from(data, start)
-            end = start + _ENTRY.size + length
-            value = data[end - length : end]
-            if data[start:end] == self._own or hmac.compare_digest(signature, _signature(self._hasher, value)):
+        # Looked up once: every rank reads the entries of all at every gate between hosts.
+        marker, sign, unpack, is_equal = self._marker, self._sign, _ENTRY.unpack_from, hmac.compare_digest
+        end, last = self._end, len(data) - ENTRY_BYTES
+        while end <= last:
+            found, length, signature = unpack(data, end)
+            start, end = end, end + ENTRY_BYTES + length
+            value = data[start + ENTRY_BYTES : end]
+            if found == marker and is_equal(signature, sign(value)):
                 self._found.append(value)
-                self._end = end
-            else:  # a copy of the marker
+            else:  # a stranger's, perhaps with a copy of the marker
+                end = data.find(marker, start + 1)
+                end = len(data) if end < 0 else end
                 self._ignore(data[start:end])
-                self._end = start + 1
+        if end < len(data):
+            self._ignore(data[end:])
+            end = len(data)
+        self._end = end
         return self._found
-
-
-def _signature(hasher: hashlib.blake2b, value: bytes) -> bytes:
-    signing = hasher.copy()
-    signing.update(value)
-    return signing.digest()
 
 
 class SignedStore:

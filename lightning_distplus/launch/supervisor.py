@@ -21,9 +21,8 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import JobSaves
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
 from lightning_distplus.events import EventLog, read_events
-from lightning_distplus.launch.agent import Hosts, run_attempt
+from lightning_distplus.launch.agent import HANDLED, Hosts, Signals, Stop, run_attempt
 from lightning_distplus.launch.rendezvous import HostsApart, Meeting
-from lightning_distplus.launch.signals import HANDLED, Signals, Stop
 from lightning_distplus.launcher_link import InHand, told_home, told_on_verdict
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident

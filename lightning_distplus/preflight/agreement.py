@@ -1,12 +1,14 @@
-"""The comparison of all ranks before the first step: versions, settings, model, seed, data."""
+"""The comparison of all ranks before the first step, and what their checks have found as one list."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,23 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.preflight.check import Facts, Finding, Settings, Status
+from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.preflight.host import versions
+from lightning_distplus.world import name_ranks
 
 __all__ = [
     "AGREEMENT_CHECKS",
     "Statement",
+    "as_message",
     "compare",
     "content_of",
     "disagreements",
+    "gathered",
+    "merged",
     "odd_ranks",
     "revision",
+    "run_in_time",
+    "spans_hosts",
     "state_of_process",
 ]
 
@@ -265,3 +273,74 @@ def odd_ranks(values: Sequence[str]) -> tuple[Sequence[int], str | None]:
 
 def _short(value: str) -> str:
     return value if len(value) <= _MANY else f"{value[:_MANY]}..."
+
+
+# -- the findings of all ranks -----------------------------------------------------------------------------------------
+
+
+def run_in_time(
+    checks: Mapping[str, Check], facts: Facts, settings: Settings | None, deadline: timedelta
+) -> list[Finding]:
+    """``run_checks`` with a deadline for all of them together: a folder that hangs must not hold the run up unheard.
+
+    A check that has not ended is a warning, and its thread is left alone.
+    """
+    end = time.monotonic() + deadline.total_seconds()
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        found: list[Finding] = []
+
+        def make(name: str = name, check: Check = check, found: list[Finding] = found) -> None:
+            found += run_checks({name: check}, facts, settings)
+
+        thread = threading.Thread(target=make, name=f"distplus-check-{name}", daemon=True)
+        thread.start()
+        thread.join(max(0.0, end - time.monotonic()))
+        findings += list(found) if not thread.is_alive() else [_unended(name, deadline)]
+    return findings
+
+
+def _unended(name: str, deadline: timedelta) -> Finding:
+    return Finding(
+        check=name,
+        status=Status.WARNING,
+        subject=f"The check {name!r} had not ended at its deadline.",
+        detail=f"{deadline.total_seconds():g} s for all checks of the host",
+        remedy=f'Look at what it looks at; a file system that hangs? Or switch it off: preflight={{"{name}": "off"}}',
+    )
+
+
+def gathered(plane: ControlPlane, mine: Iterable[Finding], deadline: timedelta) -> list[Finding]:
+    """What all ranks have found; all of them call it, and all get the same list."""
+    return merged(plane.gather_json("findings", as_message(plane.world.host, mine), deadline))
+
+
+def spans_hosts(plane: ControlPlane) -> bool:
+    """Whether ranks run on other hosts than this one; one rank of another node is asked for."""
+    world = plane.world
+    other = 0 if world.node_rank > 0 else world.size - 1
+    return world.num_nodes > 1 and plane.peers_of([other])[other].host != world.host
+
+
+def as_message(host: str, findings: Iterable[Finding]) -> dict[str, Any]:
+    """What one rank tells the others."""
+    return {"host": host, "findings": [finding.to_dict() for finding in findings]}
+
+
+def merged(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """One finding for what several ranks say alike, with the host of the lowest one and the other ranks."""
+    found: dict[tuple[str, str], Finding] = {}
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, message in enumerate(ranks):
+        for item in message["findings"]:
+            finding = Finding(**{**item, "status": Status(item["status"])})
+            key = (finding.check, finding.subject)
+            if key in found:
+                others[key].append(rank)
+            else:
+                detail = f"host {message['host']}, rank {rank}: {finding.detail}"
+                found[key], others[key] = replace(finding, detail=detail), []
+    return [
+        replace(one, detail=f"{one.detail} (and {name_ranks(others[key])})") if others[key] else one
+        for key, one in found.items()
+    ]

@@ -3,6 +3,7 @@
 ``python -m lightning_distplus.recipes.corpus FOLDER [MEGABYTES]`` writes both.
 """
 
+import argparse
 import ast
 import json
 import sys
@@ -24,10 +25,11 @@ _PROSE_NAMES = ("METADATA", "LICENSE", "LICENCE", "NOTICE", "COPYING", "AUTHORS"
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the corpus into the folder that the first argument names; a second one limits its megabytes."""
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: python -m lightning_distplus.recipes.corpus FOLDER [MEGABYTES]")
-        return 2
-    paths = build_corpus(Path(arguments[0]), float(arguments[1]) if len(arguments) > 1 else DEFAULT_MB)
+    parser = argparse.ArgumentParser(prog="python -m lightning_distplus.recipes.corpus")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="gets code.jsonl and prose.jsonl")
+    parser.add_argument("megabytes", type=float, nargs="?", default=DEFAULT_MB, metavar="MEGABYTES")
+    told = parser.parse_args(arguments)
+    paths = build_corpus(told.folder, told.megabytes)
     print(*paths.values(), sep="\n")
     return 0
 

@@ -1,11 +1,11 @@
-"""The figures of a run while it goes on, from what its own rank sees: for loggers, Prometheus and the progress bar."""
+"""The figures of a run while it goes on, from what its own rank sees: for loggers, the progress bar and Prometheus."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from lightning_distplus.report.goodput import Window, split_wall_time
 from lightning_distplus.report.run import attempts_of, chains_of, read_ledgers
 from lightning_distplus.watchdog.ending import duration_in_words
 
-__all__ = ["FIGURES", "RunHealth"]
+__all__ = ["FIGURES", "Endpoint", "RunHealth", "metric_name"]
+
 
 FIGURES = {
     "global_step": "optimizer steps that are done",
@@ -140,3 +141,55 @@ class RunHealth:
         if rank in self._named and excess > _SHOWN_SHARE * found["step_p95_s"]:
             shown["slow"] = f"rank {rank} +{1e3 * excess:.0f} ms"
         return shown
+
+
+# -- Prometheus --------------------------------------------------------------------------------------------------------
+
+
+def metric_name(figure: str) -> str:
+    """``distplus_checkpoint_age_seconds`` of ``checkpoint_age_s``: Prometheus spells units out."""
+    stem = f"{figure.removesuffix('_s')}_seconds" if figure.endswith("_s") else figure
+    return f"distplus_{stem}" + ("_ratio" if figure == "goodput" else "")
+
+
+class Endpoint:
+    """Serves ``/metrics`` from a thread of its own, on all addresses of this host.
+
+    Args:
+        port: Where; 0 takes a free one.
+        run_id: Stands at each figure as the label ``run_id``.
+        figures: Asked for at each scrape, on another thread; by name.
+
+    Raises:
+        ImportError: ``prometheus-client`` is not installed.
+        OSError: The port is taken.
+    """
+
+    def __init__(self, port: int, run_id: str, figures: Callable[[], Mapping[str, float]]) -> None:
+        import prometheus_client
+
+        self._run_id = run_id
+        self._figures = figures
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = prometheus_client.start_http_server(port, registry=registry)
+        self.port = int(self._server.server_port)
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the client library for each scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in self._figures().items():
+            gauge = GaugeMetricFamily(metric_name(name), FIGURES.get(name, name), labels=["run_id"])
+            gauge.add_metric([self._run_id], value)
+            yield gauge
+
+    def describe(self) -> list[Any]:
+        """Nothing: the names are known at the first scrape."""
+        return []
+
+    def close(self) -> None:
+        """Stops to serve."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)

@@ -4,7 +4,7 @@ const jobs = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("report");
 const SVG = "http://www.w3.org/2000/svg";
 const NAMES = { data_wait: "data wait", checkpoint: "checkpoint stall", setup: "set-up and end", redone: "redone steps", peer_lost: "peer lost", no_progress: "no progress" };
-const MOODS = { done: "good", running: "good", committed: "good", preempted: "warn", regrouped: "warn", missing: "", elsewhere: "", unknown: "" };
+const MOODS = { done: "good", running: "good", committed: "good", preempted: "warn", regrouped: "warn", missing: "warn", rotated: "", elsewhere: "", unknown: "" };
 const COLOURS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 // Of a chart, in the units of its text: on a phone a chart is narrow, and its text stays readable.
 const WIDTH = Math.min(Math.max(document.documentElement.clientWidth - 40, 320), 1040);

@@ -159,7 +159,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
     attempts = attempts_of(ledgers, now, verdicts)
     saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == _lowest(ledgers)]
     goodput = split_wall_time(attempts, [event["stall_s"] for event in saves if "stall_s" in event], mtbf_s)
-    checkpoints = _checkpoints(saves)
+    checkpoints = _checkpoints(saves, [event for event in ledgers.events if event["kind"] == "removed"])
     starts = [event for event in ledgers.events if event["kind"] == "start"]
     return {
         "version": VERSION,
@@ -283,8 +283,9 @@ def _goodput(goodput: Goodput) -> dict[str, Any]:
     }
 
 
-def _checkpoints(saves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The newest saves, and what is there of each now."""
+def _checkpoints(saves: Sequence[Mapping[str, Any]], removals: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The newest saves, and what is there of each now; ``rotated`` where the run itself has removed it."""
+    removed = {str(Path(event["path"]).absolute()): event["time"] for event in removals}
     newest = {event["path"]: event for event in saves}  # a path may be saved again: the last one counts
     found = []
     for path, event in sorted(newest.items(), key=lambda item: item[1]["time"])[-_MOST_CHECKPOINTS:]:
@@ -298,6 +299,8 @@ def _checkpoints(saves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         with suppress(OSError, DistplusError):
             if "://" not in path:
                 entry["state"] = state(path).value
+            if entry["state"] == CheckpointState.MISSING.value and removed.get(path, 0.0) >= event["time"]:
+                entry["state"] = "rotated"
             if entry["state"] == CheckpointState.COMMITTED.value:
                 manifest = read_manifest(path)
                 entry |= {"size_bytes": manifest.size_bytes, "data": manifest.data}

@@ -242,7 +242,7 @@ class ResilientStrategy(_Base):
             which the checkpoint was saved; ``"as_is"`` leaves loaders to Lightning, which begins the epoch anew.
         seed_samples: With ``data="exact"``: whether python's, numpy's and torch's generators are seeded for each sample
             from its place in the order, so that a random augmentation is exact too, with any number of workers.
-        on_verdict: A URL that gets the JSON of the verdict that ends the run, or a command that gets it as its input.
+        on_verdict: A URL that gets the JSON of each verdict, or a command that gets it as its input.
         log_figures: Whether the Trainer's loggers get the figures of the run, as ``distplus/...`` and at their own
             cadence, and its progress bar the age of the last checkpoint and a slow rank.
         metrics_port: The port on which rank 0 serves these figures to Prometheus; None: nobody does.

@@ -96,8 +96,14 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         """The checkpoint, or what ``convert_checkpoint`` makes of one of another number of ranks.
 
         Raises:
-            CheckpointMismatch: It is of another number of ranks, and nothing was asked to convert it.
+            CheckpointMismatch: It is of another number of ranks, and nothing was asked to convert it; or it is a file.
         """
+        if path.is_file() and not (self.load_full_weights and self.zero_stage_3):
+            raise CheckpointMismatch(
+                f"The checkpoint {path} is one file; DeepSpeed reads folders of its own shards. Go on with all that it "
+                f"holds under ResilientDDP, ResilientFSDP or ResilientModelParallel, or take its weights alone: "
+                f"--model.init_from {path} in a recipe, load_state_dict in a script."
+            )
         num_ranks = num_shards(path)
         is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
         if num_ranks in (0, self.world_size) or not (is_fitting or self.zero_stage_3):
@@ -108,8 +114,8 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         target = path.with_name(f"{path.stem}-universal{path.suffix}")
         raise CheckpointMismatch(
             f"The checkpoint {path} holds ZeRO's shards of {num_ranks} ranks; this run has {self.world_size}, which "
-            f"cannot read them. Convert it, and resume from the result: distplus export --universal {path} {target}. "
-            "ResilientDeepSpeed(convert_checkpoint=True) does that by itself."
+            "cannot read them. Convert it, and resume from the result (ResilientDeepSpeed(convert_checkpoint=True) "
+            f"does so by itself): distplus export --universal {path} {target}"
         )
 
     def setup_environment(self) -> None:

@@ -22,8 +22,7 @@ from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
 from lightning_distplus.process import age_of_process
-from lightning_distplus.report.health import RunHealth
-from lightning_distplus.report.prometheus import Endpoint
+from lightning_distplus.report.health import Endpoint, RunHealth
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 

@@ -549,10 +549,18 @@ class CommittedSaves:
         loads: Knows the checkpoint that comes before the next one.
         strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
         copier: Copies on rank 0 what is committed to another place; None: nobody does.
+        on_removed: Told each checkpoint that rank 0 has removed.
     """
 
     def __init__(
-        self, plane: ControlPlane, phases: Phases, loads: VerifiedLoads, *, strategy: str, copier: Copier | None = None
+        self,
+        plane: ControlPlane,
+        phases: Phases,
+        loads: VerifiedLoads,
+        *,
+        strategy: str,
+        copier: Copier | None = None,
+        on_removed: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._phases = phases
@@ -560,6 +568,7 @@ class CommittedSaves:
         self._rank = plane.world.rank
         self._strategy = strategy
         self._copier = copier
+        self._on_removed = on_removed
         self._moves = Lock()  # held while a save or a removal moves something
         self._postponed: list[Path] = []
         self._second_line: ControlPlane | None = None
@@ -675,6 +684,7 @@ class CommittedSaves:
         else:
             with self._moves:
                 remove(local)
+            self._on_removed(local)
 
     def close(self, *, has_failed: bool) -> None:
         """Waits for the last copy unless the run has failed."""
@@ -762,6 +772,7 @@ class SaveHooks:
             strategy.loads.begin(plane, copies),
             strategy=engine_of(type(strategy)),
             copier=None if copies is None else Copier(copies, self._note_copy),
+            on_removed=lambda path: self._strategy.note("removed", path=str(path)),
         )
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin of the user's stays
             strategy.checkpoint_io = StreamingCheckpointIO()

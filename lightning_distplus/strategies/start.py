@@ -29,10 +29,17 @@ from lightning_distplus.control import Address, ControlPlane, connect, connect_o
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.phases import Phases
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Settings, Status, raise_errors, run_checks
-from lightning_distplus.preflight.agreement import AGREEMENT_CHECKS, content_of, disagreements, state_of_process
+from lightning_distplus.preflight.agreement import (
+    AGREEMENT_CHECKS,
+    content_of,
+    disagreements,
+    gathered,
+    run_in_time,
+    spans_hosts,
+    state_of_process,
+)
 from lightning_distplus.preflight.host import HOST_CHECKS
 from lightning_distplus.preflight.run_lock import RunLock
-from lightning_distplus.preflight.together import gathered, run_in_time, spans_hosts
 from lightning_distplus.process import boot_id, running_time
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.world import World

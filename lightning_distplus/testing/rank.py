@@ -1,6 +1,7 @@
-"""The inside of one spawned rank: its log, its environment, the call, the result that it leaves.
+"""The inside of what a spawn starts: a rank, which runs the call and leaves its result, and torchrun around ranks.
 
-``python -m lightning_distplus.testing.rank JOB`` is one rank that torchrun or Lightning's launcher has started.
+``python -m lightning_distplus.testing.rank JOB`` is one rank that torchrun or Lightning's launcher has started,
+``python -m lightning_distplus.testing.rank torchrun OUTCOME [torchrun's arguments]`` is torchrun.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import inspect
+import json
 import multiprocessing.spawn
 import os
 import pickle
@@ -23,10 +25,13 @@ from typing import Any
 from lightning_distplus import env as environment
 from lightning_distplus.process import end_with_parent
 
-__all__ = ["DUMP_SIGNAL", "Job", "run_rank"]
+__all__ = ["DUMP_SIGNAL", "TORCHRUN", "Job", "run_rank"]
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write the Python stacks of all its threads into its log; no launcher or scheduler uses it."""
+
+TORCHRUN = "torchrun"
+"""Asks this module for torchrun, in the place of a job's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,5 +145,27 @@ def _leave(path: Path, content: bytes) -> None:
     aside.replace(path)
 
 
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def _run_torchrun(outcome: Path, arguments: list[str]) -> None:
+    """Leaves ``{rank: exit code}`` of the ranks that failed in the last attempt; a signal is a negative code.
+
+    torchrun's own exit code does not tell how each rank has ended.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # a rank sets its environment first
+    from torch.distributed.run import parse_args, run
+
+    failures: dict[int, int] = {}
+    try:
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    outcome.write_text(json.dumps(failures), encoding="utf-8")
+    sys.exit(1 if failures else 0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == TORCHRUN:
+        _run_torchrun(Path(sys.argv[2]), sys.argv[3:])
     main()

@@ -27,7 +27,7 @@ import lightning_distplus
 from lightning_distplus import env as environment
 from lightning_distplus.errors import require_choice
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
-from lightning_distplus.testing.rank import DUMP_SIGNAL, Job, run_rank
+from lightning_distplus.testing.rank import DUMP_SIGNAL, TORCHRUN, Job, run_rank
 from lightning_distplus.timeouts import Duration, parse_duration
 
 __all__ = ["Mode", "SpawnResult", "Started", "free_port", "preload", "prepare", "rank_variables", "spawn", "start"]
@@ -110,11 +110,9 @@ def start(job: Job, world_size: int, max_restarts: int) -> list[Started]:
         case "fresh":
             return [_Child(multiprocessing.get_context("spawn"), job, rank) for rank in range(world_size)]
         case "lightning":
-            return [_launch(job, "lightning_distplus.testing.rank", [_written(job)])]
+            return [_launch(job, [_written(job)])]
         case _:
-            return [
-                _launch(job, "lightning_distplus.testing.torchrun", _torchrun_arguments(job, world_size, max_restarts))
-            ]
+            return [_launch(job, _torchrun_arguments(job, world_size, max_restarts))]
 
 
 def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int | None]) -> dict[str, str]:
@@ -156,12 +154,12 @@ def free_port() -> int:
     return port
 
 
-def _launch(job: Job, module: str, arguments: list[str]) -> Started:
+def _launch(job: Job, arguments: list[str]) -> Started:
     root = str(Path(lightning_distplus.__file__).parents[1])
     search_path = os.pathsep.join(filter(None, [root, job.variables.get("PYTHONPATH")]))
     with (Path(job.log_folder) / "launcher.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", run_rank.__module__, *arguments],
             env={**job.variables, "PYTHONPATH": search_path},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -172,6 +170,7 @@ def _launch(job: Job, module: str, arguments: list[str]) -> Started:
 
 def _torchrun_arguments(job: Job, world_size: int, max_restarts: int) -> list[str]:
     return [
+        TORCHRUN,
         str(Path(job.folder) / "outcome.json"),
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
@@ -180,7 +179,7 @@ def _torchrun_arguments(job: Job, world_size: int, max_restarts: int) -> list[st
         f"--max-restarts={max_restarts}",
         "--monitor-interval=0.1",
         "-m",
-        "lightning_distplus.testing.rank",
+        run_rank.__module__,
         _written(job),
     ]
 

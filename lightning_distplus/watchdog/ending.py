@@ -68,8 +68,9 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
     if not last.path:
         begun = f"from step {last.step} again" if last.step else "at the beginning"
         return f"no checkpoint has been committed yet; the same command starts {begun} ({lost})"
-    is_cli = Path(sys.argv[0]).name in ("distplus", "__main__.py")
-    how = "the same command with --ckpt_path auto" if is_cli else 'the same command with fit(..., ckpt_path="auto")'
+    how = 'the same command with fit(..., ckpt_path="auto")'
+    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):  # the launcher chooses the newest one by itself
+        how = "the same command" if sys.argv[1:2] == ["launch"] else "the same command with --ckpt_path auto"
     return f"{how} goes on from {last.path} (step {last.step}; {lost})"
 
 

@@ -121,7 +121,7 @@ def is_library(filename: str) -> bool:
     """Whether a file is nobody's own code: of this package, the standard library, torch, Lightning and their kin."""
     if filename.startswith("<ipython-input"):  # a cell
         return False
-    if is_own(filename) or filename.startswith("<"):
+    if is_own(filename) or filename.startswith("<") or Path(filename).name == "distplus":  # the script that pip makes
         return True
     parts = Path(filename).parts
     if (place := next((name for name in _INSTALLED if name in parts[:-1]), None)) is None:

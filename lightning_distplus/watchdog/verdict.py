@@ -20,6 +20,10 @@ from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointUnsafe,
+    DatasetMismatch,
     DivergenceError,
     PeerLost,
     PeerMissing,
@@ -554,6 +558,9 @@ _KINDS = {
 }
 # The user or the scheduler has asked for the end; or the run has not begun, and all ranks show the same.
 _NO_INCIDENT = {"KeyboardInterrupt", "SIGTERMException", "Preempted", PreflightError.__name__, RendezvousError.__name__}
+# Their last sentence says what to do, and no line of code is to blame.
+_TELLS_REMEDY = {one.__name__ for one in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DatasetMismatch)}
+_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _CAUSE_CHARACTERS = 1000
 _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
@@ -723,6 +730,8 @@ def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
     if first.type in _KINDS:
         cause, _, remedy = _REMEDY.sub("\0", message, count=1).partition("\0")
         return cause[:_CAUSE_CHARACTERS], remedy or "see the cause"
+    if first.type in _TELLS_REMEDY and (ends := [one.span() for one in _SENTENCE.finditer(message)]):
+        return f"{first.type}: {message[: ends[-1][0]]}"[:_CAUSE_CHARACTERS], message[ends[-1][1] :]
     told = message.partition("\n")[0]
     if _OF_WORKER in message:
         told = f"{told} {message.splitlines()[-1]}"

@@ -137,6 +137,7 @@ class Watchdog:
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
         self._telling = Telling(plane, self._board, folder)
         self._ending = Ending(plane, self._telling, on_shown)
+        self._on_shown = on_shown
         self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
         self._once = threading.Lock()
@@ -477,6 +478,7 @@ class Watchdog:
             self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
         elif self._telling.speaks_for_host(verdict.silent) and (found := self._telling.find_verdict()):
             print_block(*found)
+            threading.Thread(target=self._on_shown, args=found[1:], name="distplus-on-shown", daemon=True).start()
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""

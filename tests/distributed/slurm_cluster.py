@@ -36,11 +36,12 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
+GresTypes=gpu
 ReturnToService=2
 KillWait=15
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -96,6 +97,7 @@ def slurm(folder: Path) -> Iterator[Cluster]:
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     text = _CONFIGURATION.format(folder=folder, host=host, user=user, ports=_free_ports(3), cpus=cpus)
     (folder / "slurm.conf").write_text(text)
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # a number that it hands out, no device
     files = ("key-file", "socket", "pid-file", "seed-file")
     munge = [f"--{name}={folder}/munge/{name.partition('-')[0]}" for name in files]
     daemons: list[subprocess.Popen[bytes]] = []

@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressB
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_distplus.events import read_events
-from lightning_distplus.report.health import FIGURES
-from lightning_distplus.report.prometheus import metric_name
+from lightning_distplus.report.health import FIGURES, metric_name
 from lightning_distplus.strategies.defaults import Telemetry
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs

@@ -96,7 +96,8 @@ def check_slow_data(folder: Path) -> None:
 
 
 def only_reported(folder: str) -> int:
-    strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"}, on_hang="report")
+    timeouts, tells = {"step": DEADLINE_S, "setup": "60s"}, f"cat > {folder}/told.json"
+    strategy = jobs.strategy("ResilientDDP", timeout=timeouts, on_hang="report", on_verdict=tells)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[FaultCallback()])
     trainer.fit(jobs.Model(), jobs.loader())
     return trainer.global_step
@@ -108,6 +109,8 @@ def check_only_reported(folder: Path) -> None:
     assert run.results == {0: 8, 1: 8}
     (path,) = folder.glob("distplus/verdict-*.json")
     assert json.loads(path.read_text())["culprits"] == [1]
+    told = json.loads((folder / "told.json").read_text())
+    assert (told["kind"], told["culprits"], told["path"]) == ("hang", [1], str(path))
     assert "RANK 1 " in run.logs[0]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status
-from lightning_distplus.preflight.together import as_message, merged, run_in_time
+from lightning_distplus.preflight.agreement import as_message, merged, run_in_time
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.faults.folders import read_only

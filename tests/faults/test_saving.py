@@ -24,6 +24,7 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import check_unmanifested
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, PeerFailed
 from lightning_distplus.events import read_events
+from lightning_distplus.report import describe_runs, read_ledgers
 from lightning_distplus.strategies.loading import Search
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
@@ -337,6 +338,8 @@ def test_what_the_fast_folder_has_lost_is_fetched_from_the_durable_one(tmp_path:
     fast, url = tmp_path / "fast", f"file://{tmp_path}/durable"
     run = spawn(save_copied, 2, args=(str(fast), url)).check()
     assert set(run.results[0]) == {"checkpoint_copied"}
+    (told,) = describe_runs(read_ledgers(fast / "distplus"))
+    assert [(one["step"], one["state"]) for one in told["checkpoints"]] == [(2, "rotated"), (4, "committed")]
     shutil.rmtree(fast)
     run = spawn(resume_from_copy, 2, args=(str(fast), url)).check()
     for _, step, num_steps in run.results.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -186,3 +187,56 @@ def test_the_verdict_is_the_last_thing_that_srun_shows(cluster: Cluster, tmp_pat
     assert re.fullmatch(r"RANK 1 HANGS \(host \S+, pid \d+\) in training_step, train.py:16", block[0])
     assert not any("Traceback" in line for line in lines)
     assert ended.returncode != 0
+
+
+CONFIG = """
+trainer:
+  {accelerator: cpu, num_nodes: 2, devices: 1, max_steps: 40, limit_val_batches: 0, enable_progress_bar: false,
+   enable_model_summary: false, logger: false, strategy: {class_path: lightning_distplus.ResilientDDP, init_args:
+   {preflight: {loopback: "off"}}}}
+model: slow.Model
+data: lightning.pytorch.demos.boring_classes.BoringDataModule
+"""
+SLOW = """
+import time
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.5)
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_the_line_of_the_readme_stops_at_one_step_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Typed as it stands there, but for one GPU a node in the place of eight: Slurm hands out a number, no device."""
+    section = (ROOT / "README.md").read_text().partition("**Slurm's time limit, a SIGTERM.**")[2]
+    (line, *_) = re.findall(r"^\$ (distplus launch slurm .*)$", section, flags=re.MULTILINE)
+    shown = re.findall(r"^rank \d stops at .*$", section, flags=re.MULTILINE)
+    assert len(shown) == 2
+    assert "--gpus-per-node 8 " in line
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "slow.py").write_text(SLOW)
+    environment = {
+        **cluster.environment, "PATH": f"{Path(sys.executable).parent}:{cluster.environment['PATH']}",
+        "PYTHONPATH": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    asked = subprocess.run(
+        line.replace("--gpus-per-node 8", "--gpus-per-node 1"), shell=True, cwd=tmp_path, env=environment,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    number = re.findall(r"job (\d+)", asked.stdout)[0]
+    until = time.monotonic() + 120
+    while not (steps := [one for one in read_events(tmp_path / "distplus") if one["kind"] == "steps"]):
+        assert time.monotonic() < until, cluster.logs()
+        time.sleep(0.2)
+    assert steps[0]["rank"] in (0, 1)
+    pids = {one["rank"]: one["pid"] for one in read_events(tmp_path / "distplus") if one["kind"] == "start"}
+    os.kill(pids[1], signal.SIGTERM)
+    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
+    log = (tmp_path / f"distplus-{number}.log").read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    for told in shown:
+        pattern = re.sub(r"step \d+", r"step \\d+", re.escape(told).replace("\\ ", " "))
+        assert re.search(f"{pattern}$", log, flags=re.MULTILINE), log
+    assert kinds(tmp_path, 0) == kinds(tmp_path, 1) == ["preempted", "loaded"]

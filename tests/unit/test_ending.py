@@ -108,6 +108,23 @@ def test_installing_twice_chains_once() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "how"),
+    [
+        ("distplus launch train.py", "the same command goes on"),
+        ("distplus fit", "the same command with --ckpt_path auto goes on"),
+        ("train.py", 'the same command with fit(..., ckpt_path="auto") goes on'),
+    ],
+)
+def test_the_command_that_goes_on_is_that_of_who_has_started_it(
+    typed: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", typed.split())
+    with EventLog(tmp_path, 0, run_id="a") as log:
+        log.write("saved", path="a.ckpt", global_step=50)
+    assert describe_next(tmp_path, "a", 70, time.time()).startswith(how)
+
+
 def test_what_goes_on_is_the_checkpoint_of_the_ranks_whatever_the_launcher_has_written(tmp_path: Path) -> None:
     for rank, kind, fields in ((0, "saved", {"path": "a.ckpt", "global_step": 50}), (LAUNCHER, "restart", {})):
         with EventLog(tmp_path, rank, run_id="a") as log:

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_distplus import ResilientDeepSpeed
 from lightning_distplus.checkpoint import export, newest_valid, read_manifest
 from lightning_distplus.checkpoint.foreign import origin_of, parameter_order, refuse_foreign
 from lightning_distplus.cli.__main__ import main
@@ -389,3 +390,12 @@ def test_lightning_is_spared_what_it_cannot_resume_from(tmp_path: Path) -> None:
             refuse_foreign(tmp_path / name)
     with pytest.raises(CheckpointMismatch, match="it holds 'model', 'other'"):
         refuse_foreign(tmp_path / "odd.pt")
+
+
+def test_one_file_is_refused_to_deepspeed_before_it_begins_with_what_takes_it(tmp_path: Path) -> None:
+    file = tmp_path / "imported.ckpt"
+    file.touch()
+    for stage in (2, 3):
+        with pytest.raises(CheckpointMismatch, match=f"under ResilientDDP.*--model.init_from {re.escape(str(file))}"):
+            ResilientDeepSpeed(stage=stage).fitting_checkpoint(file)
+    assert ResilientDeepSpeed(stage=3, load_full_weights=True).fitting_checkpoint(file) == file

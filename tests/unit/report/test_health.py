@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.report.health import FIGURES, RunHealth
+from lightning_distplus.report.run import describe_runs, read_ledgers
 from tests.unit.report.ledgers import Job
 
 
@@ -56,6 +57,23 @@ def test_goodput_and_restarts_go_over_the_attempts_before_this_one(tmp_path: Pat
     assert found["goodput"] == pytest.approx(0.3, abs=0.05)  # 30 of 100 s
     health.take("steps", {"steps": 10, "seconds": 25.0, "data_s": 2.0, "checkpoint_s": 3.0})
     assert health.figures()["goodput"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_steps_that_are_done_again_do_not_count_twice_and_the_report_says_the_same(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    began = time.time() - 1_000_000.0 - 100
+    job.start(began)
+    job.train(began + 2, 0, 30)
+    job.start(began + 60, attempt=1)
+    job.tell(began + 62, "loaded", attempt=1, path="/gone/step=10.ckpt", global_step=10)  # 20 steps are lost
+    health = RunHealth()
+    health.begin(job.home, 0, "a", 1, time.time())
+    job.train(began + 65, 10, 40, attempt=1)
+    health.take("steps", {"steps": 30, "seconds": 30.0})
+    (told,) = describe_runs(read_ledgers(job.home))
+    trained_s = told["goodput"]["share"] * told["goodput"]["wall_s"]
+    assert trained_s == pytest.approx(40.0)
+    assert health.figures()["goodput"] == pytest.approx(0.4, abs=0.02)
 
 
 def test_without_a_ledger_only_this_attempt_counts(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_distplus.report.live import LiveRun
+from lightning_distplus.report.terminal import LiveRun
 from tests.unit.report.ledgers import BEGAN, Job
 
 

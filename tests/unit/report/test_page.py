@@ -111,6 +111,18 @@ def test_the_command_prints_writes_and_dumps_what_happened(tmp_path: Path, capsy
     assert (tmp_path / "page.html").stat().st_size < 4_000_000
 
 
+def test_a_checkpoint_that_the_run_has_removed_is_rotated_and_not_missing(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    for at, step in enumerate((1, 2, 3), 10):
+        job.tell(at, "saved", path=f"/gone/step={step}.ckpt", global_step=step)
+    job.tell(20, "removed", ranks=[0], path="/gone/step=1.ckpt")
+    job.tell(20, "removed", ranks=[0], path="/gone/step=2.ckpt")
+    job.tell(21, "saved", path="/gone/step=2.ckpt", global_step=2)  # again: what is gone now, somebody else has taken
+    (told,) = describe_runs(read_ledgers(job.home))
+    assert {one["step"]: one["state"] for one in told["checkpoints"]} == {1: "rotated", 2: "missing", 3: "missing"}
+
+
 def test_a_slow_part_of_one_rank_is_named_with_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, num_ranks=4)
     job.start(0)

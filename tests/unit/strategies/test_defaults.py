@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from lightning_distplus.report.health import FIGURES, RunHealth
-from lightning_distplus.report.prometheus import metric_name
+from lightning_distplus.report.health import FIGURES, RunHealth, metric_name
 from lightning_distplus.strategies.defaults import Telemetry, log_text
 from tests.distributed import jobs
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_distplus.checkpoint.foreign import refuse_foreign
+from lightning_distplus.control.first_error import FirstError
+from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
+from lightning_distplus.world import World
 
 
 def evidence(rank: int, **changes: Any) -> Evidence:
@@ -248,10 +253,26 @@ def test_a_folded_traceback_keeps_chained_errors_and_long_messages() -> None:
         (stacks.__file__, True),
         ("<frozen importlib._bootstrap>", True),
         ("/home/me/train.py", False),
+        ("/venv/bin/distplus", True),
     ],
 )
 def test_a_library_is_known_by_its_name_and_an_installed_package_may_be_the_users(file: str, is_library: bool) -> None:
     assert stacks.is_library(file) is is_library
+
+
+def test_what_is_refused_is_answered_with_the_command_and_not_with_a_line_of_code(tmp_path: Path) -> None:
+    torch.save({"model": {}, "optimizer": {}, "iter_num": 3, "step_count": 1}, tmp_path / "iter-3.pth")
+    with pytest.raises(CheckpointMismatch) as refused:
+        refuse_foreign(tmp_path / "iter-3.pth")
+    world = World(rank=0, size=1)
+    first = FirstError.of(refused.value, world, {"location": "/home/me/train.py:41"})
+    left = leave_verdict(
+        first, is_told=True, world=world, run_id="a", peers={}, last_seen=lambda rank: None, folder=tmp_path
+    )
+    assert left is not None
+    assert left[0].remedy.startswith("Make one of it that it can: distplus import --from litgpt ")
+    assert left[0].cause.endswith("which Lightning cannot resume from.")
+    assert left[0].location == "/home/me/train.py:41"
 
 
 def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:

@@ -83,7 +83,7 @@ def figures_of(name: str, ranks: Mapping[int, Blocks]) -> list[Figure]:
     steps = f"rank {worse}, steps of {step_us / 1000:.1f} ms, {len(wall)} alternations"
     return [
         figure("added to a step", wall, "us", _TARGET_US, steps),
-        figure("added CPU time", cpu, "us", note="of the training thread"),
+        figure("added CPU time", cpu, "us", note="of the training thread, without the work"),
         figure("wall, ours / stock", ratio, "", note=f"the call itself, waiting included: {calls}"),
         figure("wall, stock / stock", control, "", note="A/A: what nothing costs here"),
         Figure(name=f"{name}: upper bound beyond A/A's", value=excess, unit="", target=_TARGET_RATIO),
@@ -98,6 +98,9 @@ def differences(arms: Blocks, quantity: str, arm: str) -> list[float]:
 class Toggle(Callback):
     """Stands in the place of the gate and calls, in each step, that of the step's arm; notes the time at every call."""
 
+    warm_up: Sequence[str] = ("stock",) * WARM_UP
+    """The arms of the steps that are not measured."""
+
     def __init__(self, schedule: Sequence[str]) -> None:
         self.schedule = schedule
         self.marks: list[tuple[float, float, float]] = []  # wall and thread CPU time at entry, duration; in seconds
@@ -106,6 +109,7 @@ class Toggle(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Takes its place at the first batch."""
         if not self._gates:
+            self._model = pl_module
             self._gates = self.arms(trainer)
             trainer.strategy.on_train_batch_start = self._pass  # type: ignore[method-assign]
 
@@ -124,7 +128,7 @@ class Toggle(Callback):
         gate = self._gates[self.schedule[min(len(self.marks), len(self.schedule) - 1)]]
         cpu, start = time.thread_time(), time.perf_counter()
         gate(batch, batch_idx)
-        self.marks.append((start, cpu, time.perf_counter() - start))
+        self.marks.append((start, cpu - self._model.worked_s, time.perf_counter() - start))
 
 
 def _fit(
@@ -135,7 +139,7 @@ def _fit(
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     order = random.Random(0)
     blocks = [arm for _ in range(alternations) for arm in order.sample(ARMS, len(ARMS))]
-    toggle = kind([*["stock"] * WARM_UP, *(arm for arm in blocks for _ in range(BLOCK))])
+    toggle = kind([*kind.warm_up, *(arm for arm in blocks for _ in range(BLOCK))])
     num_steps = len(toggle.schedule) + 2  # the first gate passes before the toggle is there; the last one only ends
     options = {"monitor": brings_callbacks, "preemption": brings_callbacks, **STRATEGIES[name]}
     trainer = jobs.trainer(
@@ -150,9 +154,10 @@ def blocks_of(blocks: Sequence[str], marks: Sequence[Sequence[float]]) -> Blocks
     """A step lasts from one call of the gate to the next; the median of a block ignores what others interrupt."""
     wall, cpu, gate = (np.asarray(column) * 1e6 for column in zip(*marks, strict=True))
     steps = {"wall_us": np.diff(wall), "cpu_us": np.diff(cpu), "gate_us": gate}
+    warm_up = len(wall) - 1 - len(blocks) * BLOCK
     medians: Blocks = {arm: {quantity: [] for quantity in steps} for arm in ARMS}
     for number, arm in enumerate(blocks):
-        first = WARM_UP + number * BLOCK
+        first = warm_up + number * BLOCK
         for quantity, values in steps.items():
             medians[arm][quantity].append(median(values[first : first + BLOCK].tolist()))
     return medians

@@ -42,6 +42,8 @@ class Phases:
         self._on_left = on_left
         self._current = Phase.SETUP
         self._since = running_time()
+        self._deadlines: dict[Phase, timedelta] = {}
+        self._patiences: dict[Phase, timedelta] = {}
         self._in_force = self._deadline
         self._spared: list[dist.ProcessGroup] = []
 
@@ -64,7 +66,10 @@ class Phases:
         As long as the process groups: the deadline and a margin, so that the verdict comes first; a day with
         ``on_hang="report"``. With ``timeout=None`` as long as torch waits.
         """
-        return self.patience_in(self.current)
+        found = self._patiences.get(self._current)
+        if found is None:
+            found = self._patiences[self._current] = self.patience_in(self._current)
+        return found
 
     def patience_in(self, phase: Phase) -> timedelta:
         """How long a rank waits for its peers in another phase."""
@@ -86,7 +91,10 @@ class Phases:
 
     @property
     def _deadline(self) -> timedelta:
-        return self._deadline_of(self.current)
+        found = self._deadlines.get(self._current)
+        if found is None:
+            found = self._deadlines[self._current] = self._deadline_of(self._current)
+        return found
 
     def _deadline_of(self, phase: Phase) -> timedelta:
         timeouts = self._timeouts or Timeouts()
@@ -104,11 +112,13 @@ class Phases:
         The verdict keeps its deadline. It knows a debugger, and a process that was paused; a group's time-out does not.
         """
         self._on_hang = "report"
+        self._forget()
         self._set(self._deadline)
 
     def replace(self, timeouts: Timeouts) -> None:
         """Takes other deadlines from now on. All ranks have just met."""
         self._timeouts = timeouts
+        self._forget()
         self._set(self._deadline)
 
     def enter(self, phase: Phase) -> None:
@@ -122,6 +132,11 @@ class Phases:
         self.current = phase
         if self._deadline != self._in_force:
             self._set(self._deadline)
+
+    def _forget(self) -> None:
+        """What was worked out of the deadlines before; the gate of each step asks for it."""
+        self._deadlines.clear()
+        self._patiences.clear()
 
     def _set(self, deadline: timedelta) -> None:
         self._in_force = deadline

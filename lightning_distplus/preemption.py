@@ -179,6 +179,8 @@ class PreemptionHandler(Callback):
         self._trainer = trainer
         self._logged_steps = None
         self._is_ending = False
+        _compat.restore_step_hooks(self)
+        _compat.skip_step_hooks(self)
         _compat.replace_stock_signals(trainer, self._detach)
         self._requests.attach()
         _compat.add_to_worker_signals(self._requests.outlive)
@@ -223,6 +225,8 @@ class PreemptionHandler(Callback):
         is_window_start = batch_idx % trainer.accumulate_grad_batches == 0
         if trainer.world_size == 1 and is_window_start and self._is_asked():
             self._preempt([0])
+        if trainer.world_size > 1 and type(self).on_train_batch_start is PreemptionHandler.on_train_batch_start:
+            _compat.skip_step_hooks(self, "on_train_batch_start")
 
     def _is_asked(self) -> bool:
         return self._requests.reason is not None

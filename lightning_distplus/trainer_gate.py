@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import operator
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from enum import IntEnum, IntFlag
+from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +108,13 @@ MUST_AGREE = (
     "batch_structure",
     "state_fingerprint",
 )
+# What every step asks for, in plain numbers and text: an operation of an ``IntFlag`` costs a microsecond.
+_MARKS = {moment: f"the gate at {moment}" for moment in Moment}
+_DECISION = int(Moment.DECISION)
+_STOP, _PREEMPT, _SAVED, _LATE = int(Wish.STOP), int(Wish.PREEMPT), int(Wish.SAVED), int(Wish.LATE)
+_PLACE = attrgetter("decisions", "epoch", "global_step", "micro_batch")  # must be the same on all ranks
+_DECISIONS, _WISHES = attrgetter("decisions"), attrgetter("wishes")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
 
@@ -162,7 +168,7 @@ class BatchGate:
         """Told the records of a step before the Trainer goes on."""
         self.tell: Callable[[DivergenceError], None] = _raise
         """Called where the ranks stand at different places; it raises."""
-        self.attend: Callable[[str], AbstractContextManager[None]] = lambda moment: nullcontext()
+        self.attend: Callable[[str], AbstractContextManager[None]] = lambda moment: _NOTHING
         """Stands around every wait of this rank at the gate."""
         self.wishes = Flag.NONE
         """What some rank has asked for at a gate, and not all have done yet."""
@@ -224,12 +230,14 @@ class BatchGate:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         while True:
-            self._mark(f"the gate at {moment}")
-            with self.attend(str(moment)):
+            self._mark(_MARKS[moment])
+            with self.attend(_NAMES[moment]):
                 records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
-            if asked := _any_of(record.decisions for record in records) & _LASTING:
-                self.wishes |= Flag(asked)
-            if moment is Moment.DECISION or all(record.decisions & _MOMENT != Moment.DECISION for record in records):
+            said = set(map(_DECISIONS, records))
+            for one in said:
+                if one & _LASTING:
+                    self.wishes |= Flag(one & _LASTING)
+            if moment is Moment.DECISION or all(one & _MOMENT != _DECISION for one in said):
                 break
         if moment is not Moment.DECISION:
             self._require_one_place(records)
@@ -245,23 +253,22 @@ class BatchGate:
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The strategy's hook: the last one before the first collective of a batch."""
         self._inner(batch, batch_idx)
-        if self._micro_batch % self._trainer.accumulate_grad_batches == 0:
-            self._begin_step(batch, batch_idx)
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if (progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
+            self._begin_step(batch, batch_idx, is_last=progress.is_last_batch)
 
-    def _begin_step(self, batch: Any, batch_idx: int) -> None:
-        is_last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    def _begin_step(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
         said = self.say(batch, batch_idx)
         came_at = time.monotonic()
         records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **said)
         self.waited_s = time.monotonic() - came_at
         self._last = records[0]
         self._on_passed(records)
-        wishes = _any_of(record.wishes for record in records)
-        if wishes & int(Wish.PREEMPT):
-            self.preempt([rank for rank, record in enumerate(records) if record.wishes & Wish.PREEMPT])
+        wishes = list(map(_WISHES, records))
+        if any(wishes) and (leaving := [rank for rank, wish in enumerate(wishes) if wish & _PREEMPT]):
+            self.preempt(leaving)
         self.hear(records)
-        if wishes & int(Wish.STOP):
-            stopping = [rank for rank, record in enumerate(records) if record.wishes & Wish.STOP]
+        if any(wishes) and (stopping := [rank for rank, wish in enumerate(wishes) if wish & _STOP]):
             log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
             raise SIGTERMException
 
@@ -274,24 +281,25 @@ class BatchGate:
             global_step=self._trainer.global_step,
             micro_batch=max(0, self._micro_batch),
             epoch=self._trainer.current_epoch,
-            wishes=int(self._wishes()),
+            wishes=self._wishes(),
             decisions=decisions(moment, flags),
             **fields,
         )
 
-    def _wishes(self) -> Wish:
-        wishes = Wish.STOP if self._sigterm_seen else Wish.NONE
-        if self.has_saved():
-            wishes |= Wish.SAVED
-        if self.is_late():
-            wishes |= Wish.LATE
-        return wishes | Wish.PREEMPT if self.wants_preemption() else wishes
+    def _wishes(self) -> int:
+        """Bits of ``Wish``."""
+        return (
+            (_STOP if self._sigterm_seen else 0)
+            | (_SAVED if self.has_saved() else 0)
+            | (_LATE if self.is_late() else 0)
+            | (_PREEMPT if self.wants_preemption() else 0)
+        )
 
     # -- where all must stand ----------------------------------------------------------------------------------------
 
     def _require_one_place(self, records: Sequence[GateRecord]) -> None:
         """Raises unless all ranks stand at the same moment of the same step."""
-        if len({record.place for record in records}) == 1:
+        if len(set(map(_PLACE, records))) == 1:
             return
         moments = {rank: str(moment_of(record)) for rank, record in enumerate(records)}
         if len(set(moments.values())) > 1:
@@ -339,11 +347,6 @@ class BatchGate:
     def _tell(self, field: str, values: dict[int, Any], *, remedy: str, expected: Any = None) -> None:
         where = f"before step {self._trainer.global_step}; nothing was averaged"
         self.tell(disagreement(field, values, where=where, remedy=remedy, expected=expected))
-
-
-def _any_of(bits: Iterable[int]) -> int:
-    """The bits of all, in plain numbers: an ``IntFlag`` costs a microsecond for each operation."""
-    return functools.reduce(operator.or_, bits)
 
 
 def _raise(error: DivergenceError) -> None:

@@ -6,8 +6,11 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_distplus._compat.probing import warn_once, wrap_method
 
@@ -31,7 +34,9 @@ __all__ = [
     "restore_batch_broadcast",
     "restore_checkpoint_link",
     "restore_sigterm_notifier",
+    "restore_step_hooks",
     "restore_worker_signals",
+    "skip_step_hooks",
     "synced_metrics",
     "validates_now",
 ]
@@ -107,6 +112,54 @@ def accumulates(trainer: Any) -> bool:
         warn_once("_TrainingEpochLoop._should_accumulate", "a wish to stop is agreed upon after every micro-batch")
         return False
     return bool(asked())
+
+
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def skip_step_hooks(callback: Callback, *done: str) -> None:
+    """Keeps Lightning from calling the hooks of a step that a callback does not have: each call takes microseconds.
+
+    Args:
+        callback: One of ours.
+        *done: Hooks that it has, and needs no more in this run.
+    """
+    if _skips_what_is_not_callable():
+        own = vars(callback)
+        for name in _STEP_HOOKS:
+            if name in done or (name not in own and getattr(type(callback), name) is getattr(Callback, name)):
+                own[name] = None
+
+
+def restore_step_hooks(callback: Callback) -> None:
+    """Undoes ``skip_step_hooks``."""
+    for name in _STEP_HOOKS:
+        if vars(callback).get(name, name) is None:
+            del vars(callback)[name]
+
+
+@functools.cache
+def _skips_what_is_not_callable() -> bool:
+    """Whether Lightning asks before it calls a hook (lightning 2.6.6, ``trainer/call.py`` 226)."""
+    call = getattr(importlib.import_module("lightning.pytorch.trainer.call"), "_call_callback_hooks", None)
+    trainer = SimpleNamespace(
+        lightning_module=None,
+        callbacks=[SimpleNamespace(on_train_batch_start=None, state_key="")],
+        profiler=PassThroughProfiler(),
+    )
+    try:
+        call(trainer, "on_train_batch_start")  # type: ignore[misc]
+    except Exception:
+        warn_once("trainer.call._call_callback_hooks", "a step takes some microseconds more")
+        return False
+    return True
 
 
 def skips_backward(trainer: Any) -> bool:

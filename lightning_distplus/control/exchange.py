@@ -75,8 +75,9 @@ class Slots:
         self._unpacked = entries[:]
         return self._records
 
-    def linger(self, number: int) -> None:
-        """Nothing wakes this rank when the others have come: it asks the store."""
+    def linger(self, number: int) -> dict[int, bytes]:
+        """Nothing wakes this rank when the others have come: it has to ask the store."""
+        return {}
 
     def passed(self, number: int) -> None:
         """All have entered the gate: the key of the one before it is emptied, for the one after the next."""
@@ -360,9 +361,16 @@ class SharedRecords:
                     found[rank] = packed
         return found
 
-    def linger(self, number: int) -> None:
-        """Gives the others a moment to come."""
-        _linger(self._bell, number, lambda: len(self.read(number)) == self._size)
+    def linger(self, number: int) -> dict[int, bytes]:
+        """Gives the others a moment to come; the records of those that have."""
+        found: dict[int, bytes] = {}
+
+        def have_come() -> bool:
+            found.update(self.read(number))
+            return len(found) == self._size
+
+        _linger(self._bell, number, have_come)
+        return found
 
     def passed(self, number: int) -> None:
         """All have come: nothing has to be emptied."""

@@ -73,11 +73,6 @@ class GateRecord(NamedTuple):
     optimizer_s: float = 0.0
     """In the optimizer, without forward and backward."""
 
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Where the rank stands, as it must be the same on all of them."""
-        return self.decisions, self.epoch, self.global_step, self.micro_batch
-
     def pack(self) -> bytes:
         """The record as bytes."""
         return _LAYOUT.pack(RECORD_VERSION, *self)
@@ -250,14 +245,15 @@ class _DirectGate:
 
     def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
         """The records of all ranks, in rank order; the errors are those of ``ControlPlane.poll``."""
-        posted: dict[int, bytes] = {}
+        size = self._plane.world.size
         self._plane.raise_if_launcher_gone()
-        self._slots.linger(number)
+        posted = self._slots.linger(number)
 
         def is_complete() -> bool:
             posted.update(self._slots.read(number))
-            return len(posted) == self._plane.world.size
+            return len(posted) == size
 
-        self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
+        if len(posted) < size:
+            self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
         self._slots.passed(number)
-        return [posted[rank] for rank in self._plane.world.ranks]
+        return [posted[rank] for rank in range(size)]

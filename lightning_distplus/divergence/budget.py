@@ -6,14 +6,30 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 __all__ = ["Budget"]
 
 _KEPT = 32  # measurements of a look, and lengths of steps
 _SETTLED = 20  # steps, before their length is known
 _PARTS = {"state": 0.5, "batch": 0.25, "everything": 0.25}
+
+
+class _Measuring:
+    """Notes the CPU time of this thread within it."""
+
+    __slots__ = ("_began", "_scale", "_taken")
+
+    def __init__(self, taken: deque[float], scale: int) -> None:
+        self._taken = taken
+        self._scale = scale
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._taken.append(self._scale * (time.thread_time() - self._began))
 
 
 class Budget:
@@ -33,6 +49,7 @@ class Budget:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._began = 0.0
         self._agreed: dict[str, float] = {}
+        self._factors: dict[tuple[str, float], int] = {}
 
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
@@ -41,17 +58,14 @@ class Budget:
             self._steps.append(now - self._began)
         self._began = now
 
-    @contextmanager
-    def measure(self, look: str, scale: int = 1) -> Iterator[None]:
+    def measure(self, look: str, scale: int = 1) -> _Measuring:
         """Stands around a look.
 
         Args:
             look: ``"state"``, ``"batch"`` or ``"everything"``.
             scale: So many looks make the whole whose cost counts: the windows of the state.
         """
-        begin = time.thread_time()
-        yield
-        self._taken[look].append(scale * (time.thread_time() - begin))
+        return _Measuring(self._taken[look], scale)
 
     def figures(self) -> dict[str, float]:
         """What this rank has measured, in seconds; nothing as long as that is too little."""
@@ -64,6 +78,7 @@ class Budget:
         """Plans with the figures of all ranks, the same on each of them; whether that could be done."""
         if self._share is None or not all(told):
             return False
+        self._factors.clear()
         looks = {name for figures in told for name in figures}
         self._agreed = {look: max(figures.get(look, 0.0) for figures in told) for look in looks}
         self._agreed["step"] = min(figures["step"] for figures in told)
@@ -78,5 +93,8 @@ class Budget:
         """
         if self._share is None or look not in self._agreed:
             return 1
-        allowed_s = self._share * _PARTS[look] * self._agreed["step"]
-        return max(1, math.ceil(self._agreed[look] / (times * allowed_s)))
+        found = self._factors.get((look, times))
+        if found is None:
+            allowed_s = self._share * _PARTS[look] * self._agreed["step"]
+            found = self._factors[look, times] = max(1, math.ceil(self._agreed[look] / (times * allowed_s)))
+        return found

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, GateRecord
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.divergence.budget import Budget
@@ -37,7 +38,6 @@ __all__ = [
     "MonitoredRun",
     "OnDivergence",
     "SkipBudget",
-    "Stopwatch",
     "drop_gradients",
 ]
 
@@ -86,6 +86,10 @@ class Check:
 
     run: MonitoredRun
     """It is there from ``before_engine`` on."""
+
+    def needs(self, hook: str) -> bool:
+        """Whether it has a hook of the step, such as ``"say"``, in this run; asked once it is attached."""
+        return getattr(type(self), hook) is not getattr(Check, hook)
 
     def before_engine(self) -> None:
         """The model is built; the engine has not wrapped it, and the ledger is not open."""
@@ -170,11 +174,7 @@ class SkipBudget:
         self.in_a_row = 0
         self.total = 0
         self.is_skipping = False
-        """Whether the present step is left out."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.is_skipping = False
+        """Whether the present step is left out; set back when a step begins."""
 
     def skipped(self, reason: DivergenceError) -> None:
         """A step is skipped on all ranks.
@@ -266,21 +266,6 @@ class Comparison:
         self._run.tell(disagreement(name, found, where=where, remedy=remedy))
 
 
-class Stopwatch:
-    """Adds up the time spent within it."""
-
-    __slots__ = ("_began_at", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began_at = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._began_at
-
-
 # -- verdict, ledger and message of a difference -----------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
@@ -365,6 +350,16 @@ def _plain(value: Any) -> Any:
 # -- the callback ------------------------------------------------------------------------------------------------------
 
 OnDivergence = Literal["raise", "warn", "skip"]
+_BATCH_END = "on_train_batch_end"
+# The hooks of a step that a check may have, and Lightning's from which they are called.
+_STEP_HOOKS = {
+    "say": "",
+    "hear": "",
+    "before_backward": "on_before_backward",
+    "after_backward": "on_after_backward",
+    "before_optimizer_step": "on_before_optimizer_step",
+    "batch_end": _BATCH_END,
+}
 
 
 class GateMonitor(Callback):
@@ -385,8 +380,8 @@ class GateMonitor(Callback):
         self._host: Host | None = None
         self._gate: BatchGate | None = None
         self._incidents: Incidents | None = None
-        self._having: dict[str, list[Check]] = {}
-        self.spent = Stopwatch()
+        self._hooks: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _STEP_HOOKS}
+        self.spent_s = 0.0
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
         """Steps in which the ranks were compared."""
@@ -456,11 +451,25 @@ class GateMonitor(Callback):
         self._gate = self._host.gate(trainer)
         self._gate.say, self._gate.hear, self._gate.tell = self._say, self._hear, self._tell
         self._comparison = Comparison(self._run, self._explain)
-        self._having.clear()
         for check in self.checks:
             check.attach(self._run)
+        self._find_hooks()
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+        _compat.skip_step_hooks(self)
+
+    def _find_hooks(self) -> None:
+        """Binds those hooks of a step that its checks have: most have one or two."""
+        for hook in _STEP_HOOKS:
+            self._hooks[hook] = [getattr(check, hook) for check in self.checks if check.needs(hook)]
+
+    def _skip_idle_hooks(self, *, has_loggers: bool) -> None:
+        """Lightning need not call what would do nothing."""
+        names = [name for hook, name in _STEP_HOOKS.items() if name and not self._hooks[hook]]
+        if has_loggers and _BATCH_END in names:
+            names.remove(_BATCH_END)
+        ours = [name for name in names if getattr(type(self), name) is getattr(GateMonitor, name)]
+        _compat.skip_step_hooks(self, *ours)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first comparison: everything is restored, nothing has run."""
@@ -468,6 +477,7 @@ class GateMonitor(Callback):
             return
         for check in self.checks:
             check.start()
+        self._skip_idle_hooks(has_loggers=bool(trainer.loggers))
         if self._host.owns_gate:
             self._gate.open()
 
@@ -481,12 +491,13 @@ class GateMonitor(Callback):
     def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if not self._is_called:
             return {}
+        began = time.perf_counter()
         self._run.budget.begin_step()
+        self.skips.is_skipping = False
         fields: dict[str, Any] = {}
-        with self.spent:
-            self.skips.begin()
-            for check in self._with("say"):
-                fields.update(check.say(batch, batch_idx))
+        for say in self._hooks["say"]:
+            fields.update(say(batch, batch_idx))
+        self.spent_s += time.perf_counter() - began
         return fields
 
     def _hear(self, records: list[GateRecord]) -> None:
@@ -562,19 +573,10 @@ class GateMonitor(Callback):
 
     def _each(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of the step, and adds to what the monitor has taken."""
-        with self.spent:
-            for check in self._with(hook):
-                getattr(check, hook)(*arguments)
-
-    def _with(self, hook: str) -> Sequence[Check]:
-        """Those active checks that have this hook of a step, found once: most have one or two."""
-        if self._gate is None:
-            return ()
-        found = self._having.get(hook)
-        if found is None:
-            found = [check for check in self.checks if getattr(type(check), hook) is not getattr(Check, hook)]
-            self._having[hook] = found
-        return found
+        began = time.perf_counter()
+        for call in self._hooks[hook]:
+            call(*arguments)
+        self.spent_s += time.perf_counter() - began
 
     def _tell(self, error: DivergenceError) -> None:
         assert self._incidents is not None
@@ -596,6 +598,8 @@ class GateMonitor(Callback):
             vars(trainer.strategy).pop("setup", None)
             self._host.close()
         self._host = self._gate = None
+        self._hooks = {hook: [] for hook in _STEP_HOOKS}
+        _compat.restore_step_hooks(self)
 
     def _detach(self) -> None:
         for check in self._active():

@@ -105,8 +105,10 @@ class DecisionCheck(Check):
     def _decide(self, *arguments: Any) -> None:
         """Settles whether all ranks stop or validate after this step; sets ``should_stop`` and ``_forced``."""
         trainer, gate = self.run.trainer, self.run.gate
-        gate.wishes |= self._local_wishes(*arguments)
         is_by_clock = _is_by_clock(trainer)
+        if not (trainer.should_stop or gate.wishes or is_by_clock):  # of nearly every step
+            return
+        gate.wishes |= self._local_wishes(*arguments)
         agreed = Flag.NONE
         if gate.wishes and not _compat.accumulates(trainer):
             records = gate.meet(Moment.DECISION, gate.wishes)

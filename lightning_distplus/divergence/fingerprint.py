@@ -78,6 +78,9 @@ def words_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.int64)
 
 
+_Bytes = ctypes.Array[ctypes.c_char]
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of one tensor: the elements ``start`` to ``stop`` of its flat view."""
@@ -102,13 +105,30 @@ class Windows:
         self._tensors = list(tensors)
         self.count = count
         self.pieces = _cut([(tensor.numel(), tensor.element_size()) for tensor in tensors], count)
+        self._known: dict[int, tuple[tuple[int, int, torch.dtype], _Bytes]] = {}
 
     def fingerprint(self, number: int) -> Tensor | None:
         """The fingerprint of window ``number % count``: a 0-dim int64 on the device, without waiting; None if empty."""
         pieces = self.pieces[number % self.count]
         if not pieces:
             return None
+        parts = [self._bytes_of(piece) for piece in pieces]
+        if None not in parts:
+            return _hashed(parts)  # type: ignore[arg-type]
         return _of_pieces([self._part(piece) for piece in pieces])
+
+    def _bytes_of(self, piece: Piece) -> _Bytes | None:
+        """Of a whole tensor that lies in the memory of the CPU; those that lie where they lay are known."""
+        tensor = self._tensors[piece.index]
+        if not tensor.is_cpu or piece.stop - piece.start != tensor.numel() or not tensor.is_contiguous():
+            return None
+        place = tensor.data_ptr(), tensor.numel(), tensor.dtype
+        known = self._known.get(piece.index)
+        if known is None or known[0] != place:
+            if not tensor.untyped_storage().nbytes():  # an engine has taken it away
+                return None
+            known = self._known[piece.index] = place, _bytes_of(tensor)
+        return known[1]
 
     def _part(self, piece: Piece) -> Tensor:
         tensor = self._tensors[piece.index].detach()
@@ -150,13 +170,19 @@ def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _xxh3(tensors: Sequence[Tensor]) -> Tensor:
+    wholes = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
+    return _hashed([_bytes_of(whole) for whole in wholes if whole.untyped_storage().nbytes()])
+
+
+def _bytes_of(tensor: Tensor) -> _Bytes:
+    """Not by ``numpy()``: that makes the storage one that FSDP2 cannot free and fill again."""
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+
+
+def _hashed(parts: Sequence[_Bytes]) -> Tensor:
     hasher = xxhash.xxh3_64()
-    for tensor in tensors:
-        if tensor.numel() and tensor.untyped_storage().nbytes():
-            whole = tensor.detach().contiguous()
-            size_bytes = whole.numel() * whole.element_size()
-            # Not by numpy(): that makes the storage one that FSDP2 cannot free and fill again.
-            hasher.update((ctypes.c_char * size_bytes).from_address(whole.data_ptr()))
+    for part in parts:
+        hasher.update(part)
     value = hasher.intdigest()
     return torch.tensor(value - (1 << 64) if value >> 63 else value)
 

@@ -43,6 +43,7 @@ __all__ = [
     "name_at",
 ]
 
+_SUMMED_AT_ONCE = frozenset({torch.float32, torch.float64})
 _BLOCK = 1 << 18  # elements; a few fit into a core's second cache
 # torch 2.13 gave it a new name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -129,10 +130,10 @@ class LocalGradients:
         """Before the backward: a loss that is not finite makes this rank contribute nothing to the step."""
         if self.found is not None:
             return
-        if loss.device.type != "cpu":
+        if not loss.is_cpu:
             self._wait_for(torch.isfinite(loss.detach()).all(), "loss", lambda: None)
             return
-        value = float(loss.detach() if loss.numel() == 1 else loss.detach().sum())
+        value = (loss if loss.numel() == 1 else loss.detach().sum()).item()
         if not math.isfinite(value):
             self._remember("loss", value)
 
@@ -146,7 +147,7 @@ class LocalGradients:
         Returns:
             Whether this rank contributes it: a bool, or on another device than the CPU a 0-dim tensor there.
         """
-        if gradient.device.type != "cpu":
+        if not gradient.is_cpu:
             return self._look_on_device(gradient, name_of)
         if self.found is not None:
             return False
@@ -156,6 +157,12 @@ class LocalGradients:
                 self._remember("gradient", float(gradient.reshape(-1)[index]), name_of(index))
                 return False
         return True
+
+    def is_plain(self, buffer: Tensor) -> bool:
+        """Whether nothing was found yet, and one look at a small buffer of the CPU's finds nothing either."""
+        if self.found is not None or self._may_overflow or not buffer.is_cpu or buffer.numel() > _BLOCK:
+            return False
+        return buffer.dtype in _SUMMED_AT_ONCE and math.isfinite(torch.dot(buffer, buffer).item())
 
     def filtered(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> Tensor | None:
         """For ``Tensor.register_hook`` on a leaf: what takes the gradient's place, or None where it stays."""
@@ -169,8 +176,10 @@ class LocalGradients:
 
     def settle(self) -> None:
         """After the backward: waits for the answer of a device other than the CPU, once."""
+        if not self._pending:
+            return
         pending, self._pending, self._is_finite = self._pending, [], None
-        if not pending or self.found is not None:
+        if self.found is not None:
             return
         for is_finite, (_, what, name) in zip(torch.stack([one[0] for one in pending]).tolist(), pending, strict=True):
             if not is_finite:
@@ -179,9 +188,8 @@ class LocalGradients:
 
     def reset(self) -> None:
         """A new step begins."""
-        self.found = None
+        self.found = self._is_finite = None
         self._pending.clear()
-        self._is_finite = None
 
     def _look_on_device(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> Tensor:
         if self._may_overflow:  # the loss alone decides
@@ -234,15 +242,21 @@ class BucketHook:
             buffer.mul_(1 / size)
         else:
             self._sent.append((buffer, parameters[0]))
-            keeps: bool | Tensor = True
-            for begin, end, own in self._parts(parameters):
-                looked = self._look_and_scale(buffer[begin:end], own, size)
-                keeps = looked if own else keeps
-            _fill_unless(keeps, buffer, 0.0)
-            _fill_unless(keeps, buffer[:1], torch.nan)
+            if self._gradients.is_plain(buffer):
+                buffer.mul_(1 / size)
+            else:
+                self._look_at_parts(buffer, parameters, size)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])
+
+    def _look_at_parts(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> None:
+        keeps: bool | Tensor = True
+        for begin, end, own in self._parts(parameters):
+            looked = self._look_and_scale(buffer[begin:end], own, size)
+            keeps = looked if own else keeps
+        _fill_unless(keeps, buffer, 0.0)
+        _fill_unless(keeps, buffer[:1], torch.nan)
 
     def retire(self) -> None:
         """From now on it only reduces; DDP cannot let go of a hook."""
@@ -252,16 +266,21 @@ class BucketHook:
         """After a backward: whether some rank has sent the flag; the same answer on all ranks. Takes the flag away."""
         if not self._sent:
             return False
-        firsts = [buffer[0] for buffer, _ in self._sent]
-        values = [float(firsts[0])] if len(firsts) == 1 else torch.stack(firsts).tolist()
+        if self._sent[0][0].is_cpu:
+            values = [buffer[0].item() for buffer, _ in self._sent]
+        else:
+            values = torch.stack([buffer[0] for buffer, _ in self._sent]).tolist()
         flags = [value != value for value in values]
+        if not any(flags):
+            self._sent.clear()
+            return False
         for is_flagged, (buffer, parameter) in zip(flags, self._sent, strict=True):
             if is_flagged:
                 buffer[0] = 0
                 if parameter.grad is not None:
                     parameter.grad.view(-1)[:1] = 0
         self._sent.clear()
-        return any(flags)
+        return True
 
     def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
@@ -335,9 +354,9 @@ class FlaggingReduceScatter:
 
 def _norm(gradient: Tensor) -> float:
     """The norm of a gradient on the CPU; not finite where an element is not, or its square is too large."""
-    if gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64):
+    if gradient.dtype in _SUMMED_AT_ONCE and gradient.is_contiguous():
         flat = gradient.view(-1)
-        return math.sqrt(torch.dot(flat, flat))  # at twice the speed out of a cache
+        return math.sqrt(torch.dot(flat, flat).item())  # at twice the speed out of a cache
     return float(torch.linalg.vector_norm(gradient))
 
 
@@ -405,14 +424,20 @@ class NonFiniteCheck(Check):
         if not self._watch_buckets(model, may_overflow) and not self._watch_units(model):
             self._watch_each(model)
 
+    def needs(self, hook: str) -> bool:
+        """Lightning steps or goes back again right after a backward; what rode in the buckets can be read then."""
+        is_manual = self._bucket_hook is not None and not self.run.module.automatic_optimization
+        return super().needs(hook) and (hook != "after_backward" or is_manual)
+
     def before_backward(self, loss: torch.Tensor) -> None:
         """A loss that is not finite counts, whatever its gradients are."""
+        self.after_backward()
         self._gradients.look_at_loss(loss)
 
     def after_backward(self) -> None:
         """Reads what rode in the buckets; all ranks read the same."""
-        if self._bucket_hook is not None:
-            self._is_flagged |= self._bucket_hook.was_flagged()
+        if self._bucket_hook is not None and self._bucket_hook.was_flagged():
+            self._is_flagged = True
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """Agrees on whether the step is made.
@@ -422,6 +447,7 @@ class NonFiniteCheck(Check):
         """
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
+        self.after_backward()
         self._gradients.settle()
         if self._agree():
             self._act(optimizer)
@@ -639,7 +665,7 @@ class Mailbox:
         self.parameter.grad = None
         chunks = self._chunks()
         first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
-        if self.parameter.device.type == "cpu":
+        if self.parameter.is_cpu:
             filled = [0] * first + chunks + [0] * (self._size * _CHUNKS - last)
             slots = torch.tensor(filled, dtype=self.parameter.dtype)
         else:
@@ -657,16 +683,21 @@ class Mailbox:
     def take(self) -> torch.Tensor | None:
         """The content after the backward, on its way to the CPU; None where nothing came."""
         gradient = self.parameter.grad
-        if gradient is None or gradient.device.type == "cpu":
+        if gradient is None or gradient.is_cpu:
             return gradient
         return gradient.detach().to("cpu", torch.float32, non_blocking=True)
 
+    def has_met(self, content: torch.Tensor) -> bool:
+        """Whether all ranks have put in this rank's number, by what ``take`` returned."""
+        size = self._size
+        return self._sent > 0 and size > 1 and [value * size for value in content.tolist()] == self._chunks() * size
+
     def read(self, content: torch.Tensor) -> Letter:
         """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks."""
+        if self.has_met(content):
+            return Letter([self._sent] * self._size, is_summed=True)
         found = content.tolist()
         values = [value * self._size for value in found]
-        if self._sent and self._size > 1 and values == self._chunks() * self._size:
-            return Letter([self._sent] * self._size, is_summed=True)
         numbers = [self._decode(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
         first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
         has_others = any(values[:first]) or any(values[last:])
@@ -854,7 +885,7 @@ class PairingCheck(Check):
         content = self._mailbox.take()
         if content is None:
             self._tell_not_summed("its backward did not take part in the sum of gradients")
-        elif self._mailbox.parameter.device.type == "cpu":
+        elif self._mailbox.parameter.is_cpu:
             self._judge(content)
         else:
             self._late = content
@@ -871,6 +902,8 @@ class PairingCheck(Check):
 
     def _judge(self, content: torch.Tensor) -> None:
         assert self._mailbox is not None
+        if self._mailbox.has_met(content):
+            return
         letter = self._mailbox.read(content)
         if letter.is_summed and len(set(letter.numbers)) == 1:
             return

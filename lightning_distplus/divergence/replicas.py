@@ -9,6 +9,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -402,6 +403,7 @@ log = logging.getLogger(__name__)
 _NUM_WINDOWS = 16
 _WINDOW_BYTES = 1 << 20  # less than this is not worth cutting
 _SHOWN_NAMES = 6
+_FINGERPRINT = attrgetter("state_fingerprint")
 
 
 class ReplicaCheck(Check):
@@ -421,6 +423,7 @@ class ReplicaCheck(Check):
         self._windows = Windows([])
         self._num_states = -1
         self._num_said = 0
+        self._window_every = self._comparison_every = 1
         self._window: int | None = None
         self._agreed_at = [0]
         self._noted: dict[str, int] = {}
@@ -449,7 +452,7 @@ class ReplicaCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The fingerprint of this step's window, where one is due."""
-        turn, rest = divmod(self._num_said, self._steps_per_window)
+        turn, rest = divmod(self._num_said, self._window_every)
         self._num_said += 1
         self._window = turn % self._windows.count if rest == 0 else None
         if self._window is None:
@@ -465,11 +468,11 @@ class ReplicaCheck(Check):
             DivergenceError: On all ranks.
         """
         step = records[0].global_step
-        if any(record.state_fingerprint != records[0].state_fingerprint for record in records):
+        if len(set(map(_FINGERPRINT, records))) > 1:
             self._find(f"before step {step}")
         elif self._window is not None:
             self._agreed_at[self._window] = step
-        if step % self._steps_per_comparison == 0 or self._num_states != self._count_states():
+        if step % self._comparison_every == 0 or self._num_states != self._count_states():
             self._compare_all(f"before step {step}")
 
     def before_save(self) -> None:
@@ -499,15 +502,6 @@ class ReplicaCheck(Check):
         optimizers = [] if self._is_zero else self.run.trainer.optimizers
         self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
 
-    @property
-    def _steps_per_window(self) -> int:
-        return self.run.budget.exceeds("state", self._windows.count)
-
-    @property
-    def _steps_per_comparison(self) -> int:
-        every = self.run.parameters_every_n_steps
-        return every * self.run.budget.exceeds("everything", every)
-
     def _cut(self) -> None:
         """Makes the windows anew: 16, or more where one is above the budget and large enough."""
         device = self.run.trainer.strategy.root_device.type
@@ -518,13 +512,16 @@ class ReplicaCheck(Check):
         count = min(most, max(_NUM_WINDOWS, self.run.budget.exceeds("state")))
         self._windows = Windows(everywhere, count)
         self._agreed_at = [min(self._agreed_at)] * count
+        self._window_every = self.run.budget.exceeds("state", count)
+        every = self.run.parameters_every_n_steps
+        self._comparison_every = every * self.run.budget.exceeds("everything", every)
 
     def _note_plan(self) -> None:
         """Tells the ledger how many steps a whole pass takes, when that has changed."""
         plan = {
             "windows": self._windows.count,
-            "steps_per_pass": self._windows.count * self._steps_per_window,
-            "steps_per_full_comparison": self._steps_per_comparison,
+            "steps_per_pass": self._windows.count * self._window_every,
+            "steps_per_full_comparison": self._comparison_every,
         }
         if plan != self._noted:
             self._noted = plan

@@ -34,6 +34,8 @@ class SettingsCheck(Check):
         self._parameters = dict(run.module.named_parameters())
         self._tensors = list(self._parameters.values())
         self._num_said = 0
+        is_on_cpu = run.trainer.strategy.root_device.type == "cpu"  # elsewhere a question waits for the device
+        self._scaler = getattr(run.trainer.precision_plugin, "scaler", None) if is_on_cpu else None
         self._have_steps: list[bool] = []
 
     def start(self) -> None:
@@ -50,7 +52,7 @@ class SettingsCheck(Check):
         self._num_said += 1
         return {
             "learning_rate": numbers[0] if optimizers else 0.0,
-            "loss_scale": self._loss_scale(),
+            "loss_scale": 0.0 if self._scaler is None else float(self._scaler.get_scale()),
             # The hash of a tuple of numbers is the same in every process.
             "settings": hash(tuple(numbers)) & _MASK,
             "collectives": _compat.num_collectives(),
@@ -85,17 +87,12 @@ class SettingsCheck(Check):
     def _optimizers(self) -> list[Any]:
         return [one for one in self.run.trainer.optimizers if getattr(one, "param_groups", None)]
 
-    def _loss_scale(self) -> float:
-        scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
-        is_on_cpu = self.run.trainer.strategy.root_device.type == "cpu"
-        return float(scaler.get_scale()) if scaler is not None and is_on_cpu else 0.0
-
 
 def _number(value: Any) -> float:
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
-        return float(value) if value.device.type == "cpu" else 0.0
+        return float(value.item()) if value.is_cpu else 0.0
     return float(value)
 
 
@@ -116,7 +113,7 @@ def _holds_trainable(optimizer: Any) -> bool:
 BatchShapes = Literal["any", "equal"]
 _SAME_IN_A_ROW = 2
 _OF_SAMPLER = ("epoch", "seed", "num_replicas", "total_size")
-_OF_DATA = -1
+_ABSENT = -(1 << 32)  # a number, because the hash of None is not the same in every process
 _SHOWN_IDS = 8
 
 
@@ -161,7 +158,7 @@ class BatchCheck(Check):
         turn, rest = divmod(self._num_said, self._every)
         self._num_said += 1
         # The hash of a tuple of numbers is the same in every process.
-        fields: dict[str, Any] = {"data_fingerprint": hash(tuple(self._place().items())) & _MASK}
+        fields: dict[str, Any] = {"data_fingerprint": hash(self._numbers_of_place()) & _MASK}
         if rest == 0:
             if self._compares_structure:
                 fields["batch_structure"] = self._structures.of(batch)
@@ -173,7 +170,7 @@ class BatchCheck(Check):
     def explain(self, field: str) -> dict[str, Any]:
         """What stands behind the fingerprints."""
         if field == "data_fingerprint":
-            return {self._name_of(*key): value for key, value in self._place().items()}
+            return self._place()
         return structure(self._batch, sizes=self._has_sizes) if field == "batch_structure" else {}
 
     def hear(self, records: Sequence[GateRecord]) -> None:
@@ -186,26 +183,25 @@ class BatchCheck(Check):
 
     # -- place -------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> dict[tuple[int, int], int]:
-        """What decides which samples come next, and must be the same on all ranks; ``_name_of`` has the names."""
-        place: dict[tuple[int, int], int] = {}
-        for index, loader in enumerate(self._loaders):
+    def _numbers_of_place(self) -> tuple[int, ...]:
+        """What decides which samples come next, and must be the same on all ranks; ``_place`` has the names."""
+        numbers: list[int] = []
+        for loader in self._loaders:
             sampler = getattr(loader, "sampler", None)
-            for number, name in enumerate(_OF_SAMPLER):
-                if isinstance(value := getattr(sampler, name, None), int):
-                    place[index, number] = value
+            for name in _OF_SAMPLER:
+                value = getattr(sampler, name, _ABSENT)
+                numbers.append(value if isinstance(value, int) else _ABSENT)
         delivered = getattr(getattr(self.run.trainer, "datamodule", None), "delivered", None)
         if delivered is not None:
             size = len(delivered.positions)
-            place[_OF_DATA, 0] = delivered.epoch
-            place[_OF_DATA, 1] = int(delivered.positions[0]) - self._mine * size if size else -1
-        return place
+            numbers += (delivered.epoch, int(delivered.positions[0]) - self._mine * size if size else -1)
+        return tuple(numbers)
 
-    @staticmethod
-    def _name_of(index: int, number: int) -> str:
-        if index == _OF_DATA:
-            return ("epoch of the data", "position in the data")[number]
-        return f"{_OF_SAMPLER[number]} of sampler {index}"
+    def _place(self) -> dict[str, int]:
+        names = [f"{name} of sampler {index}" for index in range(len(self._loaders)) for name in _OF_SAMPLER]
+        names += ["epoch of the data", "position in the data"]
+        numbers = zip(names, self._numbers_of_place(), strict=False)
+        return {name: value for name, value in numbers if value != _ABSENT}
 
     def _require_own_shards(self) -> None:
         """A distributed sampler has the rank of its data-parallel place, as Lightning knows it."""

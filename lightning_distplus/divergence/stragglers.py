@@ -72,7 +72,7 @@ class Arrivals:
     def __init__(self, share: float, size: int) -> None:
         self._share = share
         self._size = size
-        self._steps: deque[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]], float]] = deque(
+        self._steps: deque[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]], float, bool]] = deque(
             maxlen=size
         )
 
@@ -96,13 +96,19 @@ class Arrivals:
         """
         if not math.isfinite(sum(leads_s) + sum(waits_s)):
             return None
-        self._steps.append((leads_s, waits_s, parts_s, step_s))
+        # No rank is later than this; where that is too little in too many steps, nobody is a straggler.
+        latest_s = (max(leads_s) - min(leads_s)) + (max(waits_s) - min(waits_s))
+        may_be_late = latest_s >= max(self._share * step_s, _LEAST_WAIT_S)
+        self._steps.append((leads_s, waits_s, parts_s, step_s, may_be_late))
         if len(self._steps) < self._size:
             return None
-        leads, waits, parts, steps = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
+        found = []
+        if sum(step[-1] for step in self._steps) / self._size >= _LATE_SHARE:
+            leads, waits, parts, steps, _ = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
+            found = self._judge(_behind_peers(leads), _behind_peers(-waits), parts, steps)
         for _ in range(math.ceil(self._size / 2)):  # windows overlap: who becomes slow within one is named at the next
             self._steps.popleft()
-        return self._judge(_behind_peers(leads), _behind_peers(-waits), parts, steps)
+        return found
 
     def _judge(self, leads: np.ndarray, gates: np.ndarray, parts: np.ndarray, steps: np.ndarray) -> list[Straggler]:
         late = leads + gates

@@ -87,6 +87,7 @@ class FirstWord(Callback):
 
     def __init__(self, strategy: ResilientStrategy) -> None:
         self._strategy = strategy
+        _compat.skip_step_hooks(self)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Before any callback can wait for ranks that still train."""
@@ -526,7 +527,7 @@ class ResilientStrategy(_Base):
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self.marks.global_step = records[0].global_step
-        if all(record.wishes & _SAVED for record in records):
+        if records[0].wishes & _SAVED and all(record.wishes & _SAVED for record in records):
             self.saves.settle()
         self.measured.review(records)
         assert self._gate is not None
@@ -541,7 +542,7 @@ class ResilientStrategy(_Base):
 
     def _monitor_s(self) -> float:
         """What the divergence monitor has taken of the training thread so far."""
-        return 0.0 if self._monitor is None else self._monitor.spent.seconds
+        return 0.0 if self._monitor is None else self._monitor.spent_s
 
     def on_train_end(self) -> None:
         """The parent's part.

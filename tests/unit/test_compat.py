@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.call import _call_callback_hooks
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_distplus import _compat
@@ -562,3 +565,22 @@ def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> No
     for _ in range(2):
         _compat.give_mesh(SimpleNamespace(), model, None)
     assert len(_warnings(caplog)) == 1
+
+
+class _WithOneHook(Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        self.called = True
+
+
+def test_lightning_calls_no_hook_of_a_step_that_a_callback_does_not_have() -> None:
+    callback = _WithOneHook()
+    trainer = SimpleNamespace(lightning_module=None, callbacks=[callback], profiler=PassThroughProfiler())
+    _compat.skip_step_hooks(callback)
+    for hook in ("on_train_batch_start", "on_before_zero_grad", "on_after_backward"):
+        _call_callback_hooks(trainer, hook)
+    assert callback.called
+    assert callback.on_before_zero_grad is None
+    _compat.skip_step_hooks(callback, "on_after_backward")
+    assert callback.on_after_backward is None
+    _compat.restore_step_hooks(callback)
+    assert vars(callback) == {"called": True}

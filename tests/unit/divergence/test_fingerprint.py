@@ -193,3 +193,20 @@ def test_a_tensor_can_be_freed_and_filled_again_after_a_look_at_it() -> None:
     fingerprint(tensor)
     tensor.untyped_storage().resize_(0)
     tensor.untyped_storage().resize_(4000)
+
+
+def test_a_window_reads_tensors_where_they_lie_now() -> None:
+    tensors = [torch.nn.Parameter(torch.arange(10.0)), torch.nn.Parameter(torch.ones(7))]
+    windows = Windows(tensors, 1)
+    found = [int(windows.fingerprint(0))]
+    with torch.no_grad():
+        tensors[1][3] = 2
+    found.append(int(windows.fingerprint(0)))
+    tensors[0].data = torch.arange(10.0).flip(0)
+    found.append(int(windows.fingerprint(0)))
+    tensors[0].data = torch.arange(20.0)[::2]
+    found.append(int(windows.fingerprint(0)))
+    assert len(set(found)) == 4
+    for one in tensors:
+        one.data = one.data.contiguous()
+    assert int(windows.fingerprint(0)) == found[-1] == int(Windows(tensors, 1).fingerprint(0))

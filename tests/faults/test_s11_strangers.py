@@ -239,5 +239,5 @@ def test_what_a_stranger_writes_to_the_store_ends_signals_and_names_nothing(tmp_
     assert "\x1b" not in told
     assert "forged" not in told
     events = read_events(tmp_path / "distplus")
-    assert {event["kind"] for event in events} - {"steps", "costs"} == {"start", "saved", "end"}
+    assert {event["kind"] for event in events} - {"steps", "costs", "removed"} == {"start", "saved", "end"}
     assert "forged" not in {event["run_id"] for event in events}

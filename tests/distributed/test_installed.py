@@ -17,6 +17,7 @@ import pytest
 
 import lightning_distplus
 from benchmarks import first_resume
+from lightning_distplus.errors import ExitCode
 from tests.installed import DEEPSPEED, ROOT, Environment, build, environment, run
 
 SCRIPT = """
@@ -100,6 +101,21 @@ def test_the_launcher_of_the_readme_restarts_its_script_from_the_newest_checkpoi
     told = launched.communicate(timeout=100)[0]
     assert launched.returncode == 0, told
     assert re.search("^" + re.sub(r"\d+", r"\\d+", re.escape(shown[0])) + "$", told, flags=re.MULTILINE), told
+
+
+def test_the_rank_of_the_readme_that_differs_is_named(installed: Environment, tmp_path: Path) -> None:
+    """Row D1: its lines, typed as they stand there, and the verdict below them."""
+    shown = re.search(r"^(\$ sed .*\n\$ python nan.py)\n(RANK 1 (?:.*\n)+?)```", README, flags=re.MULTILINE)
+    assert shown is not None
+    lines, verdict = shown.groups()
+    shell = first_resume.Shell(tmp_path, installed.bin)
+    shell.run("distplus init")
+    plant, train = first_resume.typed_in(lines)
+    shell.run(plant)
+    trained = shell.start(train)
+    told = trained.communicate(timeout=100)[0]
+    assert trained.returncode == ExitCode.DIVERGENCE, told
+    assert verdict in told, told
 
 
 @pytest.mark.soak

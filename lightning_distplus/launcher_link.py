@@ -109,10 +109,15 @@ def introduce_starter() -> None:
     env.DISTPLUS_STARTER.set(f"{os.getpid()}:{start_time(os.getpid()) or 0}")
 
 
-def starter_has_ended() -> bool:
-    """Whether the process that has started this rank, and is to serve the store, is gone."""
-    pid, _, started = (env.DISTPLUS_STARTER.get() or "").partition(":")
-    return pid != "" and process_state(int(pid), int(started) or None) is ProcessState.GONE
+def starter_has_ended(job: str) -> bool:
+    """Whether a job is known by the process that has started this rank, and is to serve the store, and that is gone.
+
+    Whom torchrun or Slurm has started may have found the variable in its environment: its job has another name.
+    """
+    if not job or job != env.DISTPLUS_STARTER.get():
+        return False
+    pid, _, started = job.partition(":")
+    return process_state(int(pid), int(started) or None) is ProcessState.GONE
 
 
 # -- the folder of artefacts -------------------------------------------------------------------------------------------

@@ -143,9 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = _parse_name(arguments[:1])
     command = COMMANDS[name]
-    is_here = command.module == "__main__"
-    module = sys.modules[__name__] if is_here else _import(f"lightning_distplus.cli.{command.module}")
-    run = getattr(module, command.function)
+    run = getattr(_import(f"lightning_distplus.cli.{command.module}"), command.function)
     try:
         return int(run(arguments if command.keeps_name else arguments[1:]))
     except (DistplusError, OSError) as error:

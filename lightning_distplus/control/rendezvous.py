@@ -317,7 +317,7 @@ def _meet(
             door.answer(elapsed_s, has_come)
         if refusals is not None:
             refusals.raise_if_any(elapsed_s)
-        if starter_has_ended():
+        if starter_has_ended(joined.address.job):
             raise RendezvousError(_without_starter(plane.world))
         if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
             raise end_with(text)
@@ -362,7 +362,9 @@ def _open_store(world: World, address: Address, deadline: timedelta, unheard: Un
         store = _serve(world, address)
     else:
         host = _LOOPBACK if world.num_nodes == 1 and not address.is_served_by_launcher else address.host
-        store = join(world, host, address.port, await_port(world, host, address.port, deadline, unheard))
+        store = join(
+            world, host, address.port, await_port(world, host, address.port, deadline, unheard, job=address.job)
+        )
     store.set_timeout(_CALL_TIMEOUT)
     return store
 
@@ -593,7 +595,9 @@ def port_remedy(error: OSError) -> str:
     return "Set MASTER_ADDR to the host of rank 0, by a name that resolves, and MASTER_PORT to a free port above 1023."
 
 
-def await_port(world: World, host: str, port: int, deadline: timedelta, unheard: Unheard) -> timedelta:
+def await_port(
+    world: World, host: str, port: int, deadline: timedelta, unheard: Unheard, *, job: str = ""
+) -> timedelta:
     """Tries until somebody listens; torch's own client overruns its time-out by seconds.
 
     Args:
@@ -602,18 +606,19 @@ def await_port(world: World, host: str, port: int, deadline: timedelta, unheard:
         port: Its port there.
         deadline: How long to try.
         unheard: Where rank 0 says that it cannot serve.
+        job: That of this rank; where it is known by the process that started this one, that has to be there.
 
     Returns:
         The time left of the deadline, at least a second.
 
     Raises:
         PeerMissing: Nobody listens there.
-        RendezvousError: Something other than an absent rank 0 explains the silence.
+        RendezvousError: Something other than an absent rank 0 explains the silence, or who started this rank is gone.
     """
     begin = time.monotonic()
     end = begin + deadline.total_seconds()
     while True:
-        if starter_has_ended():
+        if starter_has_ended(job):
             raise RendezvousError(_without_starter(world))
         try:
             left_s = end - time.monotonic()

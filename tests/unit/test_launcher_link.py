@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.launcher_link import InHand, SampleNote, launcher_has_ended
+from lightning_distplus.launcher_link import (
+    InHand,
+    SampleNote,
+    introduce_starter,
+    launcher_has_ended,
+    starter_has_ended,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +67,19 @@ def test_a_rank_knows_whether_its_launcher_has_ended() -> None:
     assert not launcher_has_ended()  # its process is there
     os.environ["DISTPLUS_IN_HAND"] = "/proc/4194305/fd/3"  # no number of a process is as high
     assert launcher_has_ended()
+
+
+def test_a_job_knows_whether_its_starter_has_ended_and_one_of_a_launcher_does_not_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DISTPLUS_STARTER", "")
+    assert not starter_has_ended("")
+    introduce_starter()
+    mine = os.environ["DISTPLUS_STARTER"]
+    assert not starter_has_ended(mine)
+    gone = f"{os.getpid()}:1"  # the number was another process's before
+    assert not starter_has_ended(gone)
+    os.environ["DISTPLUS_STARTER"] = gone
+    assert starter_has_ended(gone)
+    assert not starter_has_ended("of torchrun")
+    assert not starter_has_ended("")

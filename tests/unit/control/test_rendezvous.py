@@ -12,7 +12,16 @@ from torch.distributed import HashStore
 
 from lightning_distplus import env
 from lightning_distplus.control import Address, connect
-from lightning_distplus.control.rendezvous import Refusals, Unheard, await_port, explain_silence, is_local, listen_on
+from lightning_distplus.control.rendezvous import (
+    Refusals,
+    Unheard,
+    _agree_on_job,
+    _Joined,
+    await_port,
+    explain_silence,
+    is_local,
+    listen_on,
+)
 from lightning_distplus.control.secret import Secret, SignedStore
 from lightning_distplus.errors import RendezvousError
 from lightning_distplus.testing import spawn
@@ -66,6 +75,20 @@ def test_a_refusal_is_heard_by_who_still_waits_a_while_later_and_last_by_who_ser
     serving.raise_if_any(11.7)
     with pytest.raises(RendezvousError, match="rank 1 twice"):
         serving.raise_if_any(12.6)
+
+
+def test_who_serves_the_store_says_which_job_is_right_also_where_a_stray_rank_came_first() -> None:
+    store = HashStore()
+
+    def joined(rank: int, job: str) -> _Joined:
+        return _Joined(store, World(rank=rank, size=2), Secret("ours"), Address(host="127.0.0.1", port=1, job=job))
+
+    stray = joined(1, "killed")
+    _agree_on_job(stray, serves_store=False)
+    _agree_on_job(joined(0, "new"), serves_store=True)
+    _agree_on_job(joined(1, "new"), serves_store=False)
+    with pytest.raises(RendezvousError, match="belongs to another job"):
+        _agree_on_job(stray, serves_store=False)
 
 
 def test_an_address_is_local_where_it_can_be_bound() -> None:

@@ -11,29 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.testing import weights_digest
 from tests.distributed import resume_jobs
-from tests.distributed.resume_jobs import SaveAt, quiet_trainer
-
-
-class Augmented(Dataset):
-    """Sample i is (i, random numbers of each generator)."""
-
-    def __init__(self, num_samples: int = 17) -> None:
-        self.num_samples = num_samples
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        self.read.append(index)
-        if isinstance(index, list):
-            return torch.stack([self[one] for one in index])
-        return torch.tensor([float(index), random.random() + np.random.rand() + torch.rand(()).item()])
+from tests.distributed.resume_jobs import quiet_trainer
 
 
 class Diary(resume_jobs.Diary):
@@ -87,38 +69,3 @@ def fit(
     with tempfile.TemporaryDirectory() as root:
         quiet_trainer(**{"default_root_dir": root, **settings}).fit(model, loader(), val, ckpt_path=ckpt_path)
     return model
-
-
-def final_counters(model: Diary) -> dict[str, Any]:
-    """All counters of the Trainer's loops, and the weights, after a fit."""
-    loop = model.trainer.fit_loop
-    optimizer = loop.epoch_loop.automatic_optimization.optim_progress.optimizer
-    return {
-        "epochs": loop.epoch_progress.state_dict(),
-        "batches": loop.epoch_loop.batch_progress.state_dict(),
-        "steps": optimizer.step.total.state_dict(),
-        "zero_grads": optimizer.zero_grad.total.state_dict(),
-        "validation": loop.epoch_loop.val_loop.batch_progress.total.state_dict(),
-        "weights": weights_digest(model),
-    }
-
-
-def assert_every_save_resumes_exactly(loader: Callable[[], Any], hook: str, folder: Path, **arguments: Any) -> int:
-    """Resumes from every save: the events must be the last ones of the undisturbed run, and none may be missing."""
-    saver = SaveAt(hook, folder)
-    undisturbed = fit(loader, callbacks=[saver], **arguments)
-    window = undisturbed.trainer.accumulate_grad_batches
-    for path, num_before in saver.saves:
-        resumed = fit(loader, ckpt_path=path, **arguments)
-        left = undisturbed.events[num_before:]
-        if not resumed.events:  # Lightning leaves a finished run as it is, also what was due after its last step
-            assert not any(event[0] == "train" for event in left)
-            continue
-        # The hook of the module that follows the hook of the callback is not repeated.
-        may_lack = hook in ("on_train_epoch_end", "on_train_epoch_start")
-        assert len(resumed.events) >= len(left) - may_lack, path.name
-        assert resumed.events == undisturbed.events[len(undisturbed.events) - len(resumed.events) :], path.name
-        repeated = sum(event[0] == "train" for event in resumed.events) - sum(event[0] == "train" for event in left)
-        assert 0 <= repeated < window + (hook == "on_before_optimizer_step"), path.name
-        assert final_counters(resumed) == final_counters(undisturbed), path.name
-    return len(saver.saves)

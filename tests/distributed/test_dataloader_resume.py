@@ -30,8 +30,14 @@ from lightning_distplus.data.dataloader import after
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import spawn
 from tests.distributed.iterable_jobs import Counting, Endless, Resuming
-from tests.distributed.loader_jobs import Augmented, Diary, assert_every_save_resumes_exactly, final_counters, fit
-from tests.distributed.resume_jobs import SaveAt, quiet_trainer
+from tests.distributed.loader_jobs import Diary, fit
+from tests.distributed.resume_jobs import (
+    Augmented,
+    SaveAt,
+    assert_every_save_resumes_exactly,
+    final_counters,
+    quiet_trainer,
+)
 from tests.pairs import kept
 
 Make = Callable[[], Any]
@@ -200,34 +206,29 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     "cycle in windows": (partial(combined, "max_size_cycle"), BOTH, {**OWN, **WINDOWS}),
     "cycle over ranks": (partial(combined, "max_size_cycle"), BOTH[:1], TWO),
 }
-EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle"]
-EACH_COMMIT += [
-    "stream",
-    "stream, persistent workers",
-    "streams, max_size_cycle",
-    "StatefulDataLoader over ids, workers",
-]
+EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle", "stream"]
+EACH_COMMIT += ["stream, persistent workers", "streams, max_size_cycle", "StatefulDataLoader over ids, workers"]
 
 
-def resume_from_every_save(names: list[str], folder: str) -> dict[str, int]:
+def resume_from_saves(names: list[str], every: int, folder: str) -> dict[str, int]:
     counts = {}
     for name in names:
         make, hooks, arguments = ORACLES[name]
         for hook in hooks:
             saves = Path(folder) / name / hook
             saves.mkdir(parents=True)
-            counts[f"{name}, {hook}"] = assert_every_save_resumes_exactly(make, hook, saves, **arguments)
+            counts[f"{name}, {hook}"] = assert_every_save_resumes_exactly(make, hook, saves, every, fit, **arguments)
     return counts
 
 
 @pytest.mark.deadline(170)
 @pytest.mark.parametrize(
-    "names",
-    [EACH_COMMIT, *(pytest.param([name], marks=pytest.mark.soak) for name in ORACLES if name not in EACH_COMMIT)],
-    ids=lambda names: names[0] if len(names) == 1 else "each commit",
+    ("names", "every"),  # of the saves, counted from the last one
+    [(EACH_COMMIT, 3), *(pytest.param([name], 1, marks=pytest.mark.soak) for name in ORACLES)],
+    ids=lambda one: str(one) if isinstance(one, int) else one[0] if len(one) == 1 else "each commit",
 )
-def test_resume_from_every_save_is_the_undisturbed_run(names: list[str], tmp_path: Path) -> None:
-    run = spawn(resume_from_every_save, 1, args=(names, str(tmp_path)), deadline="150s").check()
+def test_resume_from_every_save_is_the_undisturbed_run(names: list[str], every: int, tmp_path: Path) -> None:
+    run = spawn(resume_from_saves, 1, args=(names, every, str(tmp_path)), deadline="150s").check()
     assert min(run.results[0].values()) >= 1
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -142,7 +142,6 @@ def test_full_state_dict_context_has_the_signature_that_we_replace() -> None:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The default group; it is not handed over, because a reference to it would keep its socket open."""
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield
     dist.destroy_process_group()
@@ -150,7 +149,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     return Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
@@ -159,6 +157,18 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def goes_off(caplog: pytest.LogCaptureFixture, call: Callable[[], object], words: str = "") -> None:
+    """A feature whose upstream name is gone gives nothing, twice, and says so once."""
+    assert not any([call(), call()])
+    (told,) = _warnings(caplog)
+    assert words in told
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat.probing, "_warned", set())
 
 
 def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:
@@ -227,28 +237,23 @@ def test_the_gate_takes_the_place_of_the_broadcast_and_gives_it_back(trainer: Tr
 
 def test_without_the_broadcast_there_is_no_gate(trainer, monkeypatch, caplog) -> None:
     monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_broadcast_sigterm_tensor")
-    for _ in range(2):
-        assert not _compat.replace_batch_broadcast(trainer, lambda: None)
+    goes_off(caplog, lambda: _compat.replace_batch_broadcast(trainer, print), "ranks are not compared before each step")
     _compat.restore_batch_broadcast(trainer)
-    assert len(_warnings(caplog)) == 1
-    assert "ranks are not compared before each step" in _warnings(caplog)[0]
 
 
 def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, caplog) -> None:
     connector = trainer._signal_connector
-    assert _compat.replace_sigterm_notifier(trainer, handler := lambda *_: None)
+    handler = print
+    assert _compat.replace_sigterm_notifier(trainer, handler)
     assert connector._sigterm_notifier_fn is handler
     _compat.restore_sigterm_notifier(trainer)
     assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
     monkeypatch.delattr(type(connector), "_sigterm_notifier_fn")
-    for _ in range(2):
-        assert not _compat.replace_sigterm_notifier(trainer, handler)
+    goes_off(caplog, lambda: _compat.replace_sigterm_notifier(trainer, handler))
     _compat.restore_sigterm_notifier(trainer)
-    assert len(_warnings(caplog)) == 1
 
 
 def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     module = importlib.import_module("torch.utils.data._utils.signal_handling")
     called: list[str] = []
     monkeypatch.setattr(module, "_set_worker_signal_handlers", torchs := lambda: called.append("torch"))
@@ -259,22 +264,15 @@ def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, ca
         _compat.restore_worker_signals()
     assert module._set_worker_signal_handlers is torchs
     monkeypatch.delattr(module, "_set_worker_signal_handlers")
-    for _ in range(2):
-        assert not _compat.add_to_worker_signals(lambda: None)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.add_to_worker_signals(lambda: None))
 
 
 def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     monkeypatch.delattr("lightning.pytorch.overrides.distributed._register_ddp_comm_hook")
-    for _ in range(2):
-        _compat.register_ddp_comm_hook(None, None, None, None)
-    assert len(_warnings(caplog)) == 1
-    assert "without its communication hook" in _warnings(caplog)[0]
+    goes_off(caplog, lambda: _compat.register_ddp_comm_hook(None, None, None, None), "without its communication hook")
 
 
 def test_without_the_full_state_dict_context_there_is_one_warning_per_module(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     module = importlib.import_module("lightning.pytorch.strategies.fsdp")
     original = importlib.import_module("lightning.fabric.strategies.model_parallel")._get_full_state_dict_context
     monkeypatch.delattr(module, "_get_full_state_dict_context")
@@ -303,10 +301,9 @@ def test_preparation_barrier_is_ours_for_one_preparation(trainer: Trainer) -> No
 def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monkeypatch, caplog) -> None:
     module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
     monkeypatch.delattr(module, "_InfiniteBarrier")
-    for _ in range(2):
-        assert not _compat.replace_preparation_barrier(trainer, object)
-    assert len(_warnings(caplog)) == 1
-    assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
+    goes_off(
+        caplog, lambda: _compat.replace_preparation_barrier(trainer, object), "_InfiniteBarrier is not in this version"
+    )
 
 
 def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, caplog) -> None:
@@ -318,9 +315,7 @@ def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, c
     connector.resume_start("mine")
     assert resumed == [("agreed mine", {"weights_only": None}), ("mine", {})]
     monkeypatch.delattr(type(connector), "resume_start")
-    for _ in range(2):
-        assert not _compat.agree_on_resume(trainer, str)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.agree_on_resume(trainer, str))
 
 
 def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch, caplog) -> None:
@@ -332,9 +327,7 @@ def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch
     _compat.restore_checkpoint_link(saver)
     assert saver._link_checkpoint is ModelCheckpoint._link_checkpoint
     monkeypatch.delattr(ModelCheckpoint, "_link_checkpoint")
-    for _ in range(2):
-        assert not _compat.replace_checkpoint_link(saver, print)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.replace_checkpoint_link(saver, print))
     assert not _compat.replace_checkpoint_link(object(), print)
 
 
@@ -345,9 +338,7 @@ def test_the_last_checkpoints_are_searched_for_in_more_places(monkeypatch, caplo
         assert _compat.find_more_last_checkpoints(lambda callback, trainer, folder, name=name: {f"{folder}/{name}"})
     assert saver._find_last_checkpoints("trainer") == {"stock", f"{tmp_path}/ours"}
     monkeypatch.delattr(ModelCheckpoint, "_find_last_checkpoints")
-    for _ in range(2):
-        assert not _compat.find_more_last_checkpoints(print)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.find_more_last_checkpoints(print))
 
 
 def test_what_a_run_begins_from_can_be_chosen(monkeypatch, caplog, tmp_path) -> None:
@@ -361,9 +352,7 @@ def test_what_a_run_begins_from_can_be_chosen(monkeypatch, caplog, tmp_path) -> 
     assert connector._select_ckpt_path("fit", None) is None  # Lightning takes the user's
     assert connector._select_ckpt_path("fit", "auto") == "auto ours"
     monkeypatch.delattr(owner, "_select_ckpt_path")
-    for _ in range(2):
-        assert not _compat.choose_checkpoints(print)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.choose_checkpoints(print))
 
 
 def throws_in_cpp(words: str) -> None:
@@ -446,11 +435,8 @@ def test_buffers_that_are_not_saved_are_known() -> None:
 
 
 def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: None))
-    for _ in range(2):
-        assert not _compat.discard_next_deepspeed_step(engine)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.discard_next_deepspeed_step(engine))
 
 
 def test_an_engine_reads_universal_checkpoints_in_a_block_only() -> None:
@@ -507,7 +493,6 @@ def test_shards_are_handed_over_in_a_block_instead_of_being_written(monkeypatch,
 
 
 def test_without_torchs_iterator_over_workers_they_start_as_they_are(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     module = importlib.import_module("torch.utils.data.dataloader")
     torchs = module._MultiProcessingDataLoaderIter.__init__
     undo = _compat.prepare_workers(lambda loader: None)
@@ -515,9 +500,7 @@ def test_without_torchs_iterator_over_workers_they_start_as_they_are(monkeypatch
     undo()
     assert module._MultiProcessingDataLoaderIter.__init__ is torchs
     monkeypatch.delattr(module, "_MultiProcessingDataLoaderIter")
-    for _ in range(2):
-        _compat.prepare_workers(lambda loader: None)()
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.prepare_workers(lambda loader: None)())
 
 
 def test_one_process_plays_one_of_many_ranks_in_a_block(monkeypatch, caplog) -> None:
@@ -527,7 +510,6 @@ def test_one_process_plays_one_of_many_ranks_in_a_block(monkeypatch, caplog) -> 
         dist.all_reduce(torch.ones(1))
     assert not dist.is_initialized()
     module = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    monkeypatch.setattr(_compat.probing, "_warned", set())
     monkeypatch.delattr(module, "FakeStore")
     for _ in range(2):
         with _compat.fake_default_group(2) as is_there:
@@ -550,9 +532,7 @@ def test_what_a_loop_decides_is_asked_or_taken_as_no(trainer: Trainer, caplog, a
     assert hasattr(loop, name)
     assert ask(SimpleNamespace(fit_loop=fit_loop))
     delattr(stub, name)
-    for _ in range(2):
-        assert not ask(SimpleNamespace(fit_loop=fit_loop))
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: ask(SimpleNamespace(fit_loop=fit_loop)))
 
 
 def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> None:
@@ -562,9 +542,7 @@ def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> No
     assert _compat.tensor_parallel_size(ModelParallelStrategy()) is None
     _compat.give_mesh(strategy, model, "a mesh")
     assert (strategy.device_mesh, model.device_mesh) == ("a mesh", "a mesh")
-    for _ in range(2):
-        _compat.give_mesh(SimpleNamespace(), model, None)
-    assert len(_warnings(caplog)) == 1
+    goes_off(caplog, lambda: _compat.give_mesh(SimpleNamespace(), model, None))
 
 
 class _WithOneHook(Callback):

@@ -58,9 +58,9 @@ TESTS = {
         "faults/test_hanging.py::test_a_stopped_process_is_named_and_does_not_outlive_the_run",
         "faults/test_hanging.py::test_a_call_that_holds_the_global_lock_is_named",
     ],
-    "ranks call different": ["faults/test_collectives.py::test_a_rank_that_leaves_the_common_sequence_is_named"],
+    "ranks call different": ["faults/test_h8_s10_raw_calls.py::test_a_rank_that_leaves_the_common_sequence_is_named"],
     "every stage": [
-        "faults/test_cycles.py::test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank"
+        "faults/test_h8_s10_raw_calls.py::test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank"
     ],
     "a host is cut off": ["faults/test_network.py::test_a_host_that_is_cut_off_is_named_on_both_sides"],
     "one rank works alone": [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,11 +60,11 @@ def run(name: str, hook: str, rank: int, deed: Callable[[], object], teardown_s:
     timeouts = {"step": DEADLINE_S, "validation": DEADLINE_S, "setup": "60s", "report_after": 1.0}
     if teardown_s is not None:
         timeouts["teardown"] = teardown_s
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     trainer = jobs.trainer(
-        jobs.strategy(name, timeout=timeouts, **arguments),
+        name,
         2,
         folder,
+        timeout=timeouts,
         max_steps=4,
         limit_test_batches=2,
         limit_predict_batches=2,
@@ -144,8 +143,7 @@ def test_a_rank_that_hangs_alone_at_the_end_is_reported_and_ended_by_the_teardow
 ) -> None:
     result, folder = runs[how].result()
     assert result.alive == {}
-    (path,) = folder.glob("distplus/verdict-*.json")
-    verdict = json.loads(path.read_text())
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert verdict["elapsed_s"] >= TEARDOWN_S - 1
     assert result.exit_codes[0] == int(ExitCode.HANG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -62,17 +61,8 @@ class StopsAlone(Callback):
 
 
 def train(strategy: str, how: str, ranks: tuple[int, ...], max_epochs: int, folder: str) -> int:
-    trainer = jobs.trainer(
-        jobs.strategy(
-            strategy, timeout={"step": STEP_S, "setup": "60s"}, **({"stage": 2} if "Deep" in strategy else {})
-        ),
-        2,
-        folder,
-        max_epochs=max_epochs,
-        callbacks=[StopsAlone()] if how == "should_stop" else [],
-    )
-    trainer.fit(Ending(how, ranks), jobs.loader())
-    return trainer.global_step
+    named = {"timeout": {"step": STEP_S, "setup": "60s"}, "callbacks": [StopsAlone()] if how == "should_stop" else []}
+    return jobs.fit(strategy, 2, folder, Ending(how, ranks), max_epochs=max_epochs, **named).global_step
 
 
 def ending(what: tuple[Any, ...], folder: Path) -> tuple[SpawnResult, float, Path]:
@@ -112,8 +102,7 @@ def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(
         assert f"rank {guilty} has ended its {what} after batch {BATCH}; rank {1 - guilty} has not:" in log
     assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
     assert seconds < STEP_S / 2  # some two seconds, and the end of the processes
-    (path,) = (folder / "distplus").glob("verdict-*.json")
-    verdict = json.loads(path.read_text())
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("divergence", [guilty])
 
 

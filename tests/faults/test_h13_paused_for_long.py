@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from lightning_distplus.control import Address, Point, Points, connect, part
 from lightning_distplus.testing import spawn
 from lightning_distplus.world import World
 from tests.distributed import jobs
+from tests.faults.side_by_side import side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
 DEADLINE_S = 1.0
 PATIENCE_S = DEADLINE_S + 10.0  # of every wait of the control plane
@@ -49,18 +54,9 @@ class Uneven(Callback):
 
 def train(folder: str) -> tuple[int, float]:
     strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"})
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[Uneven()])
     start = time.monotonic()
-    trainer.fit(jobs.Model(), jobs.loader())
+    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[Uneven()])
     return trainer.global_step, time.monotonic() - start
-
-
-@pytest.mark.deadline(120)
-def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(tmp_path: Path) -> None:
-    run = spawn(train, 2, args=(str(tmp_path),), deadline="100s").check()
-    assert {steps for steps, _ in run.results.values()} == {8}
-    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
-    assert not list(tmp_path.glob("distplus/verdict-*"))
 
 
 def wait_in_turn(rank: int) -> list[float]:
@@ -87,6 +83,22 @@ def wait_in_turn(rank: int) -> list[float]:
     return took
 
 
-def test_no_wait_of_the_control_plane_counts_a_pause() -> None:
-    run = spawn(wait_in_turn, 2, deadline="60s").check()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
+    calls: dict[str, Callable[[Path], Any]] = {
+        "job": lambda folder: (spawn(train, 2, args=(str(folder),), deadline="100s"), folder),
+        "waits": lambda folder: spawn(wait_in_turn, 2, deadline="60s"),
+    }
+    return side_by_side(calls, tmp_path_factory.mktemp("paused"))
+
+
+def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(runs: dict[str, Future[Any]]) -> None:
+    run, folder = runs["job"].result()
+    assert {steps for steps, _ in run.check().results.values()} == {8}
+    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
+    assert not list(folder.glob("distplus/verdict-*"))
+
+
+def test_no_wait_of_the_control_plane_counts_a_pause(runs: dict[str, Future[Any]]) -> None:
+    run = runs["waits"].result().check()
     assert all(seconds > 3.0 for took in run.results.values() for seconds in took)

@@ -34,7 +34,7 @@ from lightning_distplus.data.state import (
     require_same_data,
     state_of,
 )
-from lightning_distplus.launcher_link import SampleNote
+from lightning_distplus.events import SampleNote
 from lightning_distplus.world import DataParallel
 
 __all__ = ["ExactDataModule"]

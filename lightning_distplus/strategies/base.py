@@ -30,12 +30,11 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
-from lightning_distplus.launcher_link import introduce_starter
-from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
-from lightning_distplus.process import age_of_process
+from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
+from lightning_distplus.run_access import Phases
 from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
 from lightning_distplus.strategies.defaults import Telemetry, bring_callbacks, require_callback, show_log, summary
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside

@@ -38,12 +38,7 @@ __all__ = ["PRELOADED", "Server", "Warm", "main", "run"]
 
 # -- side of the launcher ----------------------------------------------------------------------------------------------
 
-PRELOADED = (
-    "lightning_distplus.cli.training",
-    "lightning_distplus.strategies.ddp",
-    "lightning_distplus.strategies.fsdp",
-    "lightning_distplus.strategies.model_parallel",
-)
+PRELOADED = ("lightning_distplus.cli.training", "lightning_distplus.strategies.engines")
 """With torch, Lightning and what they import; DeepSpeed only where the user names it."""
 _MAX_WAITING = 1024
 _END_S = 1.0

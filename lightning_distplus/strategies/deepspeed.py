@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.cpp_extension import get_default_build_root
 
 from lightning_distplus import _compat, env
-from lightning_distplus.checkpoint.export import converted_beside, is_universal, num_shards
+from lightning_distplus.checkpoint.formats import converted_beside, is_universal, num_shards
 from lightning_distplus.checkpoint.tensors import pieces_of_live
 from lightning_distplus.errors import CheckpointMismatch, DistplusError
 from lightning_distplus.strategies.base import ResilientStrategy

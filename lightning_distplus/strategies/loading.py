@@ -37,7 +37,7 @@ from lightning_distplus.checkpoint.catalog import (
     whole_one_of,
 )
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.foreign import origin_of, refuse_foreign
+from lightning_distplus.checkpoint.formats import origin_of, refuse_foreign
 from lightning_distplus.checkpoint.tensors import (
     Sums,
     differing,

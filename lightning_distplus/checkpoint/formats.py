@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import FileFinding, verify
 from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
-from lightning_distplus.checkpoint.files import discard, leftovers_of, new_nonce, universal_for
+from lightning_distplus.checkpoint.files import discard, fresh_beside, leftovers_of, new_nonce
 from lightning_distplus.checkpoint.tensors import Piece, Sums, differing, named_tensors, sums_of_pieces
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
@@ -334,7 +334,7 @@ def converted_beside(source: Path) -> Path:
     for folder in leftovers_of(source, "universal"):
         if verify(folder / source.name).ok:
             return folder / source.name
-    target = universal_for(source) / source.name
+    target = fresh_beside(source, "universal") / source.name
     with _compat.refusing_code(
         source, f"If you trust whoever wrote it: distplus export --universal --trust {source} OUT"
     ):

@@ -31,7 +31,7 @@ from lightning_distplus.checkpoint import (
 )
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
 __all__ = ["TRUST_BY_HAND", "print_rows", "run_export", "run_verify"]
@@ -136,7 +136,7 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _print_quarantine(folder: Path) -> None:
-    kept = quarantined_in(folder)
+    kept = in_role(folder, "torn")
     if kept:
         print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
         for path in kept:

@@ -419,17 +419,26 @@ def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | 
 
 
 def check_file(
-    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None = None
+    file: Path,
+    entry: FileEntry,
+    mode: Mode,
+    on_bytes: Callable[[int], object] | None = None,
+    *,
+    block: int | None = None,
 ) -> FileFinding | None:
-    """What is wrong with one file, if anything."""
+    """What is wrong with one file, or with one of its blocks, if anything."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
-        if mode == "full":
-            digest = digest_file(file, on_bytes=on_bytes)
-            if digest.xxh3_128 != entry.xxh3_128:
-                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest.xxh3_128)
+        if mode == "full" and block is None:
+            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
+            if digest != entry.xxh3_128:
+                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
+        elif block is not None and (digest := digest_block(file, block)) != (expected := entry.blocks_64_mib[block]):
+            begin = block * BLOCK_BYTES
+            where = f"in bytes {begin} to {begin + _size_bytes((entry, block))}"
+            return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
     except FileNotFoundError:
         return FileFinding(str(file), f"{entry.size_bytes} bytes", "no file")
     except OSError as error:
@@ -520,7 +529,7 @@ def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: i
     def check(part: _Part) -> FileFinding | None:
         entry, block = part
         file = path / entry.path if path.is_dir() else path
-        return check_file(file, entry, "full") if block is None else _check_block(file, entry, block)
+        return check_file(file, entry, "full", block=block)
 
     with ThreadPoolExecutor(_NUM_READERS, "distplus-reader") as readers:
         found = readers.map(check, _shares(manifest, num_ranks)[rank])
@@ -552,18 +561,6 @@ def _by_numbers(entry: FileEntry) -> list[str | int]:
 def _size_bytes(part: _Part) -> int:
     entry, block = part
     return entry.size_bytes if block is None else min(BLOCK_BYTES, entry.size_bytes - block * BLOCK_BYTES)
-
-
-def _check_block(file: Path, entry: FileEntry, number: int) -> FileFinding | None:
-    expected = entry.blocks_64_mib[number]
-    try:
-        digest = digest_block(file, number)
-    except OSError as error:
-        return FileFinding(str(file), f"{entry.size_bytes} readable bytes", f"{type(error).__name__} ({error})")
-    if digest == expected:
-        return None
-    where = f"in bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + _size_bytes((entry, number))}"
-    return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
 
 
 # -- retention ---------------------------------------------------------------------------------------------------------
@@ -647,17 +644,14 @@ def _named(paths: Sequence[Path]) -> str:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """Direct children that are checkpoints, ours or not, sound or not, by name."""
-    if not directory.is_dir():
-        return []
-    children = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
-    return [path for path in children if _is_checkpoint(path)]
 
+    def is_checkpoint(path: Path) -> bool:
+        found = state(path)
+        is_stranger = found is CheckpointState.UNMANIFESTED
+        return path.suffix == _SUFFIX if is_stranger else found is not CheckpointState.MISSING
 
-def _is_checkpoint(path: Path) -> bool:
-    found = state(path)
-    if found is CheckpointState.UNMANIFESTED:
-        return path.suffix == _SUFFIX
-    return found is not CheckpointState.MISSING
+    children = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [path for path in children if not path.name.startswith(".") and is_checkpoint(path)]
 
 
 @dataclass(frozen=True)
@@ -680,7 +674,8 @@ class JobSaves:
         events = read_events(home, run_id=run_id)
         fits = list(_with_numbers(events))
         number = max((fit for fit, _ in fits), default=0) if number is None else number
-        fit_of = {Path(event["path"]): fit for fit, event in fits if _names_a_checkpoint(event)}
+        named = [(event.get("path"), fit) for fit, event in fits if event["kind"] in ("saved", "preempted")]
+        fit_of = {Path(path): fit for path, fit in named if isinstance(path, str) and "://" not in path}
         mine = tuple(path for path, fit in fit_of.items() if fit == number)
         others = frozenset(path for path, fit in fit_of.items() if fit != number)
         return cls(mine, others, min((event["time"] for event in events), default=0.0))
@@ -723,11 +718,6 @@ def num_fits(home: Path, run_id: str, attempt: int, rank: int) -> int:
     """How many fits a rank has begun in an attempt, as the ledger tells it."""
     numbers = _with_numbers(read_events(home, run_id=run_id))
     return max((fit for fit, event in numbers if (event["attempt"], event["rank"]) == (attempt, rank)), default=0)
-
-
-def _names_a_checkpoint(event: Mapping[str, Any]) -> bool:
-    path = event.get("path") if event["kind"] in ("saved", "preempted") else None
-    return isinstance(path, str) and "://" not in path
 
 
 def _with_numbers(events: Collection[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:

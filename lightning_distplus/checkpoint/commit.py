@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
 from lightning_distplus.checkpoint.files import (
@@ -52,16 +52,12 @@ __all__ = [
 ]
 
 
-class Gather(Protocol):
-    """Collects one JSON-able value of each rank, on all ranks, in rank order.
+Gather: TypeAlias = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+"""Collects one JSON-able value of each rank, on all ranks, in rank order, under a name.
 
-    A rank calls with the same sequence of names as the others; names come again in the next save. The implementation
-    has a deadline of its own and raises a `PeerError` when a rank does not answer.
-    """
-
-    def __call__(self, name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
-        """Returns the values of all ranks."""
-        ...
+A rank calls with the same sequence of names as the others; names come again in the next save. The implementation has a
+deadline of its own and raises a `PeerError` when a rank does not answer.
+"""
 
 
 def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:

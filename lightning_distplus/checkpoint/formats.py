@@ -110,9 +110,7 @@ def is_sharded(path: Path) -> bool:
 def read_shards(path: Path, *, weights_only: bool = True) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Everything in a folder of FSDP or FSDP2, all of it in memory: what is in its shards, and what is beside them.
 
-    Args:
-        path: The folder.
-        weights_only: As ``torch.load`` has it; the other files have no such argument (`_compat.refusing_code`).
+    The shards have no such argument as ``weights_only`` (`_compat.refusing_code`).
     """
     metadata = FileSystemReader(path).read_metadata()
     flat: dict[str, Any] = {
@@ -169,16 +167,6 @@ def weights_of_shards(path: Path) -> tuple[dict[str, Tensor], Iterator[dict[str,
     return empty, ({keys[key]: tensor for key, tensor in part.items()} for part in parts)
 
 
-def tensors_of_shards(path: Path) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Every tensor of such a folder, whole, by its place in the state; as much in memory as for the weights."""
-    metadata = FileSystemReader(path).read_metadata()
-    entries = metadata.state_dict_metadata
-    keys = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
-    for part in _read_in_parts(path, metadata, keys):
-        for key, tensor in part.items():
-            yield metadata.planner_data[key], tensor
-
-
 def _read_in_parts(path: Path, metadata: Metadata, keys: list[str]) -> Iterator[dict[str, Tensor]]:
     batch: dict[str, Any] = {}
     for number, key in enumerate(keys, start=1):
@@ -207,12 +195,7 @@ def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
-    """Writes a safetensors file that is there whole or not at all.
-
-    Args:
-        target: The file.
-        weights: Names, shapes and dtypes, in the order in which they come.
-        parts: The same with content.
+    """Writes a safetensors file, whole or not at all, of weights without content and then with it, in one order.
 
     Raises:
         ValueError: The format has no such dtype.
@@ -223,11 +206,7 @@ def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterat
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"safetensors has no {tensor.dtype}, the dtype of {name}. Export to a .ckpt file instead.")
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     fresh = target.with_name(f".{target.name}.{new_nonce()}")
@@ -289,7 +268,11 @@ def _named(path: Path, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
     if path.is_file():
         yield from named_tensors(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         return
-    for (first, *inner), tensor in tensors_of_shards(path):
+    metadata = FileSystemReader(path).read_metadata()
+    entries = metadata.state_dict_metadata
+    keys = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    for key, tensor in (item for part in _read_in_parts(path, metadata, keys) for item in part.items()):
+        first, *inner = metadata.planner_data[key]
         number = str(first).removeprefix("optimizer_")
         if number == first:
             yield f"weights/{'.'.join(map(str, inner))}", tensor
@@ -320,8 +303,14 @@ def convert(source: Path, target: Path) -> None:
     Raises:
         SaveFailed: It cannot be converted, or not be written; the cause says why.
     """
+
+    def write(stage: Path) -> None:
+        stage.mkdir()
+        to_universal(source / _TAG, stage / _TAG)
+        (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder
+
     info = replace(info_like(source, is_successor=True), strategy="ResilientDeepSpeed")
-    commit(target, lambda stage: _write(source, stage), rank=0, gather=gather_alone, info=info)
+    commit(target, write, rank=0, gather=gather_alone, info=info)
 
 
 def converted_beside(source: Path) -> Path:
@@ -355,12 +344,6 @@ def weights_of_zero(source: Path) -> dict[str, Tensor]:
     with redirect_stdout(io.StringIO()):
         weights: dict[str, Tensor] = converter.get_fp32_state_dict_from_zero_checkpoint(source, _TAG)
     return weights
-
-
-def _write(source: Path, stage: Path) -> None:
-    stage.mkdir()
-    to_universal(source / _TAG, stage / _TAG)
-    (stage / "latest").write_text(_TAG)  # Lightning's sign of a DeepSpeed folder
 
 
 def to_universal(shards: Path, target: Path) -> None:
@@ -528,9 +511,7 @@ def _require_llama(weights: Mapping[str, Tensor], source: Path) -> None:
 def parameter_order(num_layers: int, names: Mapping[str, Any] | None = None) -> list[str]:
     """The parameters of ``TinyLlama`` in the order of its ``named_parameters``, which optimizers number.
 
-    Args:
-        num_layers: Of the model.
-        names: Those that it has, where it has biases; without it the weights.
+    Given the names that it has, biases are among them; else they are the weights.
     """
     layers = [f"model.layers.{number}.{part}" for number in range(num_layers) for part in _LAYER_PARTS]
     modules = [_EMBEDDING, *layers, _NORM, _HEAD]
@@ -662,8 +643,7 @@ _OF_TINYLLAMA_LAYER = {  # xformers' SwiGLU
     "mlp.swiglu.w3": "mlp.down_proj",
 }
 _LITGPT_LAYER = re.compile(r"transformer\.h\.(\d+)\.(.+)\.weight")
-_TINYLLAMAS = {"tiny_LLaMA_1b": {"n_head": 32, "n_query_groups": 4}, "tiny_LLaMA_120M": {"n_head": 12}}
-_TINYLLAMAS["tiny_LLaMA_120M"]["n_query_groups"] = 1
+_TINYLLAMAS = {"tiny_LLaMA_1b": (32, 4), "tiny_LLaMA_120M": (12, 1)}  # heads and groups of queries
 _ADDED_BY_WRAPPERS = re.compile(r"_orig_mod\.|^_forward_module\.")
 
 
@@ -684,10 +664,7 @@ class _Heads:
     def split(self, rows: Tensor, *, is_interleaved: bool) -> tuple[Tensor, ...]:
         """Cuts one matrix into those of queries, keys and values.
 
-        Args:
-            rows: Of all of them.
-            is_interleaved: Whether each group's queries, key and value stand together, as in lit-gpt before 0.5; litgpt
-                puts all queries first, then all keys.
+        Interleaved are each group's queries, key and value, as in lit-gpt before 0.5; litgpt puts all queries first.
         """
         if rows.shape[0] != (self.num + 2 * self.groups) * self.size:
             raise CheckpointMismatch(
@@ -757,9 +734,8 @@ def _config_of_litgpt(weights: Mapping[str, Tensor], state: Mapping[str, Any], f
     """What lit-gpt's file beside the weights says, or the name of one of TinyLlama's own models in them."""
     said: dict[str, Any] = {}
     hparams = state.get("hparams")
-    if isinstance(hparams, dict):
-        said = dict(_TINYLLAMAS.get(str(hparams.get("model_name")), {}))
-        said |= {"block_size": 2048, "norm_eps": 1e-5} if said else {}
+    if isinstance(hparams, dict) and (known := _TINYLLAMAS.get(str(hparams.get("model_name")))):
+        said = {"n_head": known[0], "n_query_groups": known[1], "block_size": 2048, "norm_eps": 1e-5}
     if (described := file.with_name("lit_config.json")).is_file():
         said = json.loads(described.read_text())
     if (described := file.with_name("model_config.yaml")).is_file():

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -88,14 +88,6 @@ class Search:
     """Those that are passed over, because they are of another job."""
 
 
-@runtime_checkable
-class SearchesTogether(Protocol):
-    """A strategy whose ranks read the bytes of what was found together, and look further where they are damaged."""
-
-    search: Search | None
-    """Where they look in the next run."""
-
-
 def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
     """What a run of a Resilient strategy begins from, in the place of the ``ckpt_path`` that it was called with.
 
@@ -103,7 +95,7 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    if not isinstance(trainer.strategy, SearchesTogether):
+    if not _is_ours(trainer):
         return ckpt_path
     is_fit = trainer.state.fn == "fit"
     if ckpt_path == AUTO:
@@ -111,7 +103,7 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         if found is None and not is_fit:
             raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
     elif ckpt_path is None and is_fit:
-        found = _newest_of_job(trainer, trainer.strategy)
+        found = _newest_of_job(trainer)
     else:
         return ckpt_path
     return None if found is None else str(found)
@@ -126,7 +118,7 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
         CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
     folder = settle_checkpoint_folder(trainer)
-    if not isinstance(trainer.strategy, SearchesTogether):
+    if not _is_ours(trainer):
         return newest_in(folder, allow_fresh=allow_fresh)
     trainer.strategy.search = Search(folder, allow_fresh)
     return newest_in(folder, verify="size", allow_fresh=allow_fresh)
@@ -143,9 +135,14 @@ def settle_checkpoint_folder(trainer: Any) -> Path:
     return folder
 
 
+def _is_ours(trainer: Any) -> bool:
+    """Whether the strategy's ranks read what was found together, and look further where it is damaged."""
+    return hasattr(trainer.strategy, "search")
+
+
 def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
     """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
-    if not hasattr(trainer.strategy, "phases") or "://" in folder:
+    if not _is_ours(trainer) or "://" in folder:
         return set()
     found = asides_without_target(Path(folder))
     name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
@@ -157,7 +154,7 @@ def savers_of(trainer: Any) -> list[ModelCheckpoint]:
     return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
 
 
-def _newest_of_job(trainer: Any, strategy: SearchesTogether) -> Path | None:
+def _newest_of_job(trainer: Any) -> Path | None:
     """Where ``distplus launch`` has restarted a script, the newest valid checkpoint that this fit of it has saved."""
     attempt, run_id = env.DISTPLUS_ATTEMPT.integer() or 0, env.DISTPLUS_RUN_ID.get()
     if attempt == 0 or run_id is None or env.DISTPLUS_RESUME.get() != "1":
@@ -168,7 +165,7 @@ def _newest_of_job(trainer: Any, strategy: SearchesTogether) -> Path | None:
     found = saves.newest_valid()
     if found is not None:
         _save_on(trainer, saves)
-        strategy.search = Search(found.parent, but=tuple(saves.passed_over(found.parent)))
+        trainer.strategy.search = Search(found.parent, but=tuple(saves.passed_over(found.parent)))
     if trainer.global_rank == 0:
         what = "starts anew: this job has no checkpoint yet" if found is None else f"goes on from {found}"
         log.warning(
@@ -333,12 +330,7 @@ class LoadHooks:
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, plane: ControlPlane, copies: Copies | None) -> None:
-        """A run begins, whose ranks have met.
-
-        Args:
-            plane: Over which they agree.
-            copies: From where rank 0 fetches a checkpoint when the folder has none.
-        """
+        """A run begins, whose ranks have met; where the folder has no checkpoint, rank 0 fetches one of the copies."""
         strategy = self._strategy
         self.verdicts, self._world, self._copies = SharedVerdicts(plane, strategy.phases), plane.world, copies
         self._search, strategy.search = strategy.search, None  # for this run only
@@ -415,13 +407,7 @@ class LoadHooks:
     def load(
         self, path: str | Path, weights_only: bool | None, parent: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Loads what rank 0 has chosen, after verifying it.
-
-        Raises:
-            CheckpointCorrupt: A file is torn, missing or changed, or what is in memory then is not what was saved.
-            CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
-            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
-        """
+        """Loads what rank 0 has chosen, by the parent's load, after verifying it; raises what the strategy says."""
         strategy = self._strategy
         strategy.marks.set(f"load {path}")
         strategy.phases.enter(Phase.RESUME)
@@ -557,12 +543,7 @@ class LoadHooks:
     # -- what is in memory then --------------------------------------------------------------------------------------
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool, parent: Callable[..., None]) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-            CheckpointCorrupt: The weights in memory are not those that were saved.
-        """
+        """The parent's part, whose result is compared with what was saved."""
         changed = self._changed_since_read(checkpoint)
         with self._refusing_another_model():
             parent(checkpoint, strict)
@@ -570,11 +551,7 @@ class LoadHooks:
             self._compare((_WEIGHTS,), changed)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointCorrupt: The moments in memory are not those that were saved.
-        """
+        """The parent's part, whose result is compared with what was saved."""
         changed = self._changed_since_read(checkpoint)
         parent(checkpoint)
         if self._strategy.lightning_restore_optimizer:
@@ -596,12 +573,9 @@ class LoadHooks:
         }
 
     def _compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
-        """Compares what is in memory with the manifest's fingerprints. All ranks call it together.
+        """Compares tensors of these kinds in memory with the manifest's fingerprints. All ranks call it together.
 
-        Args:
-            kinds: How the names begin.
-            changed: What hooks have changed on purpose before it was restored.
-            are_shards: Whether the ranks hold parts, which are added up.
+        What hooks have changed on purpose before it was restored is left out. Shards of the ranks are added up.
 
         Raises:
             CheckpointCorrupt: On all ranks.

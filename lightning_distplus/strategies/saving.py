@@ -529,8 +529,7 @@ class SaveHooks:
         """Saves through the parent into a stage beside the target, and commits what all ranks have written.
 
         Raises:
-            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
-                is untouched.
+            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs.
         """
         self.settle()  # at most one is in flight
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
@@ -747,7 +746,7 @@ class SaveHooks:
         """``_gather`` for the thread of a save: over a connection and under names of its own."""
         plane = self._second_line = self._second_line or self._plane.second_line()
         deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
-        return lambda name, value, /: plane.gather_json(f"behind {name}", value, deadline)
+        return lambda name, value: plane.gather_json(f"behind {name}", value, deadline)
 
     def _gather_rng(self) -> list[dict[str, bytes]]:
         """Every rank's generators; Lightning stores the dictionary of rank 0 only."""

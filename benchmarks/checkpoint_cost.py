@@ -36,7 +36,7 @@ import lightning_distplus
 from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.files import forget, remove_tree
+from lightning_distplus.checkpoint.files import remove_tree
 from lightning_distplus.testing import spawn
 
 __all__ = ["run"]
@@ -320,7 +320,7 @@ def _forget(path: Path) -> None:
     for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        forget(file)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reset_peak() -> None:

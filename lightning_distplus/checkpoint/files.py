@@ -53,7 +53,6 @@ __all__ = [
     "digest_file",
     "discard",
     "exchange",
-    "forget",
     "fresh_beside",
     "in_role",
     "is_aside",
@@ -116,13 +115,6 @@ def sync_folder(folder: Path, *, sync: Sync | None) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def forget(file: Path) -> None:
-    """Has the page cache let go of what is on the disk, where the system can do that, so that it is read from there."""
-    if hasattr(os, "posix_fadvise"):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_ahead(file: IO[bytes]) -> None:

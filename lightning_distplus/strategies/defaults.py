@@ -218,7 +218,7 @@ class Telemetry(Callback):
             self._is_over = True
             log.warning("the figures of the run are not logged any more (%s: %s)", type(error).__name__, error)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException | None = None) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
         """Puts everything back; never raises."""
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -230,9 +230,7 @@ class Telemetry(Callback):
             with suppress(Exception):
                 endpoint.close()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Puts everything back; never raises."""
-        self.on_exception(trainer, pl_module)
+    on_exception = teardown
 
     def figures(self, trainer: Any) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""

@@ -349,15 +349,6 @@ class Writes:
             self._count_meanwhile(lambda: pieces_of_saved(state, is_first=self._is_first))
         write(state)
 
-    def save_file(self, state: dict[str, Any], path: Path) -> None:
-        """``torch.save(state, path)``, now or later."""
-
-        def save(kept: dict[str, Any]) -> None:
-            with self.open(path) as file:
-                torch.save(kept, file)
-
-        self.do(save, state)
-
     @contextmanager
     def open(self, path: Path) -> Iterator[Any]:
         """What ``torch.save`` takes for a new file in this block; its digest is taken while it is written."""
@@ -476,11 +467,17 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes the file; a remote one, or one with options, is the parent's."""
-        if self.writes is None or storage_options is not None or "://" in str(path):
+        writes, file = self.writes, Path(path)
+        if writes is None or storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.writes.save_file(checkpoint, Path(path))
+            return
+
+        def write(state: dict[str, Any]) -> None:
+            with writes.open(file) as opened:
+                torch.save(state, opened)
+
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writes.do(write, checkpoint)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from lightning_distplus.checkpoint import (
 )
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
 __all__ = ["TRUST_BY_HAND", "print_rows", "run_export", "run_verify"]
@@ -98,7 +98,7 @@ class _Refusal(FileFinding):
 
 def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
     from lightning_distplus import _compat  # loads torch
-    from lightning_distplus.checkpoint.export import tensor_findings
+    from lightning_distplus.checkpoint.formats import tensor_findings
 
     if is_trusted:
         return tuple(tensor_findings(path, tensors, weights_only=False))
@@ -136,7 +136,7 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _print_quarantine(folder: Path) -> None:
-    kept = quarantined_in(folder)
+    kept = in_role(folder, "torn")
     if kept:
         print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
         for path in kept:
@@ -289,7 +289,7 @@ def _check(source: Path) -> None:
 
 
 def _export_universal(source: Path, target: Path) -> None:
-    from lightning_distplus.checkpoint.export import convert, is_universal, num_shards
+    from lightning_distplus.checkpoint.formats import convert, is_universal, num_shards
 
     if not num_shards(source) or is_universal(source):
         raise CheckpointMismatch(
@@ -299,20 +299,20 @@ def _export_universal(source: Path, target: Path) -> None:
 
 
 def _export_weights(source: Path, target: Path, weights_only: bool) -> None:
-    from lightning_distplus.checkpoint.export import write_safetensors
+    from lightning_distplus.checkpoint.formats import write_safetensors
 
     write_safetensors(target, *_weights_of(source, weights_only))
 
 
 def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     """Names and shapes, and the same with content, some at a time."""
-    from lightning_distplus.checkpoint import export as consolidating
+    from lightning_distplus.checkpoint import formats
 
     if not source.is_dir():
-        return consolidating.weights_of_file(source, weights_only=weights_only)
-    if consolidating.is_sharded(source):
-        return consolidating.weights_of_shards(source)
-    weights = consolidating.weights_of_zero(source)
+        return formats.weights_of_file(source, weights_only=weights_only)
+    if formats.is_sharded(source):
+        return formats.weights_of_shards(source)
+    weights = formats.weights_of_zero(source)
     return weights, iter([weights])
 
 
@@ -325,13 +325,12 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     import torch
     import yaml
 
-    from lightning_distplus.checkpoint import foreign
-    from lightning_distplus.checkpoint.export import config_in, write_in_files
+    from lightning_distplus.checkpoint import formats
     from lightning_distplus.cli.importing import configuration
 
-    config = configuration(named).get("config") if named else config_in(source, weights_only=weights_only)
+    config = configuration(named).get("config") if named else formats.config_in(source, weights_only=weights_only)
     weights, parts = _weights_of(source, weights_only)
-    if not config or not all(name.startswith(foreign.PREFIX) for name in weights):
+    if not config or not all(name.startswith(formats.PREFIX) for name in weights):
         raise CheckpointMismatch(
             f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "
             "configuration with --config, or export the weights alone: --to safetensors."
@@ -349,14 +348,14 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     try:
         fresh.chmod(0o755)
         if program == "hf":
-            names = {name: name.removeprefix(foreign.PREFIX) for name in weights}
-            (fresh / "config.json").write_text(json.dumps(foreign.hf_config(config), indent=2) + "\n")
+            names = {name: name.removeprefix(formats.PREFIX) for name in weights}
+            (fresh / "config.json").write_text(json.dumps(formats.hf_config(config), indent=2) + "\n")
             renamed = {names[name]: one for name, one in weights.items()}
-            write_in_files(fresh, renamed, parts)
+            formats.write_in_files(fresh, renamed, parts)
         else:
             whole = {name: one for part in parts for name, one in part.items()}
-            torch.save({"model": foreign.to_litgpt(whole)}, fresh / "lit_model.pth")
-            (fresh / "model_config.yaml").write_text(yaml.safe_dump(foreign.litgpt_config(config, target.name)))
+            torch.save({"model": formats.to_litgpt(whole)}, fresh / "lit_model.pth")
+            (fresh / "model_config.yaml").write_text(yaml.safe_dump(formats.litgpt_config(config, target.name)))
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -365,19 +364,19 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
 def _export_whole(source: Path, target: Path, weights_only: bool) -> None:
     import torch
 
-    from lightning_distplus.checkpoint import export as consolidating
+    from lightning_distplus.checkpoint import formats
 
     if not source.is_dir():
         raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
-    if consolidating.is_sharded(source):
+    if formats.is_sharded(source):
         commit(
             target,
-            lambda stage: torch.save(consolidating.read_sharded(source, weights_only=weights_only), stage),
+            lambda stage: torch.save(formats.read_sharded(source, weights_only=weights_only), stage),
             rank=0,
             gather=gather_alone,
             info=info_like(source),
         )
     else:
-        from lightning_distplus.checkpoint.export import write_whole
+        from lightning_distplus.checkpoint.formats import write_whole
 
         commit(target, lambda stage: write_whole(source, stage), rank=0, gather=gather_alone, info=info_like(source))

@@ -17,7 +17,7 @@ from lightning_distplus.cli.checkpoints import TRUST_BY_HAND, print_rows
 from lightning_distplus.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
-    from lightning_distplus.checkpoint.foreign import Foreign
+    from lightning_distplus.checkpoint.formats import Foreign
 
 __all__ = ["configuration", "run_import"]
 
@@ -43,7 +43,7 @@ def run_import(argv: Sequence[str]) -> int:
     if not source.exists():
         print(f"distplus import: {source} does not exist.", file=sys.stderr)
         return 1
-    from lightning_distplus.checkpoint.foreign import origin_of, read_foreign  # loads torch
+    from lightning_distplus.checkpoint.formats import origin_of, read_foreign  # loads torch
 
     origin = arguments.origin or origin_of(source)
     if origin is None:
@@ -152,8 +152,7 @@ def _of_llama(found: Foreign, config: Mapping[str, Any], run: Mapping[str, Any])
     """A checkpoint of Lightning for ``recipes.model.TinyLlama``."""
     import torch
 
-    from lightning_distplus.checkpoint.export import CONFIG
-    from lightning_distplus.checkpoint.foreign import parameter_order
+    from lightning_distplus.checkpoint.formats import CONFIG, parameter_order
 
     num_layers = sum(name.endswith("input_layernorm.weight") for name in found.weights)
     order = parameter_order(num_layers, found.weights)
@@ -214,7 +213,7 @@ def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
     import torch
 
     from lightning_distplus import _compat
-    from lightning_distplus.checkpoint.export import is_sharded, read_sharded
+    from lightning_distplus.checkpoint.formats import is_sharded, read_sharded
 
     with _compat.refusing_code(source, TRUST_BY_HAND):
         if is_sharded(source):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_distplus.data import samplers
     from lightning_distplus.data.audit import SampleAudit
-    from lightning_distplus.data.map_datamodule import ResumableDataModule
+    from lightning_distplus.data.datamodule import ResumableDataModule
     from lightning_distplus.data.order import ORDER_VERSION, Mixture, permute
     from lightning_distplus.data.token_datamodule import TokenDataModule, document_mask
     from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, TokenSource, dtype_for
@@ -34,7 +34,7 @@ _HOMES = {
     "MegatronTokens": "token_files",
     "MegatronWriter": "token_files",
     "Mixture": "order",
-    "ResumableDataModule": "map_datamodule",
+    "ResumableDataModule": "datamodule",
     "SampleAudit": "audit",
     "Source": "token_files",
     "TokenDataModule": "token_datamodule",

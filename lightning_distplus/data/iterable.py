@@ -28,9 +28,9 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
-from lightning_distplus.data.loader import AUGMENT, WorkerOptions, as_it_is, generators_kept, seed_generators
+from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, generators_kept, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.state import Position
+from lightning_distplus.data.progress import Position
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 

@@ -10,9 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_distplus.data.batches import EpochPlan, Geometry, Order, Request, SequentialPlan, num_global_batches
+from lightning_distplus.data.batches import (
+    EpochPlan,
+    Geometry,
+    Order,
+    Request,
+    SequentialPlan,
+    WorkerOptions,
+    num_global_batches,
+)
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.loader import WorkerOptions
 from lightning_distplus.data.order import (
     Mixture,
     MixturePhase,
@@ -22,8 +29,8 @@ from lightning_distplus.data.order import (
     past_mixture,
     permute,
 )
-from lightning_distplus.data.state import Position, first_difference, inventory, rewritten
-from lightning_distplus.data.token_files import Source, TokenStream, open_source
+from lightning_distplus.data.progress import Position
+from lightning_distplus.data.token_files import Source, TokenStream, first_difference, inventory, open_source, rewritten
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from lightning_distplus.data import Source, TokenDataModule
-from lightning_distplus.data.state import first_difference, inventory, rewritten
-from lightning_distplus.data.token_files import open_source
+from lightning_distplus.data.token_files import first_difference, inventory, open_source, rewritten
 from lightning_distplus.errors import DatasetMismatch
 from tests.distributed.resume_jobs import SampleDiary, quiet_trainer, token_data, write_tokens
 

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +35,7 @@ __all__ = [
     "as_it_is",
     "generators_kept",
     "gives_batches",
+    "isolated",
     "num_global_batches",
     "seed_generators",
 ]
@@ -389,7 +390,7 @@ class SampleLoader:
         num_batches: Callable[[], int],
         options: WorkerOptions,
         seed: int = 0,
-        on_asked: Callable[[Request], object] = lambda request: None,
+        on_asked: Callable[[Request], object] | None = None,
     ) -> None:
         self._fetcher = fetcher
         self._plan = plan
@@ -413,14 +414,9 @@ class SampleLoader:
         return self._num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        fetched = self._fetched()
-        while True:
-            with generators_kept() if self._isolate else nullcontext():
-                one = next(fetched, None)
-            if one is None:
-                return
-            self.delivered, batch = one
-            self._ask(self.delivered)
+        for request, batch in isolated(self._fetched(), self._isolate):
+            self.delivered = request
+            self._ask(request)
             if self._finish is not None:
                 batch = self._finish(batch, pin_memory=self._options.pin_memory)
             yield batch
@@ -439,13 +435,13 @@ class SampleLoader:
             return
         if (first := next(plan, None)) is None:
             return
-        requests, asked = chain([first], plan), self._asked
         self._generator.manual_seed(self._seed)
         inner = self._dataloader() if self._inner is None else self._inner
         if self._options.persistent_workers:
             self._inner = inner
+        asked = self._asked
         asked.drawn.clear()
-        asked.ahead = requests
+        asked.ahead = chain([first], plan)
         batches = iter(inner)
         while True:
             if asked.drawn:
@@ -456,27 +452,36 @@ class SampleLoader:
             yield asked.drawn.popleft(), taken
 
     def _ask(self, request: Request) -> None:
-        if request is not self._told:
+        if self._on_asked is not None and request is not self._told:
             self._told = request
             self._on_asked(request)
 
     def _dataloader(self) -> DataLoader[Any]:
-        options: WorkerOptions = self._options
+        arguments = asdict(self._options)
+        if self._finish is not None:
+            arguments["pin_memory"] = False
         return DataLoader(
             self._fetcher,
             batch_sampler=self._asked,  # any iterable of what the fetcher takes
             collate_fn=as_it_is,
             generator=self._generator,
-            num_workers=options.num_workers,
-            pin_memory=options.pin_memory and self._finish is None,
-            persistent_workers=options.persistent_workers,
-            prefetch_factor=options.prefetch_factor,
+            **arguments,
         )
 
 
 def as_it_is(batch: Any) -> Any:
     """Collates nothing; a worker can be given it."""
     return batch
+
+
+def isolated(items: Iterator[Any], isolate: bool = True) -> Iterator[Any]:
+    """The items; what is drawn at random to make them leaves the generators of this process as they were."""
+    while True:
+        with generators_kept() if isolate else nullcontext():
+            item = next(items, _END)
+        if item is _END:
+            return
+        yield item
 
 
 @contextmanager

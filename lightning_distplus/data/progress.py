@@ -45,8 +45,6 @@ __all__ = [
     "differences",
     "epoch_length",
     "is_fitting",
-    "is_overfitting",
-    "of_first_epoch",
     "position_at",
     "read_state",
     "refuse_changing_windows",
@@ -537,16 +535,6 @@ def _set(tracker: Any, *, done: int, begun: int | None = None) -> None:
 # -- what a data module asks of a Trainer ------------------------------------------------------------------------------
 
 
-def is_overfitting(trainer: Any) -> bool:
-    """Whether every epoch has the batches of the first one."""
-    return bool(trainer.overfit_batches > 0)
-
-
-def of_first_epoch(position: Position) -> Position:
-    """The same place in the first epoch: its batches are those of every epoch."""
-    return replace(position, epoch=0, consumed_samples=position.offset)
-
-
 def data_parallel(trainer: Any) -> DataParallel:
     """The data-parallel place of this process; tensor-parallel peers have the same."""
     kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
@@ -676,10 +664,7 @@ class InStep(Callback):
                 "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
                 "order of this one (0: at its beginning); or load the weights into a new run."
             )
-        if not pl_module.automatic_optimization:
-            self.data.count_steps(checkpoint["global_step"])
-        self.data.require_fit()
-        if not self.data.is_past_end:
+        if self.data.require_fit(None if pl_module.automatic_optimization else checkpoint["global_step"]):
             reopen_epoch(checkpoint, self.data.position())
 
     def on_save_checkpoint(

@@ -468,12 +468,10 @@ class TokenDataModule(ExactDataModule):
     def _explain(self, place: int) -> str:
         return first_difference(self._files_before, place, self._contents_of(place))
 
-    def _warn_of_rewritten(self) -> None:
-        if not self.trainer.is_global_zero:  # type: ignore[union-attr]
-            return
+    def _warnings_of_resume(self) -> Iterator[str]:
         for place, name in enumerate(self.source_names()):
             if text := rewritten(self._files_before, place, self._contents_of(place)):
-                _log.warning("source %d (%s): %s", place, name, text)
+                yield f"source {place} ({name}): {text}"
 
     def _contents_of(self, place: int) -> dict[str, Any]:
         if place not in self._contents:
@@ -494,13 +492,13 @@ class TokenDataModule(ExactDataModule):
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
         if wanted is None:
             return present
-        accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
+        accumulation, rest = divmod(wanted, self.micro_batch * ranks.size)
         if rest or not accumulation:
-            raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
+            raise ValueError(_no_fit(wanted, self.micro_batch, ranks))
         if present not in (1, accumulation):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
-                f"{accumulation} ({self._micro_batch} samples on {ranks.size} ranks). Leave one of the two out."
+                f"{accumulation} ({self.micro_batch} samples on {ranks.size} ranks). Leave one of the two out."
             )
         if accumulation > 1 and not trainer.lightning_module.automatic_optimization:
             raise ValueError(
@@ -533,7 +531,7 @@ class TokenDataModule(ExactDataModule):
         sizes = self._num_samples("val")
         if not sizes:
             return None
-        return SequentialPlan(num_samples=sum(sizes), micro_batch=self._micro_batch, ranks=ranks, uneven="drop")
+        return SequentialPlan(num_samples=sum(sizes), micro_batch=self.micro_batch, ranks=ranks, uneven="drop")
 
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         ends = np.cumsum(self._num_samples("val"))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -392,11 +391,11 @@ class SampleAudit(Callback):
         self._is_stream = False
         self._num_before = 0  # samples of the checkpoint, less those that its position counts
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses the Trainer of ``pytorch_lightning``."""
         refuse_other_trainer(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Opens this run's file."""
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, ExactDataModule):
@@ -433,9 +432,7 @@ class SampleAudit(Callback):
         run = trainer.strategy.broadcast(f"{time.time_ns():020d}")
         self._writer = AuditWriter(folder, run, trainer.global_rank, facts)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Notes the samples, and the step that they belong to."""
         assert self._data is not None
         self._step, request = trainer.global_step, self._data.delivered
@@ -445,21 +442,19 @@ class SampleAudit(Callback):
             request = request._replace(ids=_side_by_side(request.ids, arrived))
         self._request = request
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Writes the record."""
         assert self._writer is not None
         assert self._request is not None, "on_train_batch_start has run"
         epoch = 0 if self._is_stream else self._request.epoch  # positions of a stream count over all epochs
         self._writer.write(epoch, self._step, self._request.positions, self._request.ids)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes that the run ended by itself."""
         if self._writer is not None:
             self._writer.end()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Closes the file."""
         if self._writer is not None:
             self._writer.close()

@@ -33,6 +33,7 @@ __all__ = [
     "Uneven",
     "WorkerOptions",
     "as_it_is",
+    "fetch_seeded",
     "generators_kept",
     "gives_batches",
     "isolated",
@@ -307,23 +308,26 @@ class SampleFetcher:
 
     def __getitems__(self, request: Request) -> Any:
         """The collated batch, or the pair (batch, weights) where the request has weights."""
-        ids, seeds = request.ids.tolist(), self._seeds(request)
-        if gives_batches(self.dataset):
-            seed_generators(seeds[0])
-            samples = self.dataset.__getitems__(ids)
-        else:
-            samples = []
-            for index, seed in zip(ids, seeds, strict=True):
-                seed_generators(seed)
-                samples.append(self.dataset[index])
-        batch = self.collate(samples)
+        batch = self.collate(fetch_seeded(self.dataset, request.ids.tolist(), self._seeds(request)))
         return batch if request.weights is None else (batch, torch.from_numpy(request.weights))
 
-    def _seeds(self, request: Request) -> list[int] | list[None]:
+    def _seeds(self, request: Request) -> Sequence[int | None]:
         if self.seed is None:
             return [None] * len(request.ids)
         key = derive_key(self.seed, AUGMENT, request.epoch)
         return [splitmix64(key ^ position) for position in request.positions.tolist()]
+
+
+def fetch_seeded(dataset: Any, indices: list[Any], seeds: Sequence[int | None]) -> Any:
+    """Samples of a map-style data set, each under random numbers of its own; one that fetches batches has the first."""
+    if gives_batches(dataset):
+        seed_generators(seeds[0] if seeds else None)
+        return dataset.__getitems__(indices)
+    samples = []
+    for index, seed in zip(indices, seeds, strict=True):
+        seed_generators(seed)
+        samples.append(dataset[index])
+    return samples
 
 
 def gives_batches(dataset: Any) -> bool:

@@ -1,9 +1,10 @@
-"""A copy of the user's DataLoader that can begin inside a pass, with the indices and random numbers that belong there.
+"""Exact resume inside an epoch for the DataLoader that a script has already.
 
-What torch draws in a pass over map-style data follows from the sampler and from the random generators as they are when
-the pass begins. A checkpoint holds those, and how many batches the completed steps have used. A resume sets them, draws
-the same indices again, leaves out those that are done, and reads no data for them. What workers have fetched ahead does
-not count.
+A Resilient strategy gives the Trainer a copy of each training loader, in whose sampler's place stands an order that can
+begin inside a pass. What torch draws in a pass over map-style data follows from the sampler and from the random
+generators as they are when the pass begins. A checkpoint holds those, and how many batches the completed steps have
+used. A resume sets them, draws the same indices again, leaves out those that are done, and reads no data for them. What
+workers have fetched ahead does not count.
 
 Of iterable data a checkpoint holds the state after a batch, in each worker. A pass begins as torch begins it: with
 ``iter()`` of the data where they are, in workers that persist or in the training process; with the data as the
@@ -24,10 +25,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import xxhash
@@ -45,7 +45,15 @@ from torch.utils.data import (
 )
 
 from lightning_distplus import env
-from lightning_distplus.data.batches import AUGMENT, Geometry, as_it_is, generators_kept, gives_batches, seed_generators
+from lightning_distplus.data.batches import (
+    AUGMENT,
+    Geometry,
+    as_it_is,
+    fetch_seeded,
+    generators_kept,
+    isolated,
+    seed_generators,
+)
 from lightning_distplus.data.iterable import (
     Item,
     Stateful,
@@ -71,13 +79,668 @@ from lightning_distplus.data.progress import (
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.run_access import gather_bytes
 
-__all__ = [
-    "LoaderResume",
-    "after",
-]
-
+__all__ = ["LoaderResume", "after"]
 
 _log = logging.getLogger(__name__)
+
+# -- which loaders -----------------------------------------------------------------------------------------------------
+
+_TWO_LINES = """Two lines make it exact, with a data set that has an index, or a state_dict and a load_state_dict:
+    from lightning_distplus import ResumableDataModule
+    trainer.fit(model, ResumableDataModule(dataset, batch_size=...))"""
+
+
+def why_not(loader: Any) -> str | None:
+    """Why a loader cannot be resumed exactly, and what makes it so."""
+    name = type(loader).__qualname__
+    if isinstance(loader, ExactLoader):
+        return None
+    if not isinstance(loader, DataLoader):
+        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
+    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
+    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or _is_stateful(loader)):
+        return f"{name} iterates in a way of its own. {_TWO_LINES}"
+    data, data_name = loader.dataset, type(loader.dataset).__qualname__
+    is_stream = isinstance(data, IterableDataset)
+    if is_stream and takes_the_position(data):
+        return f"The state_dict() of {data_name} takes arguments: only its own loader can ask for it. {_TWO_LINES}"
+    if is_stream and not has_state(data) and not _is_stateful(loader):
+        return f"{data_name} is iterable and has no state_dict() with a load_state_dict(). {_TWO_LINES}"
+    if not is_stream and not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
+        return f"{data_name} has no __getitem__. {_TWO_LINES}"
+    if not loader.in_order:
+        return "With in_order=False workers deliver batches in any order. Leave it out."
+    for sampler in () if is_stream else (loader.batch_sampler, loader.sampler):
+        if hasattr(sampler, "state_dict") and _package(sampler) != "torchdata":
+            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
+    if not is_stream and sized_len(loader) is None:
+        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
+    return None
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether a loader iterates as torchdata's ``StatefulDataLoader`` does."""
+    module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
+    return module is not None and type(loader).__iter__ is module.StatefulDataLoader.__iter__
+
+
+class ExactLoader(DataLoader[Any]):
+    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's.
+
+    Attributes:
+        distplus_order: What decides about the order, and how far it has come.
+    """
+
+    distplus_order: _Order | StreamOrder
+
+    def __iter__(self) -> Any:
+        return ExactBatches(self, super().__iter__)
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], fit: LoaderResume) -> ExactLoader:
+        """Makes one of a loader of any class that iterates as torch's does."""
+        exact: Any = copy.copy(loader)
+        # A StatefulDataLoader has no state here: Lightning would give that of rank 0 to every rank.
+        bases = (cls,) if _is_stateful(loader) else (cls, type(loader))
+        exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, bases, {})
+        for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
+            del vars(exact)[name]  # what runs over the original, with its workers, where they persist
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        exact.distplus_order = StreamOrder(exact, fit) if is_stream else _Order(exact, fit)
+        return exact  # type: ignore[no-any-return]
+
+
+class ExactBatches(Iterator[Any]):
+    """An iterator over a loader. Lightning makes it early: what a resume needs is known when the first batch is due."""
+
+    def __init__(self, loader: ExactLoader, iterate: Callable[[], Iterator[Any]]) -> None:
+        self.loader = loader
+        self._iterate = iterate
+        self._is_first = True
+        self.batches: Iterator[Any] | None = None
+        """Torch's iterator, once it has begun."""
+        if not loader.distplus_order.fit.hold(self):
+            self.begin(None)
+
+    def begin(self, saved: Mapping[str, Any] | None) -> None:
+        """Begins a new pass, or one of a checkpoint."""
+        self.batches = self.loader.distplus_order.begin(self._iterate, saved)
+
+    def __next__(self) -> Any:
+        if self._is_first:
+            self.loader.distplus_order.fit.begin(self)
+            self._is_first = False
+            self.loader.distplus_order.deliver()
+        assert self.batches is not None
+        return next(self.batches)
+
+
+def _iterate_with(
+    used: dict[str, Any], loader: ExactLoader, iterate: Callable[[], Iterator[Any]], *, keeps_generators: bool
+) -> Iterator[Any]:
+    """Makes torch's iterator, which reads the loader's attributes once, with others than those that the user sees."""
+    shown = {name: vars(loader).get(name) for name in used}
+    with generators_kept() if keeps_generators else nullcontext():
+        vars(loader).update(used)
+        try:
+            return iterate()
+        finally:
+            vars(loader).update(shown)
+
+
+class _ShownDataset(Dataset[Any]):
+    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
+
+    def __init__(self, dataset: Any, **own: Any) -> None:
+        vars(self).update(dataset=dataset, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # asked for while it is copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+
+# -- map-style data ----------------------------------------------------------------------------------------------------
+
+_COMPUTED = (SequentialSampler, RandomSampler, DistributedSampler)
+"""The samplers whose indices can be left out without a look at them. Of all others a digest is kept."""
+
+States = dict[str, Any]
+"""Of generators, by name."""
+
+
+@dataclass
+class _Pass:
+    """One iteration over a loader; there are several in an epoch where a ``CombinedLoader`` begins a short one again.
+
+    Attributes:
+        epoch: The Trainer's.
+        number: Of the passes in that epoch.
+        first_batch: The batch of the epoch before which it began.
+        skip: Its batches that a resume leaves out.
+        at_iter: Generators as they were when torch asked the sampler for an iterator, where some samplers draw.
+        at_draw: And when it asked for the first index, where others do; None before that.
+        num_drawn: How often the sampler, or batch sampler, has been asked for more.
+        digest: Of what it gave.
+        saved: This pass in the checkpoint, if it began in an earlier process.
+        rewinds_to: The generators before torch drew the seed of persistent workers that are started anew.
+        has_delivered: Whether a batch has left it; Lightning makes iterators that it does not use.
+    """
+
+    epoch: int
+    number: int = 0
+    first_batch: int = 0
+    skip: int = 0
+    at_iter: States = field(default_factory=dict)
+    at_draw: States | None = None
+    num_drawn: int = 0
+    digest: int = 0
+    saved: Mapping[str, Any] | None = None
+    rewinds_to: States = field(default_factory=dict)
+    has_delivered: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.epoch, self.first_batch
+
+    def note(self, index: Any) -> Any:
+        self.num_drawn, self.digest = self.num_drawn + 1, xxhash.xxh3_64_intdigest(repr(index).encode(), self.digest)
+        return index
+
+
+class _Order:
+    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
+
+    Attributes:
+        batch_size: Samples of a batch; None where the user's batch sampler alone knows.
+        sampler: What decides about the order: a sampler, or a batch sampler that is not torch's.
+        is_computed: Whether its indices can be left out without a look at them.
+    """
+
+    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
+        self.loader = loader
+        self.fit = fit
+        self.batch_size: int | None
+        self.sampler: Any
+        self._batches: Any = loader.batch_sampler
+        if self._batches is None:
+            self.batch_size, self.sampler = 1, loader.sampler
+        elif isinstance(self._batches, BatchSampler) and _package(self._batches) in ("torch", "torchdata"):
+            self.batch_size, self.sampler = self._batches.batch_size, self._batches.sampler
+        else:
+            self.batch_size, self.sampler = None, self._batches
+        self.is_computed = type(self.sampler) in _COMPUTED
+        self._own = _generators_of(loader)  # attributes of the loader or its samplers
+        self._drawn_from = dict(self._own)
+        if not self.is_computed or isinstance(self.sampler, RandomSampler):
+            self._drawn_from["torch"] = torch.default_generator
+        if not self.is_computed:
+            self._drawn_from |= {"python": random, "numpy": np.random}
+        self._passes: list[_Pass] = []
+        self._seeds: Callable[[int], int] | None = None
+        self._has_begun = False  # a pass, in this process
+        self._has_begun_before = False  # in an earlier one
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal inside an epoch."""
+        return {
+            "sampler": type(self.sampler).__qualname__,
+            "num_samples": sized_len(self.loader.dataset),
+            "shuffle": getattr(self.sampler, "shuffle", None),
+            "drop_last": [getattr(one, "drop_last", None) for one in (self._batches, self.sampler)],
+        }
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a resume at a position needs."""
+        here = position.epoch, position.batches
+        found = [one for one in self._passes if one.epoch == position.epoch and one.place <= here][-1:]
+        later = [one for one in self._passes if one.place > here]  # where micro-batches of a window are done again
+        passes = [
+            {
+                "epoch": one.epoch,
+                "number": one.number,
+                "batch": position.batches - one.first_batch if one in found else 0,
+                "at_iter": one.at_iter,
+                "at_draw": _states_of(self._own) if one.at_draw is None else one.at_draw,
+                "is_drawn": one.at_draw is not None,
+                "num_drawn": one.num_drawn,
+                "digest": one.digest,
+            }
+            for one in (*found, *later)
+        ]
+        return {
+            **self.identity(),
+            "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
+            "generators": _states_of(self._own),
+            "has_begun": self._has_begun or self._has_begun_before,
+            "passes": passes,
+        }
+
+    def place(self, state: Mapping[str, Any]) -> None:
+        """Takes over from a checkpoint what lasts longer than a pass."""
+        if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
+            self.sampler.seed = state["seed"]
+        self._has_begun_before = state["has_begun"]
+        _set_states(self._own, state["generators"])
+
+    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Begins a pass as torch does, or one of a checkpoint, whose draws the generators of this process forget."""
+        self._passes = [one for one in self._passes if one.has_delivered]
+        if (position := self.fit.position()) is not None:
+            while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
+                self._passes.pop(0)  # no checkpoint can stand there any more
+        epoch, before = self.fit.epoch, self._passes[-1] if self._passes else None
+        this = _Pass(epoch, before.number + 1 if before is not None and before.epoch == epoch else 0, saved=saved)
+        self._passes.append(this)
+        if saved is not None:
+            this.number, this.skip = saved["number"], saved["batch"]
+            if this.skip >= len(self.loader):
+                return iter(())
+        if self.loader.persistent_workers and self._has_begun_before and not self._has_begun:
+            this.rewinds_to = _states_of(self._own | {"torch": torch.default_generator})
+        self._has_begun = True
+        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
+        self._seeds = self.fit.sample_seeds(self.loader, this.epoch, this.number)
+        if self._seeds is not None:
+            used["dataset"] = _SeededDataset(self.loader.dataset)
+        return _iterate_with(used, self.loader, iterate, keeps_generators=saved is not None)
+
+    def deliver(self) -> None:
+        """The first batch of the latest pass is about to leave it."""
+        this = self._passes[-1]
+        this.first_batch, this.has_delivered = self.fit.batch - this.skip, True
+
+    def __len__(self) -> int:
+        return len(self.sampler if self._batches is None else self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What torch asks the workers for in the latest pass: indices, with a seed for each sample."""
+        this, saved = self._passes[-1], self._passes[-1].saved
+        this.num_drawn = this.digest = 0  # with workers torch asks twice
+        _set_states(self._own | {"torch": torch.default_generator}, this.rewinds_to)
+        if saved is not None:
+            _set_states(self._drawn_from, saved["at_iter"])
+        this.at_iter = _states_of(self._drawn_from)
+        skip = this.skip if self.is_computed else 0
+        return self._draw(after(self.sampler if self._batches is None else self._batches, skip), this)
+
+    def _draw(self, source: Iterator[Any], this: _Pass) -> Iterator[Any]:
+        saved, drawn = this.saved, []
+        with generators_kept() if saved is not None and saved["is_drawn"] else nullcontext():
+            if saved is not None:
+                _set_states(self._drawn_from, saved["at_draw"])
+            this.at_draw = _states_of(self._drawn_from)
+            if self.is_computed:
+                drawn = list(islice(source, 1))  # such a sampler draws with its first index
+            elif saved is not None:
+                drawn = [this.note(index) for index in islice(source, saved["num_drawn"])]
+                if (this.num_drawn, this.digest) != (saved["num_drawn"], saved["digest"]):
+                    raise DatasetMismatch(_differs(self.sampler, saved["num_drawn"]))
+        num_samples = this.skip * (self.batch_size or 0)
+        if not self.is_computed:
+            num_samples, drawn = sum(map(self._size, drawn[: this.skip])), drawn[this.skip :]
+        for index in chain(drawn, source if self.is_computed else map(this.note, source)):
+            size = self._size(index)
+            seeds = self._seeds and [self._seeds(num_samples + place) for place in range(size)]
+            yield index if seeds is None else _Drawn(index, seeds)
+            num_samples += size
+
+    def _size(self, index: Any) -> int:
+        return 1 if self._batches is None else len(index)
+
+
+def _package(thing: Any) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def after(sampler: Any, skip: int) -> Iterator[Any]:
+    """What torch's batch sampler, or any sampler, draws after the first batches, which are not made."""
+    if not skip:
+        return iter(sampler)
+    if type(sampler) is not BatchSampler:
+        return islice(iter(sampler), skip, None)
+    rest = islice(iter(sampler.sampler), skip * sampler.batch_size, None)
+    return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last))
+
+
+def _differs(sampler: Any, num_drawn: int) -> str:
+    return (
+        f"{type(sampler).__qualname__} does not draw again what it drew before the checkpoint: its first {num_drawn} "
+        "draws of this epoch differ. It follows something that a resume cannot bring back, such as the clock, the "
+        "loss, or random numbers that others draw in between. Draw from a generator that is an attribute of the "
+        'sampler; or pass data="as_is" to the strategy, which begins the epoch anew, as Lightning does.'
+    )
+
+
+class _Drawn(NamedTuple):
+    """What the sampler has drawn, an index or a batch of them, and a seed for each sample."""
+
+    index: Any
+    seeds: list[int]
+
+
+class _SeededDataset(_ShownDataset):
+    """The data set as a worker sees it: the generators are seeded before each sample. All else is the user's."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, asked: Any) -> Any:
+        if not isinstance(asked, _Drawn):
+            return self.dataset[asked]
+        with _kept_here():
+            seed_generators(asked.seeds[0])
+            return self.dataset[asked.index]
+
+    def __getitems__(self, asked: _Drawn) -> Any:
+        with _kept_here():
+            return fetch_seeded(self.dataset, asked.index, asked.seeds)
+
+
+def _kept_here() -> Any:
+    return generators_kept() if get_worker_info() is None else nullcontext()  # the model must not notice
+
+
+def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The generators that are attributes of a loader and of its samplers, by the way to them."""
+    found: dict[str, Any] = {}
+    seen = {id(loader.dataset)}
+    left: list[tuple[str, Any]] = [(name, getattr(loader, name)) for name in ("generator", "sampler", "batch_sampler")]
+    while left:
+        path, value = left.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+            found[path] = value
+        elif isinstance(value, Sampler | Dataset) or "." not in path:
+            left += [(f"{path}.{name}", one) for name, one in getattr(value, "__dict__", {}).items()]
+    return found
+
+
+def _states_of(generators: Mapping[str, Any]) -> States:
+    return {name: _state_of(one) for name, one in generators.items()}
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state(legacy=False)
+
+
+def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for name in generators.keys() & states.keys():
+        generator = generators[name]
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = states[name]
+        else:
+            getattr(generator, "setstate" if hasattr(generator, "setstate") else "set_state")(states[name])
+
+
+# -- iterable data -----------------------------------------------------------------------------------------------------
+
+
+class _AsItIs(Stateful):
+    """Data whose pass begins with ``iter()`` and nothing else."""
+
+    def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
+        """An iterator from a state, or from where the data are."""
+        if state is not None:
+            self.data.load_state_dict(self.opened(state))
+        return iter(self.data)
+
+
+class _Reader(StreamReader):
+    """Reads a share of the data, one pass for each ``iter()``.
+
+    Args:
+        is_over: Whether the states of ``begin`` stand before the last batch of a pass that is over.
+        **arguments: Those of ``StreamReader``.
+    """
+
+    def __init__(self, *, is_over: bool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._is_over = is_over
+        self._epoch: int | None = None  # of the latest pass in this process
+
+    def __iter__(self) -> Iterator[Item]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        start = self._begin.workers[worker]
+        if self._epoch is not None:
+            start = WorkerState(epoch=self._epoch + 1)
+        elif self._is_over or start.is_ended:
+            num_samples = None if start.is_ended else self._batch_size or 1
+            for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
+                pass
+            if self._is_over:
+                start = WorkerState(epoch=start.epoch + 1)
+        elif worker <= self._begin.last_worker:
+            yield Item("skip", worker, start)
+        self._epoch = start.epoch
+        if start.is_ended:
+            return
+        for item in self._read(worker, start):
+            is_whole = item.kind == "batch" and self._batch_size is None
+            yield item._replace(batch=self._collate(item.batch)) if is_whole else item
+
+    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
+        samples = super()._samples
+        if self.source.has_state:
+            return samples(worker, start)
+        return islice(samples(worker, WorkerState(epoch=start.epoch)), start.num_taken, None)
+
+
+class _ShownReader(_ShownDataset):
+    def __iter__(self) -> Iterator[Item]:
+        return iter(vars(self)["_reader"])
+
+
+class _Share(NamedTuple):
+    """Of one worker: its state before the last batch, behind it, and behind all that it has read.
+
+    ``here.is_ended`` says of the state before the last batch that only this batch is left of the pass.
+    """
+
+    before: WorkerState
+    here: WorkerState
+    last: WorkerState
+
+    @classmethod
+    def at(cls, state: WorkerState) -> _Share:
+        return cls(state, state, state)
+
+    def after(self, item: Item, batch_size: int | None) -> _Share:
+        is_end = item.kind == "end"
+        if is_end or (batch_size and item.state.num_taken % batch_size):  # data may begin anew where they end
+            before = self.before if is_end else self.here
+            here = self.here if self.here.is_ended else before._replace(is_ended=True)
+            return _Share(before, here, item.state)
+        return self if item.kind == "skip" else _Share(self.here, item.state, item.state)
+
+
+class _Place(NamedTuple):
+    """A place between two batches.
+
+    Attributes:
+        shares: Of the workers.
+        last_worker: The worker that gave the batch before it; -1: none in this pass.
+        number: Of the passes in this epoch.
+    """
+
+    shares: tuple[_Share, ...]
+    last_worker: int = -1
+    number: int = 0
+
+    def saved(self, at: tuple[int, int]) -> dict[str, Any]:
+        return _saved(at, StreamState(tuple(one.here for one in self.shares), self.last_worker), self.number)
+
+
+class StreamOrder:
+    """How far a loader has come in iterable data, and what of it goes into a checkpoint.
+
+    Attributes:
+        batch_size: Samples of a batch; None where the data give batches.
+        is_computed: False: no order is known before it is read.
+        sampler: None: nothing draws.
+    """
+
+    is_computed = False
+    sampler = None
+
+    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
+        self.loader = loader
+        self.fit = fit
+        self.batch_size = loader.batch_size
+        self._source = _AsItIs(loader.dataset, allow_stateless=True)
+        self._here: _Place | None = None  # None: nothing has been read
+        self._at = (-1, 0)  # the epoch of the next batch, and its number there
+        self._places: dict[tuple[int, int], dict[str, Any]] = {}  # of the batches that a checkpoint may stand before
+        self._over_epoch = -1  # of which nothing is left
+        self._begins: tuple[tuple[int, int], _Place] | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal, because only the data know how they are divided."""
+        return {
+            "data": type(self.loader.dataset).__qualname__,
+            "batch_size": self.batch_size,
+            "drop_last": self.loader.drop_last,
+            "num_workers": self.loader.num_workers,
+        }
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a resume at a position needs."""
+        is_over, passes = self.fit.is_over(position), []
+        here = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
+        found = max((at for at in self._places if at[0] == here[0] and at <= here), default=None)
+        saved = self._over(here[0]) if found is None else self._places[found]
+        if is_over or saved["number"]:  # a ``CombinedLoader`` has to notice that an earlier pass is over
+            passes.append({**saved, "epoch": position.epoch, "number": -1, "stream": None, "is_over": is_over})
+        stream = None if saved["stream"] is None else saved["stream"].opened()
+        return {**self.identity(), "passes": [*passes, {**saved, "stream": stream}]}
+
+    def place(self, state: Mapping[str, Any]) -> None:
+        """Takes over from a checkpoint what lasts longer than a pass: nothing."""
+
+    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Begins a pass as torch does, or one of a checkpoint."""
+        loader, self._begins = self.loader, None
+        if saved is not None and saved["number"] < 0:
+            self._over_epoch = saved["epoch"] if saved["is_over"] else -1
+            return iter(())
+        if self._over_epoch == self.fit.epoch:
+            return iter(())
+        is_over = saved is not None and saved["stream"] is not None and saved["is_over"]
+        at, place, start = self._next_pass() if saved is None else self._saved_pass(saved)
+        self._begins = at, place
+        seed = self.fit.stream_seed(loader)
+        reader = _Reader(
+            source=self._source,
+            batch_size=self.batch_size,
+            collate=loader.collate_fn,
+            rest="drop" if loader.drop_last else "keep",
+            seed=seed,
+            begin=start,
+            is_over=is_over,
+        )
+        used = {
+            "dataset": _ShownReader(loader.dataset, _reader=reader),
+            "batch_sampler": None,
+            "drop_last": False,
+            "collate_fn": as_it_is,
+            "_IterableDataset_len_called": None,
+        }
+        is_seeded = saved is not None and saved["is_seeded"]
+        if saved is not None and not is_seeded and loader.generator is None:
+            self.fit.note_seed()
+        items = _iterate_with(used, loader, iterate, keeps_generators=is_seeded)
+        batches = self._batches(isolated(items, loader.num_workers == 0 and seed is not None))
+        return batches if saved is None or not saved["number"] else self._or_next_pass(batches, iterate)
+
+    def deliver(self) -> None:
+        """The first batch of the latest pass is about to leave it; Lightning makes iterators that it does not use."""
+        if self._begins is None:
+            return
+        (at, place), self._begins = self._begins, None
+        if at not in self._places:
+            is_first = place.last_worker < 0 and not at[1]
+            self._places[at] = {**(self._over(at[0]) if is_first else place.saved(at)), "is_seeded": True}
+        self._at, self._here = at, place
+
+    def _next_pass(self) -> tuple[tuple[int, int], _Place, StreamState]:
+        here, epoch = self._here, self.fit.epoch
+        at = self._at if self._at[0] == epoch else (epoch, 0)
+        if here is None:
+            start = StreamState.at_beginning(self.loader.num_workers)
+            return at, _Place(tuple(map(_Share.at, start.workers))), start
+        anew = tuple(WorkerState(epoch=one.last.epoch + 1) for one in here.shares)
+        begins = [one.last.begin_again() for one in here.shares] if self._goes_on else anew
+        return at, _Place(tuple(map(_Share.at, begins)), number=here.number + 1 if at[1] else 0), StreamState(anew)
+
+    def _saved_pass(self, saved: Mapping[str, Any]) -> tuple[tuple[int, int], _Place, StreamState]:
+        if saved["stream"] is None:
+            before = _Share.at(WorkerState(epoch=saved["num_passes"] - 1))
+            self._here = _Place((before,) * max(1, self.loader.num_workers)) if saved["num_passes"] else None
+            return self._next_pass()
+        start = StreamState.closed(saved["stream"])
+        shares = tuple(map(_Share.at, start.workers))
+        if saved["is_over"]:
+            self._here = _Place(shares)
+            return (*self._next_pass()[:2], start)
+        return (saved["epoch"], saved["batch"]), _Place(shares, start.last_worker, saved["number"]), start
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a pass begins where the one before has left the data."""
+        return self.loader.num_workers == 0 or self.loader.persistent_workers
+
+    def _over(self, epoch: int) -> dict[str, Any]:
+        """The place before the first batch of an epoch."""
+        here, stream, num_passes = self._here, None, 0
+        if here is not None:
+            num_passes = here.shares[0].last.epoch + 1
+            before = [one.here if one.here.is_ended else one.before for one in here.shares]
+            stream = StreamState(tuple(before)) if self._goes_on else None
+        persist = here is not None and self.loader.persistent_workers
+        return {**_saved((epoch, 0), stream), "is_over": True, "num_passes": num_passes, "is_seeded": persist}
+
+    def _or_next_pass(self, batches: Iterator[Any], iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """A ``CombinedLoader`` that begins a pass again ends where it has nothing."""
+        first = list(islice(batches, 1))
+        if not first:
+            batches = self.begin(iterate, None)
+            self.deliver()
+        yield from first
+        yield from batches
+
+    def _batches(self, items: Iterator[Item]) -> Iterator[Any]:
+        for item in items:
+            assert self._here is not None
+            shares = list(self._here.shares)
+            shares[item.worker] = shares[item.worker].after(item, self.batch_size)
+            self._here = self._here._replace(shares=tuple(shares))
+            if item.kind == "batch":
+                self._here = self._here._replace(last_worker=item.worker)
+                self._at = (self._at[0], self._at[1] + 1)
+                self._places[self._at] = self._here.saved(self._at)
+                if (position := self.fit.position()) is not None:
+                    here = position.epoch, position.batches
+                    oldest = max((at for at in self._places if at <= here), default=self._at)
+                    self._places = {at: one for at, one in self._places.items() if at >= oldest}
+                yield item.batch
+
+
+def _saved(at: tuple[int, int], stream: StreamState | None, number: int = 0) -> dict[str, Any]:
+    place = {"epoch": at[0], "batch": at[1], "number": number, "stream": stream}
+    return {**place, "is_over": False, "is_seeded": True}
+
+
+# -- loaders and loops in step -----------------------------------------------------------------------------------------
 
 _KEY = "lightning_distplus_dataloaders"  # in a checkpoint
 _VERSION = 1
@@ -130,7 +793,7 @@ class LoaderResume(InStep):
         """Whether a later resume of the fit that runs is exact."""
         return self._cursor is not None
 
-    # -- what a loader asks for ----------------------------------------------------------------------------------------
+    # -- what a loader asks for
 
     @property
     def epoch(self) -> int:
@@ -162,19 +825,24 @@ class LoaderResume(InStep):
         """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
         if self._loaded is not None and not self._has_found and self._why_not() is None:
             self._find_starts(self._loaded)
-        early, self._early = [one for one in self._early if one.loader in self._exact()], []
+        exact = self._exact()
+        early, self._early = [one for one in self._early if one.loader in exact], []
         is_resumed, self._is_placed = self._is_placed, False
         if self._cursor is not None and self.epoch != self._begun_epoch:
             self._begun_epoch = self.epoch
             self._cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
-        starts = [self._take_start(one.loader) for one in early]
-        if is_resumed and not any(starts) and self._makes_loaders_anew:
+        starts = []
+        for one in early:
+            due = self._starts.get(exact.index(one.loader))
+            starts.append(due.popleft() if due and due[0]["epoch"] == self.epoch else None)
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
             for one in early:
-                one.begin(None)  # as Lightning does where it goes on from one epoch to the next
+                one.begin(None)  # as Lightning does where it makes loaders anew between two epochs
         for one, start in zip(early, starts, strict=True):
-            if start is not None or is_resumed or not one.has_begun:
+            if start is not None or is_resumed or one.batches is None:
                 one.begin(start)
 
     def sample_seeds(self, loader: ExactLoader, epoch: int, number: int) -> Callable[[int], int] | None:
@@ -200,24 +868,13 @@ class LoaderResume(InStep):
         """Whether nothing is left to fetch in the epoch of a position."""
         return position.is_epoch_done or bool(position.batches >= self._trainer.num_training_batches)
 
-    def _take_start(self, loader: ExactLoader) -> Mapping[str, Any] | None:
-        """The pass of the checkpoint with which a loader begins in this epoch."""
-        starts = self._starts.get(self._place_of(loader))
-        return starts.popleft() if starts and starts[0]["epoch"] == self.epoch else None
-
     def _place_of(self, loader: ExactLoader) -> int:
         return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
-
-    @property
-    def _makes_loaders_anew(self) -> bool:
-        """Whether the Trainer asks for new loaders at the beginning of this epoch, which is not the first."""
-        every = self._trainer.reload_dataloaders_every_n_epochs
-        return every > 0 and self.epoch > 0 and self.epoch % every == 0
 
     def _exact(self) -> list[ExactLoader]:
         return [one for one in _leaves(self._trainer.train_dataloader) if isinstance(one, ExactLoader)]
 
-    # -- Lightning's hooks, beside those that every data set needs -----------------------------------------------------
+    # -- Lightning's hooks, beside those that every data set needs
 
     @property
     def cursor(self) -> Cursor:
@@ -225,9 +882,7 @@ class LoaderResume(InStep):
         assert self._cursor is not None, "it is made when training starts"
         return self._cursor
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does.
 
         Raises:
@@ -253,9 +908,7 @@ class LoaderResume(InStep):
             reopen_epoch(checkpoint, position)
         self.timer.pause()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the place in the data; all ranks of a save call it."""
         if self._loaded is not None:
             checkpoint[_KEY] = self._loaded
@@ -293,7 +946,7 @@ class LoaderResume(InStep):
             self._has_warned = True
             return b""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position; warns where a later resume would not be exact.
 
         Raises:
@@ -308,13 +961,14 @@ class LoaderResume(InStep):
                 has_state = any(hasattr(one, "load_state_dict") for one in _leaves(trainer.train_dataloader))
                 _log.warning("a run that is resumed inside an epoch %s. %s", _OF_RANK_0 if has_state else _ANEW, why)
             return
+        orders = [one.distplus_order for one in self._exact()]
         geometry = Geometry(
-            micro_batch=self._exact()[0].distplus_order.batch_size or 1,
+            micro_batch=orders[0].batch_size or 1,
             accumulation=trainer.accumulate_grad_batches,
             ranks=data_parallel(trainer),
         )
-        is_end = self._is_end if any(isinstance(one.distplus_order, StreamOrder) for one in self._exact()) else None
-        self._cursor = Cursor(trainer, geometry, is_end=is_end)
+        has_stream = any(isinstance(one, StreamOrder) for one in orders)
+        self._cursor = Cursor(trainer, geometry, is_end=(lambda number: number == self._end) if has_stream else None)
         if loaded is not None:
             if not self._has_found:
                 self._find_starts(loaded)
@@ -324,9 +978,7 @@ class LoaderResume(InStep):
             warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this class
         self._watch_steps(trainer)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Notes where the data end, if only they know; says once where the run has resumed."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch:
@@ -336,13 +988,9 @@ class LoaderResume(InStep):
         self._num_seeds = 0
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes where the data have ended."""
-        total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        self._end = total.processed
-
-    def _is_end(self, number: int) -> bool:
-        return number == self._end
+        self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None
@@ -350,13 +998,12 @@ class LoaderResume(InStep):
     def _why_not(self) -> str | None:
         """Why a later resume of this fit would not be exact; None: it will be."""
         trainer = self._trainer
-        for loader in _leaves(trainer.train_dataloader):
-            if (why := why_not(loader)) is not None:
-                return why
-        ordered = [one for one in self._exact() if not isinstance(one.distplus_order, StreamOrder)]
-        if 0 < len(ordered) < len(self._exact()) and trainer.num_training_batches == float("inf"):
+        if why := next(filter(None, map(why_not, _leaves(trainer.train_dataloader))), None):
+            return why
+        are_streams = {isinstance(one.distplus_order, StreamOrder) for one in self._exact()}
+        if len(are_streams) == 2 and trainer.num_training_batches == float("inf"):
             return "Of one of several loaders no length is known, and another one is of map-style data."
-        if len(ordered) < len(self._exact()) and trainer.reload_dataloaders_every_n_epochs:
+        if True in are_streams and trainer.reload_dataloaders_every_n_epochs:
             return "reload_dataloaders_every_n_epochs asks for iterable data again, of which no place is known."
         if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
             return "training_step takes as many batches from dataloader_iter as it likes."
@@ -366,7 +1013,7 @@ class LoaderResume(InStep):
             return str(error)
         return None
 
-    # -- going on at a checkpoint --------------------------------------------------------------------------------------
+    # -- going on at a checkpoint
 
     def _find_starts(self, state: Mapping[str, Any]) -> None:
         """Finds where each loader begins, and where the Trainer will be placed.
@@ -392,7 +1039,7 @@ class LoaderResume(InStep):
             before, now, length = state["cut"]["accumulation"], cut["accumulation"], self._trainer.num_training_batches
             batches = int(length) if state["is_at_end"] else position.batches // before * now
             position = replace(position, batches=batches, total_batches=position.epoch * int(length) + batches)
-            for one in (one for starts in passes.values() for one in starts):
+            for one in chain(*passes.values()):
                 one["batch"] = one["batch"] // before * now
             self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
         if len(exact) == len(saved):
@@ -467,720 +1114,3 @@ def _global_batches(cut: Mapping[str, Any]) -> list[Any]:
 def _text(cut: Mapping[str, Any]) -> str:
     sizes = ", ".join("of the sampler" if size is None else str(size) for size in cut["batch_sizes"])
     return f"batch size {sizes} x {cut['ranks']} data-parallel ranks x accumulation {cut['accumulation']}"
-
-
-# -- the loader --------------------------------------------------------------------------------------------------------
-
-_COMPUTED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""The samplers whose indices can be left out without a look at them. Of all others a digest is kept."""
-_END = object()
-_TWO_LINES = """Two lines make it exact, with a data set that has an index, or a state_dict and a load_state_dict:
-    from lightning_distplus import ResumableDataModule
-    trainer.fit(model, ResumableDataModule(dataset, batch_size=...))"""
-
-States = dict[str, Any]
-"""Of generators, by name."""
-
-
-class ExactLoader(DataLoader[Any]):
-    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's.
-
-    Attributes:
-        distplus_order: What decides about the order, and how far it has come.
-    """
-
-    distplus_order: _Order | StreamOrder
-
-    def __iter__(self) -> Any:
-        return ExactBatches(self, super().__iter__)
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any], fit: LoaderResume) -> ExactLoader:
-        """Makes one of a loader of any class that iterates as torch's does."""
-        exact: Any = copy.copy(loader)
-        # A StatefulDataLoader has no state here: Lightning would give that of rank 0 to every rank.
-        bases = (cls,) if _is_stateful(loader) else (cls, type(loader))
-        exact.__class__ = cls if type(loader) is DataLoader else type(type(loader).__name__, bases, {})
-        for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
-            del vars(exact)[name]  # what runs over the original, with its workers, where they persist
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        exact.distplus_order = StreamOrder(exact, fit) if is_stream else _Order(exact, fit)
-        return exact  # type: ignore[no-any-return]
-
-
-class ExactBatches(Iterator[Any]):
-    """An iterator over a loader. Lightning makes it early: what a resume needs is known when the first batch is due."""
-
-    def __init__(self, loader: ExactLoader, iterate: Callable[[], Iterator[Any]]) -> None:
-        self.loader = loader
-        self._iterate = iterate
-        self._batches: Iterator[Any] | None = None
-        self._is_first = True
-        if not loader.distplus_order.fit.hold(self):
-            self.begin(None)
-
-    def begin(self, saved: Mapping[str, Any] | None) -> None:
-        """Begins a new pass, or one of a checkpoint."""
-        self._batches = self.loader.distplus_order.begin(self._iterate, saved)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether torch's iterator is there."""
-        return self._batches is not None
-
-    def __next__(self) -> Any:
-        order = self.loader.distplus_order
-        if self._is_first:
-            order.fit.begin(self)
-            self._is_first = False
-            order.deliver()
-        assert self._batches is not None
-        return next(self._batches)
-
-
-def _iterate_with(
-    used: dict[str, Any], loader: ExactLoader, iterate: Callable[[], Iterator[Any]], *, keeps_generators: bool
-) -> Iterator[Any]:
-    """Makes torch's iterator, which reads the loader's attributes once, with others than those that the user sees."""
-    shown = {name: vars(loader).get(name) for name in used}
-    with generators_kept() if keeps_generators else nullcontext():
-        vars(loader).update(used)
-        try:
-            return iterate()
-        finally:
-            vars(loader).update(shown)
-
-
-def why_not(loader: Any) -> str | None:
-    """Why a loader cannot be resumed exactly, and what makes it so."""
-    name = type(loader).__qualname__
-    if isinstance(loader, ExactLoader):
-        return None
-    if not isinstance(loader, DataLoader):
-        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
-    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
-    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or _is_stateful(loader)):
-        return f"{name} iterates in a way of its own. {_TWO_LINES}"
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if is_stream and (why := _why_no_place(loader)) is not None:
-        return f"{why} {_TWO_LINES}"
-    if not is_stream and not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
-        return f"{type(loader.dataset).__qualname__} has no __getitem__. {_TWO_LINES}"
-    if not loader.in_order:
-        return "With in_order=False workers deliver batches in any order. Leave it out."
-    if is_stream:
-        return None
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata."):
-            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
-    if sized_len(loader) is None:
-        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
-    return None
-
-
-def _is_stateful(loader: Any) -> bool:
-    """Whether a loader iterates as torchdata's ``StatefulDataLoader`` does."""
-    module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
-    return module is not None and type(loader).__iter__ is module.StatefulDataLoader.__iter__
-
-
-def _why_no_place(loader: DataLoader[Any]) -> str | None:
-    """Why a loader of iterable data cannot go on inside a pass; None: it can."""
-    name = type(loader.dataset).__qualname__
-    if takes_the_position(loader.dataset):
-        return f"The state_dict() of {name} takes arguments: only its own loader can ask for it."
-    if not has_state(loader.dataset) and not _is_stateful(loader):
-        return f"{name} is iterable and has no state_dict() with a load_state_dict()."
-    return None
-
-
-# -- map-style data ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Pass:
-    """One iteration over a loader; there are several in an epoch where a ``CombinedLoader`` begins a short one again.
-
-    Attributes:
-        epoch: The Trainer's.
-        number: Of the passes in that epoch.
-        first_batch: The batch of the epoch before which it began.
-        skip: Its batches that a resume leaves out.
-        at_iter: Generators as they were when torch asked the sampler for an iterator, where some samplers draw.
-        at_draw: And when it asked for the first index, where others do; None before that.
-        num_drawn: How often the sampler, or batch sampler, has been asked for more.
-        digest: Of what it gave.
-        saved: This pass in the checkpoint, if it began in an earlier process.
-        rewinds_to: The generators before torch drew the seed of persistent workers that are started anew.
-        has_delivered: Whether a batch has left it; Lightning makes iterators that it does not use.
-    """
-
-    epoch: int
-    number: int = 0
-    first_batch: int = 0
-    skip: int = 0
-    at_iter: States = field(default_factory=dict)
-    at_draw: States | None = None
-    num_drawn: int = 0
-    digest: int = 0
-    saved: Mapping[str, Any] | None = None
-    rewinds_to: States = field(default_factory=dict)
-    has_delivered: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.epoch, self.first_batch
-
-
-class _Order:
-    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
-
-    Attributes:
-        batch_size: Samples of a batch; None where the user's batch sampler alone knows.
-        sampler: What decides about the order: a sampler, or a batch sampler that is not torch's.
-        is_computed: Whether its indices can be left out without a look at them.
-    """
-
-    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
-        self.loader = loader
-        self.fit = fit
-        self.batch_size: int | None
-        self.sampler: Any
-        self._batches: Any = loader.batch_sampler
-        if self._batches is None:
-            self.batch_size, self.sampler = 1, loader.sampler
-        elif isinstance(self._batches, BatchSampler) and _is_of_torch(self._batches):
-            self.batch_size, self.sampler = self._batches.batch_size, self._batches.sampler
-        else:
-            self.batch_size, self.sampler = None, self._batches
-        self.is_computed = type(self.sampler) in _COMPUTED
-        self._own = _generators_of(loader)  # attributes of the loader or its samplers
-        self._drawn_from = dict(self._own)
-        if not self.is_computed or isinstance(self.sampler, RandomSampler):
-            self._drawn_from["torch"] = torch.default_generator
-        if not self.is_computed:
-            self._drawn_from |= {"python": random, "numpy": np.random}
-        self._passes: list[_Pass] = []
-        self._seeds: Callable[[int], int] | None = None
-        self._has_begun = False  # a pass, in this process
-        self._has_begun_before = False  # in an earlier one
-
-    # -- what a checkpoint holds
-
-    def identity(self) -> dict[str, Any]:
-        """What has to be equal inside an epoch."""
-        return {
-            "sampler": type(self.sampler).__qualname__,
-            "num_samples": sized_len(self.loader.dataset),
-            "shuffle": getattr(self.sampler, "shuffle", None),
-            "drop_last": [getattr(one, "drop_last", None) for one in (self._batches, self.sampler)],
-        }
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """What a resume at a position needs."""
-        here = position.epoch, position.batches
-        found = [one for one in self._passes if one.epoch == position.epoch and one.place <= here]
-        later = [one for one in self._passes if one.place > here]  # where micro-batches of a window are done again
-        return {
-            **self.identity(),
-            "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
-            "generators": _states_of(self._own),
-            "has_begun": self._has_begun or self._has_begun_before,
-            "passes": [
-                *(self._state_of(one, position.batches - one.first_batch) for one in found[-1:]),
-                *(self._state_of(one, 0) for one in later),
-            ],
-        }
-
-    def _state_of(self, this: _Pass, skip: int) -> dict[str, Any]:
-        return {
-            "epoch": this.epoch,
-            "number": this.number,
-            "batch": skip,
-            "at_iter": this.at_iter,
-            "at_draw": _states_of(self._own) if this.at_draw is None else this.at_draw,
-            "is_drawn": this.at_draw is not None,
-            "num_drawn": this.num_drawn,
-            "digest": this.digest,
-        }
-
-    def place(self, state: Mapping[str, Any]) -> None:
-        """Takes over from a checkpoint what lasts longer than a pass."""
-        if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
-            self.sampler.seed = state["seed"]
-        self._has_begun_before = state["has_begun"]
-        _set_states(self._own, state["generators"])
-
-    # -- a pass
-
-    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begins a pass as torch does, or one of a checkpoint, whose draws the generators of this process forget."""
-        self._passes = [one for one in self._passes if one.has_delivered]
-        if (position := self.fit.position()) is not None:
-            while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
-                self._passes.pop(0)  # no checkpoint can stand there any more
-        epoch, before = self.fit.epoch, self._passes[-1] if self._passes else None
-        this = _Pass(epoch, before.number + 1 if before is not None and before.epoch == epoch else 0, saved=saved)
-        self._passes.append(this)
-        if saved is not None:
-            this.number, this.skip = saved["number"], saved["batch"]
-            if this.skip >= len(self.loader):
-                return iter(())
-        if self.loader.persistent_workers and self._has_begun_before and not self._has_begun:
-            this.rewinds_to = _states_of(self._own | {"torch": torch.default_generator})
-        self._has_begun = True
-        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if (seeds := self.fit.sample_seeds(self.loader, this.epoch, this.number)) is not None:
-            used["dataset"] = _SeededDataset(self.loader.dataset)
-        self._seeds = seeds
-        return _iterate_with(used, self.loader, iterate, keeps_generators=saved is not None)
-
-    def deliver(self) -> None:
-        """The first batch of the latest pass is about to leave it."""
-        this = self._passes[-1]
-        this.first_batch, this.has_delivered = self.fit.batch - this.skip, True
-
-    def __len__(self) -> int:
-        return len(self.sampler if self._batches is None else self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        """What torch asks the workers for in the latest pass: indices, with a seed for each sample."""
-        this, saved = self._passes[-1], self._passes[-1].saved
-        this.num_drawn = this.digest = 0  # with workers torch asks twice
-        _set_states(self._own | {"torch": torch.default_generator}, this.rewinds_to)
-        if saved is not None:
-            _set_states(self._drawn_from, saved["at_iter"])
-        this.at_iter = _states_of(self._drawn_from)
-        skip = this.skip if self.is_computed else 0
-        return self._draw(after(self.sampler if self._batches is None else self._batches, skip), this)
-
-    def _draw(self, source: Iterator[Any], this: _Pass) -> Iterator[Any]:
-        saved, num_samples = this.saved, 0
-        ahead: deque[Any] = deque()
-        with generators_kept() if saved is not None and saved["is_drawn"] else nullcontext():
-            if saved is not None:
-                _set_states(self._drawn_from, saved["at_draw"])
-            this.at_draw = _states_of(self._drawn_from)
-            if self.is_computed:
-                num_samples = this.skip * (self.batch_size or 0)
-                ahead.extend(islice(source, 1))  # such a sampler draws with its first index
-            elif saved is not None:
-                for index in islice(source, saved["num_drawn"]):
-                    self._note(this, index)
-                    if this.num_drawn > this.skip:
-                        ahead.append(index)
-                    else:
-                        num_samples += self._size(index)
-                if (this.num_drawn, this.digest) != (saved["num_drawn"], saved["digest"]):
-                    raise DatasetMismatch(_differs(self.sampler, saved["num_drawn"]))
-        seeds = self._seeds
-        while ahead or (index := next(source, _END)) is not _END:
-            if ahead:
-                index = ahead.popleft()
-            elif not self.is_computed:
-                self._note(this, index)
-            size = self._size(index)
-            yield index if seeds is None else _Asked(index, [seeds(num_samples + place) for place in range(size)])
-            num_samples += size
-
-    def _note(self, this: _Pass, index: Any) -> None:
-        this.num_drawn, this.digest = this.num_drawn + 1, xxhash.xxh3_64_intdigest(repr(index).encode(), this.digest)
-
-    def _size(self, index: Any) -> int:
-        return 1 if self._batches is None else len(index)
-
-
-def _is_of_torch(sampler: Any) -> bool:
-    return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
-
-
-def after(sampler: Any, skip: int) -> Iterator[Any]:
-    """What torch's batch sampler, or any sampler, draws after the first batches, which are not made."""
-    if not skip:
-        return iter(sampler)
-    if type(sampler) is not BatchSampler:
-        return islice(iter(sampler), skip, None)
-    rest = islice(iter(sampler.sampler), skip * sampler.batch_size, None)
-    return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last))
-
-
-def _differs(sampler: Any, num_drawn: int) -> str:
-    return (
-        f"{type(sampler).__qualname__} does not draw again what it drew before the checkpoint: its first {num_drawn} "
-        "draws of this epoch differ. It follows something that a resume cannot bring back, such as the clock, the "
-        "loss, or random numbers that others draw in between. Draw from a generator that is an attribute of the "
-        'sampler; or pass data="as_is" to the strategy, which begins the epoch anew, as Lightning does.'
-    )
-
-
-# -- samples under random numbers of their own -------------------------------------------------------------------------
-
-
-class _ShownDataset(Dataset[Any]):
-    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
-
-    def __init__(self, dataset: Any) -> None:
-        vars(self)["dataset"] = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # asked for while it is copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
-
-
-class _Asked(NamedTuple):
-    """What the sampler has drawn, an index or a batch of them, and a seed for each sample."""
-
-    index: Any
-    seeds: list[int]
-
-
-class _SeededDataset(_ShownDataset):
-    """The data set as a worker sees it: the generators are seeded before each sample. All else is the user's."""
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, asked: Any) -> Any:
-        return self._seeded(lambda: self._sample(*asked)) if isinstance(asked, _Asked) else self.dataset[asked]
-
-    def __getitems__(self, asked: _Asked) -> Any:
-        return self._seeded(lambda: self._batch(*asked))
-
-    def _sample(self, index: Any, seeds: list[int]) -> Any:
-        seed_generators(seeds[0])
-        return self.dataset[index]
-
-    def _batch(self, indices: Any, seeds: list[int]) -> Any:
-        if gives_batches(self.dataset):
-            seed_generators(seeds[0] if seeds else None)
-            return self.dataset.__getitems__(indices)
-        return [self._sample(index, [seed]) for index, seed in zip(indices, seeds, strict=True)]
-
-    def _seeded(self, fetch: Callable[[], Any]) -> Any:
-        with generators_kept() if get_worker_info() is None else nullcontext():  # the model must not notice
-            return fetch()
-
-
-# -- random generators -------------------------------------------------------------------------------------------------
-
-
-def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The generators that are attributes of a loader and of its samplers, by the way to them."""
-    found: dict[str, Any] = {}
-    seen = {id(loader.dataset)}
-    left: list[tuple[str, Any]] = [(name, getattr(loader, name)) for name in ("generator", "sampler", "batch_sampler")]
-    while left:
-        path, value = left.pop(0)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            found[path] = value
-        elif isinstance(value, Sampler | Dataset) or "." not in path:
-            left += [(f"{path}.{name}", one) for name, one in getattr(value, "__dict__", {}).items()]
-    return found
-
-
-def _states_of(generators: Mapping[str, Any]) -> States:
-    return {name: _state_of(one) for name, one in generators.items()}
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state(legacy=False)
-
-
-def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    for name, generator in generators.items():
-        if name not in states:
-            continue
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = states[name]
-        elif hasattr(generator, "setstate"):
-            generator.setstate(states[name])
-        else:
-            generator.set_state(states[name])
-
-
-# -- iterable data -----------------------------------------------------------------------------------------------------
-
-
-class _AsItIs(Stateful):
-    """Data whose pass begins with ``iter()`` and nothing else."""
-
-    def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
-        """An iterator from a state, or from where the data are."""
-        if state is not None:
-            self.data.load_state_dict(self.opened(state))
-        return iter(self.data)
-
-
-class _Reader(StreamReader):
-    """Reads a share of the data, one pass for each ``iter()``.
-
-    Args:
-        is_over: Whether the states of ``begin`` stand before the last batch of a pass that is over.
-        **arguments: Those of ``StreamReader``.
-    """
-
-    def __init__(self, *, is_over: bool, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._is_over = is_over
-        self._epoch: int | None = None  # of the latest pass in this process
-
-    def __iter__(self) -> Iterator[Item]:
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        start = self._begin.workers[worker]
-        if self._epoch is not None:
-            start = WorkerState(epoch=self._epoch + 1)
-        elif self._is_over or start.is_ended:
-            num_samples = None if start.is_ended else self._batch_size or 1
-            for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
-                pass
-            if self._is_over:
-                start = WorkerState(epoch=start.epoch + 1)
-        elif worker <= self._begin.last_worker:
-            yield Item("skip", worker, start)
-        self._epoch = start.epoch
-        if start.is_ended:
-            return
-        for item in self._read(worker, start):
-            is_whole = item.kind == "batch" and self._batch_size is None
-            yield item._replace(batch=self._collate(item.batch)) if is_whole else item
-
-    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
-        samples = super()._samples
-        if self.source.has_state:
-            return samples(worker, start)
-        return islice(samples(worker, WorkerState(epoch=start.epoch)), start.num_taken, None)
-
-
-class _ShownReader(_ShownDataset):
-    def __init__(self, dataset: Any, reader: _Reader) -> None:
-        super().__init__(dataset)
-        vars(self)["_reader"] = reader
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(vars(self)["_reader"])
-
-
-class _Share(NamedTuple):
-    """Of one worker: its state before the last batch, behind it, and behind all that it has read.
-
-    ``here.is_ended`` says of the state before the last batch that only this batch is left of the pass.
-    """
-
-    before: WorkerState
-    here: WorkerState
-    last: WorkerState
-
-    @classmethod
-    def at(cls, state: WorkerState) -> _Share:
-        return cls(state, state, state)
-
-    def after(self, item: Item, batch_size: int | None) -> _Share:
-        is_end = item.kind == "end"
-        if is_end or (batch_size and item.state.num_taken % batch_size):  # data may begin anew where they end
-            before = self.before if is_end else self.here
-            here = self.here if self.here.is_ended else before._replace(is_ended=True)
-            return _Share(before, here, item.state)
-        return self if item.kind == "skip" else _Share(self.here, item.state, item.state)
-
-
-class _Place(NamedTuple):
-    """A place between two batches.
-
-    Attributes:
-        shares: Of the workers.
-        last_worker: The worker that gave the batch before it; -1: none in this pass.
-        number: Of the passes in this epoch.
-    """
-
-    shares: tuple[_Share, ...]
-    last_worker: int = -1
-    number: int = 0
-
-    def state(self) -> StreamState:
-        return StreamState(tuple(one.here for one in self.shares), self.last_worker)
-
-
-class StreamOrder:
-    """How far a loader has come in iterable data, and what of it goes into a checkpoint.
-
-    Attributes:
-        batch_size: Samples of a batch; None where the data give batches.
-        is_computed: False: no order is known before it is read.
-        sampler: None: nothing draws.
-    """
-
-    is_computed = False
-    sampler = None
-
-    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
-        self.loader = loader
-        self.fit = fit
-        self.batch_size = loader.batch_size
-        self._source = _AsItIs(loader.dataset, allow_stateless=True)
-        self._here: _Place | None = None  # None: nothing has been read
-        self._at = (-1, 0)  # the epoch of the next batch, and its number there
-        self._places: dict[tuple[int, int], dict[str, Any]] = {}  # of the batches that a checkpoint may stand before
-        self._over_epoch = -1  # of which nothing is left
-        self._begins: tuple[tuple[int, int], _Place] | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """What has to be equal, because only the data know how they are divided."""
-        return {
-            "data": type(self.loader.dataset).__qualname__,
-            "batch_size": self.batch_size,
-            "drop_last": self.loader.drop_last,
-            "num_workers": self.loader.num_workers,
-        }
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """What a resume at a position needs."""
-        here, passes = (position.epoch, position.batches), []
-        is_over = self.fit.is_over(position)
-        if is_over:
-            here = (position.epoch + 1, 0)
-        found = max((at for at in self._places if at[0] == here[0] and at <= here), default=None)
-        saved = self._over(here[0]) if found is None else self._places[found]
-        if is_over or saved["number"]:  # a ``CombinedLoader`` has to notice that an earlier pass is over
-            passes.append({**saved, "epoch": position.epoch, "number": -1, "stream": None, "is_over": is_over})
-        stream = None if saved["stream"] is None else saved["stream"].opened()
-        return {**self.identity(), "passes": [*passes, {**saved, "stream": stream}]}
-
-    def place(self, state: Mapping[str, Any]) -> None:
-        """Takes over from a checkpoint what lasts longer than a pass: nothing."""
-
-    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begins a pass as torch does, or one of a checkpoint."""
-        loader, self._begins = self.loader, None
-        if saved is not None and saved["number"] < 0:
-            self._over_epoch = saved["epoch"] if saved["is_over"] else -1
-            return iter(())
-        if self._over_epoch == self.fit.epoch:
-            return iter(())
-        at, place, start, is_over = self._next_pass() if saved is None else self._saved_pass(saved)
-        self._begins = at, place
-        seed = self.fit.stream_seed(loader)
-        reader = _Reader(
-            source=self._source,
-            batch_size=self.batch_size,
-            collate=loader.collate_fn,
-            rest="drop" if loader.drop_last else "keep",
-            seed=seed,
-            begin=start,
-            is_over=is_over,
-        )
-        used = {
-            "dataset": _ShownReader(loader.dataset, reader),
-            "batch_sampler": None,
-            "drop_last": False,
-            "collate_fn": as_it_is,
-            "_IterableDataset_len_called": None,
-        }
-        is_seeded = saved is not None and saved["is_seeded"]
-        if saved is not None and not is_seeded and loader.generator is None:
-            self.fit.note_seed()
-        items = _iterate_with(used, loader, iterate, keeps_generators=is_seeded)
-        batches = self._batches(items, isolate=loader.num_workers == 0 and seed is not None)
-        return batches if saved is None or not saved["number"] else self._or_next_pass(batches, iterate)
-
-    def deliver(self) -> None:
-        """The first batch of the latest pass is about to leave it; Lightning makes iterators that it does not use."""
-        if self._begins is None:
-            return
-        (at, place), self._begins = self._begins, None
-        if at not in self._places:
-            is_first = place.last_worker < 0 and not at[1]
-            saved = self._over(at[0]) if is_first else _saved(at, place.state(), place.number)
-            self._places[at] = {**saved, "is_seeded": True}
-        self._at, self._here = at, place
-
-    # -- a pass
-
-    def _next_pass(self) -> tuple[tuple[int, int], _Place, StreamState, bool]:
-        loader, here, epoch = self.loader, self._here, self.fit.epoch
-        num_workers = max(1, loader.num_workers)
-        at = self._at if self._at[0] == epoch else (epoch, 0)
-        if here is None:
-            start = StreamState((WorkerState(),) * num_workers)
-            return at, _Place(tuple(map(_Share.at, start.workers))), start, False
-        anew = [WorkerState(epoch=one.last.epoch + 1) for one in here.shares]
-        begins = [one.last.begin_again() for one in here.shares] if self._goes_on else anew
-        number = here.number + 1 if at[1] else 0
-        return at, _Place(tuple(map(_Share.at, begins)), number=number), StreamState(tuple(anew)), False
-
-    def _saved_pass(self, saved: Mapping[str, Any]) -> tuple[tuple[int, int], _Place, StreamState, bool]:
-        if saved["stream"] is None:
-            before = WorkerState(epoch=saved["num_passes"] - 1)
-            self._here = _Place((_Share.at(before),) * max(1, self.loader.num_workers)) if saved["num_passes"] else None
-            return self._next_pass()
-        start = StreamState.closed(saved["stream"])
-        shares = tuple(map(_Share.at, start.workers))
-        if saved["is_over"]:
-            self._here = _Place(shares)
-            at, place, _, _ = self._next_pass()
-            return at, place, start, True
-        return (saved["epoch"], saved["batch"]), _Place(shares, start.last_worker, saved["number"]), start, False
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether a pass begins where the one before has left the data."""
-        return self.loader.num_workers == 0 or self.loader.persistent_workers
-
-    def _over(self, epoch: int) -> dict[str, Any]:
-        """The place before the first batch of an epoch."""
-        here, stream, num_passes = self._here, None, 0
-        if here is not None:
-            num_passes = here.shares[0].last.epoch + 1
-            before = [one.here if one.here.is_ended else one.before for one in here.shares]
-            stream = StreamState(tuple(before)) if self._goes_on else None
-        persist = here is not None and self.loader.persistent_workers
-        return {**_saved((epoch, 0), stream), "is_over": True, "num_passes": num_passes, "is_seeded": persist}
-
-    def _or_next_pass(self, batches: Iterator[Any], iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """A ``CombinedLoader`` that begins a pass again ends where it has nothing."""
-        first = list(islice(batches, 1))
-        if not first:
-            batches = self.begin(iterate, None)
-            self.deliver()
-        yield from first
-        yield from batches
-
-    def _batches(self, items: Iterator[Item], *, isolate: bool) -> Iterator[Any]:
-        while True:
-            with generators_kept() if isolate else nullcontext():  # the model must not notice
-                item = next(items, None)
-            if item is None:
-                return
-            assert self._here is not None
-            shares = list(self._here.shares)
-            shares[item.worker] = shares[item.worker].after(item, self.batch_size)
-            self._here = self._here._replace(shares=tuple(shares))
-            if item.kind == "batch":
-                self._here = self._here._replace(last_worker=item.worker)
-                self._at = (self._at[0], self._at[1] + 1)
-                self._places[self._at] = _saved(self._at, self._here.state(), self._here.number)
-                self._forget()
-                yield item.batch
-
-    def _forget(self) -> None:
-        position = self.fit.position()
-        if position is not None:
-            oldest = max((at for at in self._places if at <= (position.epoch, position.batches)), default=self._at)
-            for at in [one for one in self._places if one < oldest]:
-                del self._places[at]
-
-
-def _saved(at: tuple[int, int], stream: StreamState | None, number: int = 0) -> dict[str, Any]:
-    place = {"epoch": at[0], "batch": at[1], "number": number, "stream": stream}
-    return {**place, "is_over": False, "is_seeded": True}

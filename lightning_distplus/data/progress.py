@@ -1,10 +1,10 @@
-"""Where the Trainer's loops stand: read for a checkpoint, and set when a run is resumed.
+"""Where a run stands in its data: its position, how that is saved, and the Trainer's loops that are read and set.
 
 Lightning saves its counters as they are at the moment of the save: inside an accumulation window, before or after the
-validation, before or after the end of the epoch; and takes a different way back from each, of which some skip the
-validation, the end of the epoch, or a whole epoch. Here the counters are set to one of two states instead: before the
-first batch of an epoch, or after a completed window with what is still due after it. Lightning's loops are taken by
-their public attributes, as 2.6 defines them.
+validation or the end of the epoch; and takes a different way back from each, of which some skip the validation, the end
+of the epoch, or a whole epoch. Here the counters are set to one of two states instead: before the first batch of an
+epoch, or after a completed window with what is still due after it. Lightning's loops are taken by their public
+attributes, as 2.6 defines them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, RichProgressBar, TQDMProgressBar
 from torch.optim import Optimizer
@@ -253,12 +252,9 @@ def differences(
             lines.append(f"{name}: {saved.get(name)!r} in the checkpoint, {ours.get(name)!r} in this run")
     old, new = saved.get("sources", []), ours.get("sources", [])
     if len(old) != len(new):
-        lines.append(f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run")
-        return lines
-    labels = [f"source {place} ({name})" for place, name in enumerate(names)] or [
-        f"source {n}" for n in range(len(new))
-    ]
-    for place, (label, *pair) in enumerate(zip(labels, old, new, strict=True)):
+        return [*lines, f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run"]
+    for place, pair in enumerate(zip(old, new, strict=True)):
+        label = f"source {place} ({names[place]})" if names else f"source {place}"
         for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
             if before != now:
                 lines.append(f"{label}: {what}: {before!r} in the checkpoint, {now!r} in this run")
@@ -608,27 +604,25 @@ def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
     """
     mine = json.dumps(place, sort_keys=True, default=repr).encode()
     everyone = gather_bytes(strategy, "place in the data", mine, phase=Phase.SETUP)
-    if len(set(everyone)) > 1:
-        with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
-            gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
-        lines = _differences([words_of(one) for one in everyone])
-        text = "\n".join(f"  {line}" for line in lines)
-        raise DatasetMismatch(
-            f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
-            "Give all ranks the same files, settings and checkpoint: a folder that is not shared, or one that is still "
-            "being written, is the usual cause."
-        )
-
-
-def _differences(states: Sequence[dict[str, Any]]) -> list[str]:
+    if len(set(everyone)) == 1:
+        return
+    with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
+        gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
+    places = [words_of(one) for one in everyone]
     lines = []
-    for name in sorted(set().union(*states)):
+    for name in sorted(set().union(*places)):
         ranks: dict[str, list[int]] = {}
-        for rank, state in enumerate(states):
-            ranks.setdefault(repr(state.get(name))[:_MAX_WIDTH], []).append(rank)
+        for rank, one in enumerate(places):
+            ranks.setdefault(repr(one.get(name))[:_MAX_WIDTH], []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items()))
-    return lines[:_MAX_FIELDS]
+            sides = "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            lines.append(f"  {name}: {sides}")
+    text = "\n".join(lines[:_MAX_FIELDS])
+    raise DatasetMismatch(
+        f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
+        "Give all ranks the same files, settings and checkpoint: a folder that is not shared, or one that is still "
+        "being written, is the usual cause."
+    )
 
 
 # -- the callback that keeps loops and data in step --------------------------------------------------------------------
@@ -642,9 +636,7 @@ class InStep(Callback):
         self._handles: list[RemovableHandle] = []
         self._windows: _Windows | None = None  # where several optimizers step by themselves
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint without a position, or with one that does not fit; reopens the epoch of the position.
 
         Raises:
@@ -667,9 +659,7 @@ class InStep(Callback):
         if self.data.require_fit(None if pl_module.automatic_optimization else checkpoint["global_step"]):
             reopen_epoch(checkpoint, self.data.position())
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what the data saves beside its state.
 
         Raises:
@@ -688,7 +678,7 @@ class InStep(Callback):
             self._windows = None
         self.data.extend_checkpoint(checkpoint)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position, and says how large the batches are.
 
         Raises:
@@ -704,9 +694,7 @@ class InStep(Callback):
             if trainer.is_global_zero:
                 _log.info("global batch %s%s", cut, self.data.uneven_end())
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Says once, on rank 0, where the run has resumed."""
         timer = self.data.timer
         if timer is None or not self._is_fitted_by(trainer):
@@ -721,16 +709,14 @@ class InStep(Callback):
         if batch_idx > 0:
             _show_epoch(trainer, pl_module, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts the batch, where the module decides when its optimizers step."""
         if not pl_module.automatic_optimization and self._is_fitted_by(trainer):
             self.data.cursor.end_batch()
             if self._windows is not None:
                 self._windows.end_batch(batch_idx)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Has schedulers that wait for a plateau step at the end of a resumed epoch too, where they have their metric.
 
         Lightning leaves them out there, because a checkpoint holds no metrics (lightning 2.6.6, ``fit_loop.py`` 483).
@@ -739,17 +725,17 @@ class InStep(Callback):
         if self._is_fitted_by(trainer) and all(one.monitor in trainer.callback_metrics for one in plateaus):
             trainer.fit_loop.on_iteration_done()  # it follows anyway, behind the schedulers
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Notes that a validation begins."""
         if self._is_fitted_by(trainer) and not trainer.sanity_checking:
             self.data.cursor.begin_validation()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes that it has run."""
         if self._is_fitted_by(trainer) and not trainer.sanity_checking:
             self.data.cursor.end_validation()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes its hooks from the optimizers."""
         self._release_optimizers()
 
@@ -758,7 +744,7 @@ class InStep(Callback):
             handle.remove()
         self._handles, self._windows = [], None
 
-    def _watch_steps(self, trainer: pl.Trainer) -> None:
+    def _watch_steps(self, trainer: Any) -> None:
         self._release_optimizers()
         optimizers = [one for one in map(_of_torch, trainer.optimizers) if isinstance(one, Optimizer)]
         self._handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
@@ -791,9 +777,6 @@ class _Windows:
     A position lies behind the last batch in which an optimizer has stepped. What another one has summed up by then is
     in no checkpoint and is not done again. A few numbers of each gradient are copied, on their device, when its
     optimizer steps and at the end of that batch. A save compares them, so that no step waits.
-
-    Args:
-        optimizers: Of manual optimization.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -819,38 +802,32 @@ class _Windows:
     def left_out(self) -> str:
         """Says what a save now leaves out; empty where that is nothing."""
         for place, (step, end) in enumerate(zip(self._at_step, self._at_end, strict=True)):
-            pairs = zip(end, step or [None] * len(end), strict=False)
-            if any(now is not None and _is_summed(before, now) for now, before in pairs):
-                return (
-                    f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
-                    f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another one "
-                    "has stepped meanwhile: a run that resumes there takes the next step of the first without them. "
-                    "Save where the windows of all optimizers end in the same batch"
-                )
+            for now, before in zip(end, step or [None] * len(end), strict=False):
+                if now is not None and now.any() and (before is None or not torch.equal(before, now)):
+                    return (
+                        f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
+                        f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another "
+                        "one has stepped meanwhile: a run that resumes there takes the next step of the first without "
+                        "them. Save where the windows of all optimizers end in the same batch"
+                    )
         return ""
 
 
 def _probes(optimizer: Optimizer) -> list[torch.Tensor | None]:
     """Some numbers of the gradients of some parameters; None where there is no gradient."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return [_numbers(one.grad) for one in parameters[:: max(1, len(parameters) // _NUM_PROBES)][:_NUM_PROBES]]
+    gradients = [one.grad for one in parameters[:: max(1, len(parameters) // _NUM_PROBES)][:_NUM_PROBES]]
+    return [None if one is None else _numbers(one) for one in gradients]
 
 
-def _numbers(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     gradient = getattr(gradient, "to_local", gradient.detach)()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return gradient.reshape(-1)[:: max(1, gradient.numel() // _PROBE)][:_PROBE].clone()
 
 
-def _is_summed(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    """Whether a gradient holds what its optimizer has not stepped with."""
-    return bool(now.any()) and (before is None or not torch.equal(before, now))
-
-
-def _show_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
+def _show_epoch(trainer: Any, pl_module: Any, batch_idx: int) -> None:
     """Gives the progress bar of an epoch that is resumed inside the length that it gets where an epoch starts."""
     bar = trainer.progress_bar_callback
     if not isinstance(bar, TQDMProgressBar | RichProgressBar) or bar.is_disabled:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
     OTHER_LIGHTNING,

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_distplus import env
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.divergence.check import GateMonitor

@@ -26,7 +26,7 @@ from lightning_distplus.launch.rendezvous import HostsApart, Meeting
 from lightning_distplus.launcher_link import InHand, told_home, told_on_verdict
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.ending import duration_in_words, print_block
+from lightning_distplus.watchdog.verdict import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 __all__ = [

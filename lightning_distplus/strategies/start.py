@@ -38,8 +38,7 @@ from lightning_distplus.preflight.agreement import (
     spans_hosts,
     state_of_process,
 )
-from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.host import HOST_CHECKS, RunLock
 from lightning_distplus.process import boot_id, running_time
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.world import World

@@ -17,7 +17,7 @@ from rich.live import Live
 from lightning_distplus.report import artefacts_of, describe_runs, read_ledgers, write_page
 from lightning_distplus.report.terminal import LiveRun, show_job
 from lightning_distplus.timeouts import parse_duration
-from lightning_distplus.watchdog.dumps import judge_dumps
+from lightning_distplus.watchdog.verdict import judge_dumps
 
 __all__ = ["main", "run_top"]
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from lightning_distplus.events import ledger_files, parse_event
 from lightning_distplus.report.goodput import Window
 from lightning_distplus.report.run import step_parts
-from lightning_distplus.watchdog.ending import duration_in_words
+from lightning_distplus.watchdog.verdict import duration_in_words
 from lightning_distplus.world import name_ranks
 
 __all__ = ["LiveRun", "show_job"]

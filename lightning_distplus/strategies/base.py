@@ -65,13 +65,13 @@ from lightning_distplus.strategies.start import (
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
-from lightning_distplus.watchdog.ending import show_after_cells
+from lightning_distplus.watchdog.watchdog import show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _Base
 
-    from lightning_distplus.preflight.run_lock import RunLock
+    from lightning_distplus.preflight.host import RunLock
 else:
     _Base = object
 

@@ -37,8 +37,7 @@ from lightning_distplus.preflight.agreement import (
     spans_hosts,
     state_of_process,
 )
-from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.host import HOST_CHECKS, RunLock
 from lightning_distplus.process import boot_id, running_time
 from lightning_distplus.run_access import Phases
 from lightning_distplus.timeouts import Phase

@@ -42,7 +42,14 @@ from lightning_distplus.strategies.collectives import (
     line_of_the_caller,
     point_of,
 )
-from lightning_distplus.strategies.defaults import Telemetry, bring_callbacks, require_callback, show_log, summary
+from lightning_distplus.strategies.defaults import (
+    Telemetry,
+    batch_sizes,
+    bring_callbacks,
+    require_callback,
+    show_log,
+    summary,
+)
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
@@ -504,7 +511,7 @@ class ResilientStrategy(_Base):
         self._first_step = trainer.global_step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._monitor = next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None)
-        self.times.begin(trainer.global_step)
+        self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
         self.costs.begin(self._monitor_s())
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogg
 from lightning_distplus import env
 from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.progress import data_parallel
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
@@ -29,7 +30,7 @@ from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 if TYPE_CHECKING:
     from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["Telemetry", "bring_callbacks", "require_callback", "show_log", "summary"]
+__all__ = ["Telemetry", "batch_sizes", "bring_callbacks", "require_callback", "show_log", "summary"]
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,17 @@ def _short(duration: timedelta) -> str:
 def _shown(path: Path) -> str:
     """Below the working directory without it."""
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+def batch_sizes(trainer: Any) -> dict[str, int]:
+    """What all ranks train on in an optimizer step: ``samples``, and ``tokens`` where the data has a ``seq_len``."""
+    data = trainer.datamodule
+    micro_batch = getattr(data, "micro_batch", None) or getattr(trainer.train_dataloader, "batch_size", None)
+    if not isinstance(micro_batch, int):
+        return {}
+    samples = micro_batch * data_parallel(trainer).size * trainer.accumulate_grad_batches
+    length = getattr(data, "seq_len", None)
+    return {"samples": samples, "tokens": samples * length} if isinstance(length, int) else {"samples": samples}
 
 
 # -- a log that is seen ------------------------------------------------------------------------------------------------

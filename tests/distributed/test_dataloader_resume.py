@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -29,8 +31,8 @@ from lightning_distplus import ResilientDDP, ResumableDataModule
 from lightning_distplus.data.dataloader import after
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import spawn
+from tests.distributed import resume_jobs
 from tests.distributed.iterable_jobs import Counting, Endless, Resuming
-from tests.distributed.loader_jobs import Diary, fit
 from tests.distributed.resume_jobs import (
     Augmented,
     SaveAt,
@@ -41,6 +43,58 @@ from tests.distributed.resume_jobs import (
 from tests.pairs import kept
 
 Make = Callable[[], Any]
+
+
+class Diary(resume_jobs.Diary):
+    """Notes every batch with the counters of the Trainer.
+
+    Args:
+        plans_schedule: Whether the number of steps is asked for before the loops are restored.
+        draws: Whether each step draws random numbers, as dropout does; one that is done again draws others.
+    """
+
+    def __init__(self, *, plans_schedule: bool, draws: bool) -> None:
+        super().__init__(plans_schedule=plans_schedule)
+        self.draws = draws
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        samples = torch.cat([one.reshape(-1, 2) for one in _tensors(batch)])
+        self.note("train", batch_idx, tuple(samples[:, 0].int().tolist()), tuple(samples[:, 1].tolist()))
+        noise = torch.rand(1) * np.random.rand() if self.draws else 1
+        return (self.layer(samples) * noise).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.note("validate", batch_idx, tuple(batch[:, 0].int().tolist()))
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif batch is not None:
+        for one in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(one)
+
+
+def fit(
+    loader: Any,
+    *,
+    ckpt_path: str | Path | None = None,
+    plans_schedule: bool = False,
+    draws: bool = True,
+    strategy: Callable[[], Any] = ResilientDDP,
+    seed: int = 5,
+    **arguments: Any,
+) -> Diary:
+    """One fit on one rank, in this process."""
+    pl.seed_everything(seed)
+    model = Diary(plans_schedule=plans_schedule, draws=draws)
+    settings = {"strategy": strategy(), "max_epochs": 3, **arguments}
+    val = DataLoader(torch.zeros(3, 2))
+    random.random()
+    with tempfile.TemporaryDirectory() as root:
+        quiet_trainer(**{"default_root_dir": root, **settings}).fit(model, loader(), val, ckpt_path=ckpt_path)
+    return model
 
 
 def shuffled(data: Any = None, **arguments: Any) -> DataLoader:

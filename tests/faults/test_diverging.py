@@ -22,7 +22,6 @@ from tests.distributed import jobs
 from tests.faults.divergences import own_loader
 
 STEP = 3  # the fault strikes when so many steps are done
-SOON_S = 2.0
 
 
 class Plant(Callback):

@@ -42,7 +42,6 @@ class Run:
     """Further arguments of a strategy with DDP."""
     trainer: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
     is_planted: bool = False
     planted_at: float = 0.0
     collectives: int = -1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.timeouts import Calibration, Phase, Timeouts
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, made_side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
@@ -121,12 +120,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
+def ended(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     calls: dict[str, Callable[[Path], Ended]] = {
         "slow": partial(slow, checkpoint),
         "resume": partial(hang, "resume", checkpoint),
     }
-    return side_by_side(calls, tmp_path_factory.mktemp("resumed"))
+    return made_side_by_side(calls, tmp_path_factory)
 
 
 def check_hang(phase: str, ended: Ended, checkpoint: Path) -> None:
@@ -142,14 +141,12 @@ def check_hang(phase: str, ended: Ended, checkpoint: Path) -> None:
     assert deadline_s <= float((folder / "ended").read_text()) - fired < deadline_s + 10
 
 
-def test_a_hang_in_a_load_ends_at_the_deadline_that_the_run_before_has_measured(
-    ended: dict[str, Future[Ended]], checkpoint: Path
-) -> None:
-    check_hang("resume", ended["resume"].result(), checkpoint)
+def test_a_hang_in_a_load_ends_at_the_deadline_that_the_run_before_has_measured(ended: Runs, checkpoint: Path) -> None:
+    check_hang("resume", ended("resume"), checkpoint)
 
 
-def test_phases_that_are_slower_than_before_end_nothing(ended: dict[str, Future[Ended]], checkpoint: Path) -> None:
-    result, folder = ended["slow"].result()
+def test_phases_that_are_slower_than_before_end_nothing(ended: Runs, checkpoint: Path) -> None:
+    result, folder = ended("slow")
     result.check()
     found = read_manifest(checkpoint).deadlines_s
     paused, begins_with = result.results[1]

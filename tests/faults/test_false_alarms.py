@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import _compat
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
@@ -233,15 +232,12 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[None]]:
-    """All of them mostly sleep."""
-    return side_by_side(CHECKS, tmp_path_factory.mktemp("slow"))
+ended = side_by_side(CHECKS)
 
 
 @pytest.mark.parametrize("what", CHECKS)
-def test_nobody_is_ended(what: str, ended: dict[str, Future[None]]) -> None:
-    ended[what].result()
+def test_nobody_is_ended(what: str, ended: Runs) -> None:
+    ended(what)
 
 
 @pytest.mark.soak

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -80,22 +78,13 @@ ALONE: dict[str, tuple[str, str, tuple[int, ...], int]] = {
     "should_stop on rank 1": ("ResilientDDP", "should_stop", (1,), 1),
 }
 OFTEN = [name for name in ALONE if name != "rank 1 of FSDP"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    calls: dict[str, Callable[[Path], Any]] = {
-        **{name: partial(ending, ALONE[name]) for name in OFTEN},
-        "all": partial(ending, ("ResilientDDP", "step", (0, 1), 2)),
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("ending"))
+ALL = ("ResilientDDP", "step", (0, 1), 2)
+runs = side_by_side({name: partial(ending, what) for name, what in {**ALONE, "all": ALL}.items()}, [*OFTEN, "all"])
 
 
 @pytest.mark.parametrize("name", kept([*ALONE], OFTEN))
-def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(
-    name: str, runs: dict[str, Future[Any]], tmp_path: Path
-) -> None:
-    result, seconds, folder = runs[name].result() if name in runs else ending(ALONE[name], tmp_path)
+def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(name: str, runs: Runs) -> None:
+    result, seconds, folder = runs(name)
     _, _, (guilty,), max_epochs = ALONE[name]
     what = "run" if max_epochs == 1 else "epoch"
     for log in result.logs.values():
@@ -106,6 +95,6 @@ def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(
     assert (verdict["kind"], verdict["culprits"]) == ("divergence", [guilty])
 
 
-def test_ranks_that_all_end_an_epoch_in_the_same_batch_go_on(runs: dict[str, Future[Any]]) -> None:
-    result, _, _ = runs["all"].result()
+def test_ranks_that_all_end_an_epoch_in_the_same_batch_go_on(runs: Runs) -> None:
+    result, _, _ = runs("all")
     assert result.check().results == {0: 2 * BATCH, 1: 2 * BATCH}

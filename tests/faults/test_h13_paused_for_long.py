@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import Address, Point, Points, connect, part
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.world import World
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
@@ -83,22 +81,20 @@ def wait_in_turn(rank: int) -> list[float]:
     return took
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    calls: dict[str, Callable[[Path], Any]] = {
-        "job": lambda folder: (spawn(train, 2, args=(str(folder),), deadline="100s"), folder),
-        "waits": lambda folder: spawn(wait_in_turn, 2, deadline="60s"),
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("paused"))
+def pause_a_job(folder: Path) -> tuple[SpawnResult, Path]:
+    return spawn(train, 2, args=(str(folder),), deadline="100s"), folder
 
 
-def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(runs: dict[str, Future[Any]]) -> None:
-    run, folder = runs["job"].result()
+runs = side_by_side({"job": pause_a_job, "waits": lambda folder: spawn(wait_in_turn, 2, deadline="60s")})
+
+
+def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(runs: Runs) -> None:
+    run, folder = runs("job")
     assert {steps for steps, _ in run.check().results.values()} == {8}
     assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
     assert not list(folder.glob("distplus/verdict-*"))
 
 
-def test_no_wait_of_the_control_plane_counts_a_pause(runs: dict[str, Future[Any]]) -> None:
-    run = runs["waits"].result().check()
+def test_no_wait_of_the_control_plane_counts_a_pause(runs: Runs) -> None:
+    run = runs("waits").check()
     assert all(seconds > 3.0 for took in run.results.values() for seconds in took)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
@@ -80,22 +79,19 @@ def run(strategy: str, how: str, folder: Path) -> tuple[SpawnResult, Path]:
 STRATEGIES = {"on_exception": "ResilientDDP", "finally": "ResilientFSDP", "stuck": "ResilientDDP"}
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[tuple[SpawnResult, Path]]]:
-    calls = {how: partial(run, strategy, how) for how, strategy in STRATEGIES.items()}
-    return side_by_side(calls, tmp_path_factory.mktemp("ended"))
+ended = side_by_side({how: partial(run, strategy, how) for how, strategy in STRATEGIES.items()})
 
 
 @pytest.mark.parametrize("how", ["on_exception", "finally"])
-def test_a_rank_on_its_way_out_finishes_its_clean_up(how: str, ended: Any) -> None:
-    result, folder = ended[how].result()
+def test_a_rank_on_its_way_out_finishes_its_clean_up(how: str, ended: Runs) -> None:
+    result, folder = ended(how)
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}, result.logs
     assert (folder / "cleaned up").exists(), result.logs[0]
     assert "the planted error" in result.logs[0]
 
 
-def test_a_rank_that_is_stuck_on_its_way_out_is_ended_after_the_grace(ended: Any) -> None:
-    result, folder = ended["stuck"].result()
+def test_a_rank_that_is_stuck_on_its_way_out_is_ended_after_the_grace(ended: Runs) -> None:
+    result, folder = ended("stuck")
     assert (folder / "stuck").exists(), result.logs
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}, result.logs
     assert result.elapsed_s < TEARDOWN_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # one test waits for all that run side by side
@@ -285,25 +284,13 @@ def saved_alone(strategy: str, world_size: int, folder: Path) -> tuple[SpawnResu
     return spawn(save_alone_and_early, world_size, args=(strategy, world_size, str(folder)), deadline="50s"), folder
 
 
-@pytest.fixture(scope="module")
-def slow_ones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    """The runs that wait for a deadline, or for a rank that is late."""
-    calls: dict[str, Callable[[Path], Any]] = {
-        **{f"alone-{name}": partial(saved_alone, name, size) for name, size in ALONE.items()},
-        **{f"healthy-{name}": partial(run_healthy, name) for name in HEALTHY},
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("slow"))
-
-
 ALONE = {"ResilientDDP": 3, "ResilientFSDP": 2}
 HEALTHY = ("ResilientModelParallel", "ResilientDeepSpeed")
 
 
 @pytest.mark.parametrize("strategy", ALONE)
-def test_a_save_on_rank_0_alone_is_named_when_the_others_stand_in_the_engine(
-    strategy: str, slow_ones: dict[str, Future[Any]]
-) -> None:
-    run, folder = slow_ones[f"alone-{strategy}"].result()
+def test_a_save_on_rank_0_alone_is_named_when_the_others_stand_in_the_engine(strategy: str, slow_ones: Runs) -> None:
+    run, folder = slow_ones(f"alone-{strategy}")
     others = "ranks 1-2 in backward batch 2" if ALONE[strategy] == 3 else "rank 1 in backward batch 2"
     verdict = jobs.verdict_in(folder)
     line = f"{__file__}:{lonely_save.__code__.co_firstlineno + 1}"
@@ -379,11 +366,18 @@ def run_healthy(name: str, folder: Path) -> SpawnResult:
     return spawn(healthy, 2, args=(name, str(folder)), deadline="100s")
 
 
+slow_ones = side_by_side(
+    {
+        **{f"alone-{name}": partial(saved_alone, name, size) for name, size in ALONE.items()},
+        **{f"healthy-{name}": partial(run_healthy, name) for name in jobs.STRATEGIES},
+    },
+    [*(f"alone-{name}" for name in ALONE), *(f"healthy-{name}" for name in HEALTHY)],
+)
+
+
 @pytest.mark.parametrize("name", kept(jobs.STRATEGIES, HEALTHY))
-def test_a_healthy_run_with_everything_that_synchronises_is_not_ended(
-    name: str, slow_ones: dict[str, Future[Any]], tmp_path: Path
-) -> None:
-    run = slow_ones[f"healthy-{name}"].result() if name in HEALTHY else run_healthy(name, tmp_path)
+def test_a_healthy_run_with_everything_that_synchronises_is_not_ended(name: str, slow_ones: Runs) -> None:
+    run = slow_ones(f"healthy-{name}")
     counted = run.check().results
     assert counted[0] == counted[1] > 50
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -109,17 +107,12 @@ KINDS = {**LEAVES, **REFUSED, "own_group": (1, 3), "in_flight": (1, 3), "rings":
 OFTEN = [kind for kind in KINDS if kind not in ("only", "shape")]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Ended]:
-    runs: dict[str, Future[Ended]] = side_by_side(
-        {kind: partial(run, kind) for kind in OFTEN}, tmp_path_factory.mktemp("raw")
-    )
-    return lambda kind, folder: runs[kind].result() if kind in runs else run(kind, folder)
+ended = side_by_side({kind: partial(run, kind) for kind in KINDS}, OFTEN)
 
 
 @pytest.mark.parametrize("kind", kept([*LEAVES], [kind for kind in LEAVES if kind in OFTEN]))
-def test_a_rank_that_leaves_the_common_sequence_is_named(kind: str, ended: Any, tmp_path: Path) -> None:
-    result, verdict, seconds = ended(kind, tmp_path)
+def test_a_rank_that_leaves_the_common_sequence_is_named(kind: str, ended: Runs) -> None:
+    result, verdict, seconds = ended(kind)
     guilty, world_size = KINDS[kind]
     assert (verdict["kind"], verdict["culprits"], verdict["is_decided"]) == ("hang", [guilty], True)
     assert (verdict["mismatch"]["kind"], verdict["mismatch"]["culprits"]) == ("order", [guilty])
@@ -136,10 +129,8 @@ def test_a_rank_that_leaves_the_common_sequence_is_named(kind: str, ended: Any, 
 
 
 @pytest.mark.parametrize("kind", kept([*REFUSED], [kind for kind in REFUSED if kind in OFTEN]))
-def test_a_message_that_gloo_refuses_is_explained_before_the_process_is_gone(
-    kind: str, ended: Any, tmp_path: Path
-) -> None:
-    result, verdict, seconds = ended(kind, tmp_path)
+def test_a_message_that_gloo_refuses_is_explained_before_the_process_is_gone(kind: str, ended: Runs) -> None:
+    result, verdict, seconds = ended(kind)
     assert (verdict["kind"], verdict["culprits"], verdict["is_decided"]) == ("exception", [KINDS[kind][0]], True)
     assert verdict["mismatch"]["kind"] == ("dtype" if kind == "dtype" else "shape")
     assert verdict["location"] == jobs.line_of(__file__, "the call")
@@ -150,8 +141,8 @@ def test_a_message_that_gloo_refuses_is_explained_before_the_process_is_gone(
         assert code == -signal.SIGABRT or "does not fit" in result.logs[rank]
 
 
-def test_a_collective_that_times_out_is_not_the_first_cause(ended: Any, tmp_path: Path) -> None:
-    result, verdict, seconds = ended("own_group", tmp_path)
+def test_a_collective_that_times_out_is_not_the_first_cause(ended: Runs) -> None:
+    result, verdict, seconds = ended("own_group")
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0, 2]), verdict
     assert verdict["location"] == jobs.line_of(__file__, "late")
     assert result.exit_codes[1] == int(ExitCode.PEER_LOST)
@@ -162,10 +153,8 @@ def test_a_collective_that_times_out_is_not_the_first_cause(ended: Any, tmp_path
     assert seconds < 30  # far below the deadline
 
 
-def test_ranks_with_a_collective_in_flight_are_not_blamed_wherever_their_python_stands(
-    ended: Any, tmp_path: Path
-) -> None:
-    result, verdict, seconds = ended("in_flight", tmp_path)
+def test_ranks_with_a_collective_in_flight_are_not_blamed_wherever_their_python_stands(ended: Runs) -> None:
+    result, verdict, seconds = ended("in_flight")
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0, 2])
     assert verdict["is_decided"]
     assert verdict["location"] == jobs.line_of(__file__, "asleep")
@@ -173,10 +162,8 @@ def test_ranks_with_a_collective_in_flight_are_not_blamed_wherever_their_python_
     assert seconds < DEADLINE_S + 15
 
 
-def test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank(
-    ended: Any, tmp_path: Path
-) -> None:
-    result, verdict, _ = ended("rings", tmp_path)
+def test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank(ended: Runs) -> None:
+    result, verdict, _ = ended("rings")
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
     line = jobs.line_of(__file__, "send")
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0, 1, 2, 3], [])

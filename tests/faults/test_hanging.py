@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import ExitCode, PeerFailed, PeerLost
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -57,24 +56,20 @@ def hanging_worker(context: str, folder: Path) -> Ended:
     return result, 0.0, folder
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
-    """The runs that wait for a deadline, with the seconds from the fault to the end, and their folders."""
-    plan = FaultPlan()
-    hang = plan.hang(rank=1, step=4, where="batch_end")
-    calls: dict[str, Callable[[Path], Ended]] = {
-        **{f"hang-{name}": partial(ending, name, hang) for name in jobs.STRATEGIES},
-        **{f"stop-{rank}": partial(ending, "ResilientDDP", plan.stop(rank=rank, step=4)) for rank in range(2)},
-        "gil": partial(ending, "ResilientDDP", plan.hang_gil(rank=1, step=4)),
-        "worker": partial(hanging_worker, "fork"),
-        **{f"kill-{name}": partial(ending, name, KILL) for name in KILLED},
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("hanging"))
+HANG = FaultPlan().hang(rank=1, step=4, where="batch_end")
+CALLS: dict[str, Callable[[Path], Ended]] = {
+    **{f"hang-{name}": partial(ending, name, HANG) for name in jobs.STRATEGIES},
+    **{f"stop-{rank}": partial(ending, "ResilientDDP", FaultPlan().stop(rank=rank, step=4)) for rank in range(2)},
+    "gil": partial(ending, "ResilientDDP", FaultPlan().hang_gil(rank=1, step=4)),
+    "worker": partial(hanging_worker, "fork"),
+    **{f"kill-{name}": partial(ending, name, KILL) for name in jobs.STRATEGIES},
+}
+ended = side_by_side(CALLS, [what for what in CALLS if not what.startswith("kill-") or what[5:] in KILLED])
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: dict[str, Future[Ended]]) -> None:
-    result, seconds, folder = ended[f"hang-{name}"].result()
+def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: Runs) -> None:
+    result, seconds, folder = ended(f"hang-{name}")
     verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
     assert verdict["phase"] == "step"
@@ -93,8 +88,8 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: di
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ended: dict[str, Future[Ended]]) -> None:
-    result, seconds, folder = ended[f"stop-{rank}"].result()
+def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ended: Runs) -> None:
+    result, seconds, folder = ended(f"stop-{rank}")
     verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [rank])
     assert "stopped" in verdict["cause"]
@@ -106,8 +101,8 @@ def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ende
     assert seconds < DEADLINE_S + 6
 
 
-def test_a_call_that_holds_the_global_lock_is_named(ended: dict[str, Future[Ended]]) -> None:
-    result, _, folder = ended["gil"].result()
+def test_a_call_that_holds_the_global_lock_is_named(ended: Runs) -> None:
+    result, _, folder = ended("gil")
     verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert "lock" in verdict["cause"]
@@ -167,10 +162,8 @@ def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, 
 
 
 @pytest.mark.parametrize("name", kept(jobs.STRATEGIES, KILLED))
-def test_a_killed_rank_is_lost_within_seconds(
-    name: str, ended: dict[str, Future[Ended]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result, seconds, folder = ended[f"kill-{name}"].result() if name in KILLED else ending(name, KILL, tmp_path)
+def test_a_killed_rank_is_lost_within_seconds(name: str, ended: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    result, seconds, folder = ended(f"kill-{name}")
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: -signal.SIGKILL}
     assert "rank 1" in result.logs[0]
     assert seconds < 6
@@ -243,8 +236,8 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
     assert verdict["cause"].endswith("ValueError: the planted sample")
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(ended: dict[str, Future[Ended]]) -> None:
-    require_shown(ended["worker"].result())
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(ended: Runs) -> None:
+    require_shown(ended("worker"))
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.hosts import Hosts, run_on, several_hosts
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
@@ -121,13 +121,11 @@ def stopped(folder: Path) -> tuple[SpawnResult, Hosts, Path]:
     return run, hosts, folder
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    return side_by_side({"cut": cut, "stopped": stopped}, tmp_path_factory.mktemp("hosts"))
+ended = side_by_side({"cut": cut, "stopped": stopped})
 
 
-def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: dict[str, Future[Any]]) -> None:
-    run, hosts, folder = ended["cut"].result()
+def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: Runs) -> None:
+    run, hosts, folder = ended("cut")
     seconds = float((folder / "ended").read_text()) - float((folder / "fired").read_text())
     for rank in range(2):  # rank 1 has lost the host of rank 0, which serves the store
         verdict = verdict_of(folder, hosts.names[rank])
@@ -141,9 +139,9 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: dict[str, Future[A
 
 
 def test_a_stopped_rank_that_serves_the_store_to_another_host_is_shown_at_its_last_place(
-    ended: dict[str, Future[Any]],
+    ended: Runs,
 ) -> None:
-    run, hosts, folder = ended["stopped"].result()
+    run, hosts, folder = ended("stopped")
     verdict = verdict_of(folder, hosts.names[1])
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1]), verdict
     lines, first = inspect.getsourcelines(IsStopped.move)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.check import Check, GateMonitor, MonitoredRun
+from lightning_distplus.divergence.check import Check, GateMonitor
 from lightning_distplus.process import HostLoad
 
 if TYPE_CHECKING:
@@ -215,9 +215,8 @@ class StragglerCheck(Check):
         self._passed_at = math.nan
         self._is_ahead_of_backward = False
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """A window of its own for each run."""
-        super().attach(run)
         self._arrivals = Arrivals(self._share, self._num_steps)
         self._last_named.clear()
         self._since = {}

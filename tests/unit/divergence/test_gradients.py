@@ -12,7 +12,6 @@ from lightning_distplus.divergence.gradients import (
     FlaggingReduceScatter,
     LocalGradients,
     NonFinite,
-    Section,
     name_at,
 )
 
@@ -24,28 +23,26 @@ def a(index: int) -> str:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_first_element_that_is_not_finite_is_remembered(dtype: torch.dtype, value: float) -> None:
-    gradients = LocalGradients(lambda: (7, (3, 4)))
+    gradients = LocalGradients(lambda: "micro-batch 7, samples 3, 4")
     gradient = torch.ones(10, 10, dtype=dtype)
     assert gradients.look_at(gradient, a) is True
     gradient[4, 2] = value
     assert gradients.look_at(gradient, a) is False
-    assert gradients.found == NonFinite(
-        what="gradient", value=str(value), parameter="element 42", micro_batch=7, sample_ids=(3, 4)
-    )
-    assert NonFinite.from_dict(gradients.found.to_dict()) == gradients.found
+    text = f"gradient of element 42 is {value} in micro-batch 7, samples 3, 4"
+    assert gradients.found == NonFinite("gradient", "element 42", text)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 1e38), (torch.float16, 6e4), (torch.bfloat16, 1e38)])
 def test_large_finite_gradients_are_no_alarm(dtype: torch.dtype, value: float) -> None:
     gradients = LocalGradients()
     assert gradients.look_at(torch.full((1000,), value, dtype=dtype), a) is True
-    assert gradients.is_clean
+    assert gradients.found is None
 
 
 def test_once_something_is_found_nothing_more_contributes_until_the_next_step() -> None:
     gradients = LocalGradients()
     gradients.look_at_loss(torch.tensor(math.nan))
-    assert not gradients.is_clean
+    assert gradients.found is not None
     assert gradients.look_at(torch.ones(3), a) is False
     replaced = gradients.filtered(torch.ones(3), a)
     assert replaced is not None
@@ -57,14 +54,14 @@ def test_once_something_is_found_nothing_more_contributes_until_the_next_step() 
 def test_beside_a_loss_scaler_only_the_loss_counts() -> None:
     gradients = LocalGradients(gradients_may_overflow=True)
     assert gradients.look_at(torch.tensor([math.inf]), a) is True
-    assert gradients.is_clean
+    assert gradients.found is None
     gradients.look_at_loss(torch.tensor(math.inf))
     assert gradients.found is not None
     assert gradients.found.what == "loss"
 
 
 def test_an_element_of_a_flat_gradient_has_the_name_of_its_parameter() -> None:
-    sections = [Section("first", 3), Section("empty", 0), Section("last", 2)]
+    sections = [("first", 3), ("empty", 0), ("last", 2)]
     assert [name_at(sections, index) for index in range(6)] == ["first", "first", "first", "last", "last", None]
 
 

@@ -133,7 +133,10 @@ def _plain(value: Any) -> Any:
 
 
 class Check:
-    """One check of the monitor. A hook does nothing unless it is overridden; all ranks call it at the same point."""
+    """One check of the monitor. A hook does nothing unless it is overridden; all ranks call it at the same point.
+
+    A check that finds a difference ends the run by ``MonitoredRun.tell``, on all ranks that know of it.
+    """
 
     run: MonitoredRun
     """It is there from ``before_engine`` on."""

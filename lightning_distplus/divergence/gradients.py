@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
@@ -132,12 +131,6 @@ class LocalGradients:
                 return False
         return True
 
-    def is_plain(self, buffer: Tensor) -> bool:
-        """Whether nothing was found yet, and one look at a small buffer of the CPU's finds nothing either."""
-        if self.found is not None or self._may_overflow or not buffer.is_cpu or buffer.numel() > _BLOCK:
-            return False
-        return buffer.dtype in _SUMMED_AT_ONCE and math.isfinite(torch.dot(buffer, buffer).item())
-
     def filtered(self, gradient: Tensor, name_of: _NameOf) -> Tensor | None:
         """For ``Tensor.register_hook`` on a leaf: what takes the gradient's place, or None where it stays."""
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -189,9 +182,6 @@ def _fill_unless(keeps: bool | Tensor, tensor: Tensor, value: float) -> None:
         tensor.masked_fill_(torch.logical_not(keeps), value)
 
 
-_Part = tuple[int, int, Sequence[torch.nn.Parameter]]  # begin and end in a bucket, and the parameters there
-
-
 class BucketHook:
     """A communication hook of ``DistributedDataParallel`` that carries the flag of this rank in the bucket itself.
 
@@ -210,22 +200,17 @@ class BucketHook:
         self._names = names
         self._group = group
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
-        self._layouts: dict[tuple[int, ...], list[_Part]] = {}
         self._is_retired = False
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """Examines a ``GradBucket``, scales it by the number of ranks and starts its all-reduce."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         size = dist.get_world_size(self._group)
-        if not self._is_retired:
-            self._sent.append((buffer, parameters[0]))
-        if self._is_retired or self._gradients.is_plain(buffer):
+        if self._is_retired:
             buffer.mul_(1 / size)
         else:
-            keeps: bool | Tensor = True
-            for begin, end, own in self._parts(parameters):
-                looked = self._look_and_scale(buffer[begin:end], own, size)
-                keeps = looked if own else keeps
+            self._sent.append((buffer, parameters[0]))
+            keeps = self._look_and_scale(buffer, parameters, size)
             _fill_unless(keeps, buffer, 0.0)
             _fill_unless(keeps, buffer[:1], torch.nan)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
@@ -252,32 +237,18 @@ class BucketHook:
                 parameter.grad.view(-1)[:1] = 0
         return bool(flagged)
 
-    def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
+    def _look_and_scale(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
         keeps: bool | Tensor = True
-        blocks = torch.split(part, _BLOCK) if part.numel() > _BLOCK and part.device.type == "cpu" else [part]
+        blocks = torch.split(buffer, _BLOCK) if buffer.is_cpu and buffer.numel() > _BLOCK else (buffer,)
         for number, block in enumerate(blocks):
-            if own:
-                keeps = self._gradients.look_at(block, partial(self._name_at, own, number * _BLOCK))
+            keeps = self._gradients.look_at(block, partial(self._name_at, parameters, number * _BLOCK))
             block.mul_(1 / size)  # as DDP does: a division gives other bits, and is slower
         return keeps
 
-    def _parts(self, parameters: Sequence[torch.nn.Parameter]) -> Sequence[_Part]:
-        """The model's gradients in a bucket, and, without parameters, what rides along and would spoil the norm."""
-        known = tuple(map(id, parameters))  # DDP may lay its buckets out anew
-        found = self._layouts.get(known)
-        if found is None:
-            found, begin = [], 0
-            for is_own, group in itertools.groupby(parameters, lambda parameter: id(parameter) in self._names):
-                own = list(group)
-                end = begin + sum(parameter.numel() for parameter in own)
-                found.append((begin, end, own if is_own else []))
-                begin = end
-            self._layouts[known] = found
-        return found
-
-    def _name_at(self, own: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
-        return name_at([(self._names[id(parameter)], parameter.numel()) for parameter in own], begin + index)
+    def _name_at(self, parameters: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
+        sections = [(self._names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
+        return name_at(sections, begin + index)
 
 
 class FlaggingReduceScatter:
@@ -383,11 +354,7 @@ class NonFiniteCheck(Check):
             self._is_flagged = True
 
     def before_optimizer_step(self, optimizer: Any) -> None:
-        """Agrees on whether the step is made.
-
-        Raises:
-            DivergenceError: On all ranks, when it is not and the user wants to know, or too many were left out.
-        """
+        """Agrees on whether the step is made."""
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
         self.after_backward()
@@ -532,11 +499,8 @@ def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) ->
     ranks = sorted(findings)
     what = findings[ranks[0]].what
     who = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {ranges(ranks)} have"
-    outcome = {
-        "raise": "no weight has changed",
-        "skip": "all ranks leave the step out",
-        "warn": "the step is made without it",
-    }[policy]
+    outcomes = {"skip": "all ranks leave the step out", "warn": "the step is made without it"}
+    outcome = outcomes.get(policy, "no weight has changed")
     lines = [
         f"{who} a {what} that is not finite in step {step}; it was kept out of the sum, and {outcome}.",
         *(f"  rank {rank}: {findings[rank].text}" for rank in ranks[:_SHOWN_RANKS]),
@@ -553,13 +517,13 @@ def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) ->
 # A rank that leaves out one sum of same-shaped gradients is one step off from then on. Step k is averaged with step
 # k + 1 on all ranks alike, and nothing that compares weights, shapes or sequence numbers can see it.
 
-_CHUNKS = 3
-_BITS = 6  # v / size in bf16 is off by at most v * 2^-9, so that chunks below 64 come back exact
-_MODULUS = 1 << (_CHUNKS * _BITS)
+_MODULUS = 63  # v / size in bf16 is off by at most v * 2^-9, so that numbers below 64 come back exact
 
 
 class Mailbox:
-    """A parameter that DDP sums with the others; its gradient is not computed but written.
+    """A parameter that DDP sums with the others, a slot for each rank; its gradient is not computed but written.
+
+    A slot holds the number of the rank's step modulo 63, and 1 more, as an empty slot holds 0.
 
     Args:
         rank: This process.
@@ -568,24 +532,18 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, size: int, like: Tensor) -> None:
+        self._rank = rank
         self._size = size
-        self._own = slice(rank * _CHUNKS, (rank + 1) * _CHUNKS)
-        self.parameter = torch.nn.Parameter(torch.zeros(size * _CHUNKS, dtype=like.dtype, device=like.device))
+        self.parameter = torch.nn.Parameter(torch.zeros(size, dtype=like.dtype, device=like.device))
         self.expected = 0
         """What all ranks must have put in."""
 
     def tie(self, loss: Tensor, number: int) -> Tensor:
         """The same loss, whose backward also puts this rank's number into the mailbox."""
-        self.expected = number % _MODULUS
+        self.expected = number
         self.parameter.grad = None
-        if self.parameter.is_cpu:
-            filled = [0] * (self._size * _CHUNKS)
-            filled[self._own] = self._chunks()
-            slots = torch.tensor(filled, dtype=self.parameter.dtype)
-        else:
-            slots = torch.zeros_like(self.parameter, requires_grad=False)
-            for slot, chunk in zip(slots[self._own], self._chunks(), strict=True):  # a copy would wait for the device
-                slot.fill_(chunk)
+        slots = torch.zeros_like(self.parameter, requires_grad=False)
+        slots[self._rank].fill_(number % _MODULUS + 1)  # of another device, a copy would wait for it
         tied: Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
         return tied
 
@@ -596,34 +554,24 @@ class Mailbox:
             return gradient
         return gradient.detach().to("cpu", torch.float32, non_blocking=True)
 
-    def has_met(self, content: Tensor) -> bool:
-        """Whether all ranks have put in this rank's number, by what ``take`` returned."""
-        size = self._size
-        return self.expected > 0 and size > 1 and [v * size for v in content.tolist()] == self._chunks() * size
-
     def read(self, content: Tensor) -> list[int | None] | None:
         """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks.
 
         Returns:
-            The number that each rank has put in, None for slots that make no sense; or None where no sum has taken
-            place, so that only this rank's own slots are filled.
+            The number that each rank has put in, None where a slot makes no sense; or None where no sum has taken
+            place, so that only this rank's own slot is filled.
         """
-        found = content.tolist()
-        values = [value * self._size for value in found]
-        has_others = any(values[: self._own.start]) or any(values[self._own.stop :])
-        if self.expected > 0 and not has_others and _decoded(found[self._own]) == self.expected:
+        found, own = content.tolist(), self.expected % _MODULUS + 1
+        if found[self._rank] == own and not any(found[: self._rank] + found[self._rank + 1 :]):
             return None
-        return [_decoded(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
+        return [self._number_of(value * self._size) for value in found]
 
-    def _chunks(self) -> list[int]:
-        return [(self.expected >> (_BITS * chunk)) % (1 << _BITS) for chunk in range(_CHUNKS)]
-
-
-def _decoded(chunks: list[float]) -> int | None:
-    whole = [round(chunk) for chunk in chunks if chunk == chunk]
-    if len(whole) < _CHUNKS or any(not 0 <= chunk < 1 << _BITS for chunk in whole):
-        return None
-    return sum(chunk << (_BITS * place) for place, chunk in enumerate(whole))
+    def _number_of(self, value: float) -> int | None:
+        """The step whose number stands in a slot: of those that have it, the one next to this rank's own."""
+        if not 0.5 < value < _MODULUS + 0.5:  # NaN too
+            return None
+        ahead = (round(value) - 1 - self.expected) % _MODULUS
+        return self.expected + ahead - (_MODULUS if ahead > _MODULUS // 2 else 0)
 
 
 class _Tie(torch.autograd.Function):
@@ -791,8 +739,6 @@ class PairingCheck(Check):
 
     def _judge(self, content: Tensor) -> None:
         assert self._mailbox is not None
-        if self._mailbox.has_met(content):
-            return
         numbers = self._mailbox.read(content)
         if numbers is None:
             self._tell_not_summed("the sum of gradients was begun and not finished: a parameter got no gradient")

@@ -129,7 +129,8 @@ class Windows:
         parts = [self._bytes_of(piece) for piece in pieces]
         if None not in parts:
             return _hashed(parts)  # type: ignore[arg-type]
-        return _of_pieces([self._part(piece) for piece in pieces])
+        flat = ((self._tensors[piece.number].detach().reshape(-1), piece) for piece in pieces)
+        return _of_pieces([one[piece.start : piece.stop] for one, piece in flat])
 
     def _bytes_of(self, piece: _Piece) -> _Bytes | None:
         """Of a whole tensor that lies in the memory of the CPU; those that lie where they lay are known."""
@@ -143,12 +144,6 @@ class Windows:
                 return None
             known = self._known[piece.number] = place, _bytes_of(tensor)
         return known[1]
-
-    def _part(self, piece: _Piece) -> Tensor:
-        tensor = self._tensors[piece.number].detach()
-        if piece.start == 0 and piece.stop == tensor.numel():
-            return tensor
-        return tensor.reshape(-1)[piece.start : piece.stop]
 
 
 def _cut(sizes: Sequence[tuple[int, int]], count: int) -> list[list[_Piece]]:
@@ -180,12 +175,10 @@ def _whole_words(size_bytes: int, element_size: int) -> int:
 
 def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint of several tensors of one device: a 0-dim int64 there."""
-    return _xxh3(tensors) if tensors[0].device.type == "cpu" else from_reductions(tensors)
-
-
-def _xxh3(tensors: Sequence[Tensor]) -> Tensor:
-    wholes = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
-    return _hashed([_bytes_of(whole) for whole in wholes if whole.untyped_storage().nbytes()])
+    if tensors[0].device.type != "cpu":
+        return from_reductions(tensors)
+    wholes = [one.detach().contiguous() for one in tensors if one.numel() and one.untyped_storage().nbytes()]
+    return _hashed([_bytes_of(whole) for whole in wholes])
 
 
 def _bytes_of(tensor: Tensor) -> _Bytes:
@@ -203,19 +196,12 @@ def _hashed(parts: Sequence[_Bytes]) -> Tensor:
 
 def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
     """The same without XXH3, on any device: a 0-dim int64 there."""
-    small = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() < _SMALL_WORDS * WORD_BYTES]
-    large = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() >= _SMALL_WORDS * WORD_BYTES]
-    sums: list[Tensor] = []
-    if small:
-        raw = [
-            tensor.detach().contiguous().view(-1).view(torch.uint8)
-            for tensor in small
-            if tensor.numel() == 0 or tensor.untyped_storage().nbytes()
-        ]
-        if raw:
-            sums += _sums(_words_of(raw[0] if len(raw) == 1 else torch.cat(raw)))
-    for tensor in large:
-        sums += _sums(_words_of(tensor))
+    held = [tensor.detach() for tensor in tensors if tensor.numel() and tensor.untyped_storage().nbytes()]
+    large = [one for one in held if one.numel() * one.element_size() >= _SMALL_WORDS * WORD_BYTES]
+    rest = (one for one in held if one.numel() * one.element_size() < _SMALL_WORDS * WORD_BYTES)
+    small = [one.contiguous().view(-1).view(torch.uint8) for one in rest]
+    parts = [torch.cat(small), *large] if small else large
+    sums = [one for part in parts for one in _sums(_words_of(part))]
     return _mixed(torch.cat(sums) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device)).sum()
 
 
@@ -553,11 +539,7 @@ class ReplicaCheck(Check):
         )
 
     def start(self) -> None:
-        """Everything, before the first step.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Everything, before the first step."""
         self._compare_all("before the first step")
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -574,11 +556,7 @@ class ReplicaCheck(Check):
         return fields
 
     def hear(self, records: Sequence[GateRecord]) -> None:
-        """Compares the windows of all ranks, and now and then everything.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Compares the windows of all ranks, and now and then everything."""
         step = records[0].global_step
         if len(set(map(_FINGERPRINT, records))) > 1:
             self._find(f"before step {step}")
@@ -588,11 +566,7 @@ class ReplicaCheck(Check):
             self._compare_all(f"before step {step}")
 
     def before_save(self) -> None:
-        """Everything, so that no checkpoint holds a wrong copy.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Everything, so that no checkpoint holds a wrong copy."""
         self._compare_all(f"before the save after {self.run.trainer.global_step} steps")
 
     def metrics(self) -> dict[str, float]:
@@ -759,21 +733,13 @@ class AtRestCheck(Check):
         self._left = self._fingerprints()
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Compares, before the forward.
-
-        Raises:
-            DivergenceError: On this rank; its peers hear of it at their gate.
-        """
+        """Compares, before the forward."""
         self.before_save()
         self._left = {}
         return {}
 
     def before_save(self) -> None:
-        """Compares what is about to be saved.
-
-        Raises:
-            DivergenceError: On this rank.
-        """
+        """Compares what is about to be saved."""
         if not self._left or self.run.trainer.global_step != self._step:
             return
         changed: list[str] = []

@@ -30,6 +30,12 @@ __all__ = ["BatchCheck", "BatchShapes", "PlanCheck", "RngPolicy", "SettingsCheck
 log = logging.getLogger(__name__)
 RngPolicy = Literal["same", "distinct", "any"]
 _GENERATORS = ("python", "numpy", "torch", "cuda")
+# By the clock, a Trainer has the time interval of validations and not the other.
+_ARGUMENTS = (
+    "accumulate_grad_batches", "max_steps", "max_epochs", "min_steps", "min_epochs", "limit_train_batches",
+    "limit_val_batches", "num_sanity_val_steps", "val_check_interval", "_val_check_time_interval",
+    "check_val_every_n_epoch", "gradient_clip_val", "precision",
+)  # fmt: skip
 _MAX_ENTRIES = 50_000  # the digests of so many fit into one message
 _MASK = (1 << 64) - 1
 
@@ -55,11 +61,7 @@ class PlanCheck(Check):
                 )
 
     def before_engine(self) -> None:
-        """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process.
-
-        Raises:
-            DivergenceError: The first argument of the Trainer, parameter or buffer that differs, with both sides.
-        """
+        """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process."""
         self._compare("arguments", self._arguments())
         if odd := _first_odd_entry(_signature(self.run.module), self.run.gather):
             self.run.differ(
@@ -142,32 +144,16 @@ class PlanCheck(Check):
 
     def _arguments(self) -> dict[str, Any]:
         """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
-        trainer: Any = self.run.trainer
-        return {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "min_steps": trainer.min_steps,
-            "min_epochs": trainer.min_epochs,
-            "limit_train_batches": trainer.limit_train_batches,
-            "limit_val_batches": trainer.limit_val_batches,
-            "num_sanity_val_steps": str(trainer.num_sanity_val_steps),
-            # By the clock, the Trainer has the one and not the other.
-            "val_check_interval": str(getattr(trainer, "val_check_interval", None)),
-            "val_check_interval in seconds": getattr(trainer, "_val_check_time_interval", None),
-            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "precision": str(trainer.precision),
-            "automatic_optimization": self.run.module.automatic_optimization,
-        }
+        arguments = {name.lstrip("_"): _plain(getattr(self.run.trainer, name, None)) for name in _ARGUMENTS}
+        return {**arguments, "automatic_optimization": self.run.module.automatic_optimization}
 
     def _plan(self) -> dict[str, Any]:
         trainer = self.run.trainer
         return {
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "number of training batches": _finite(trainer.num_training_batches),
-            "number of validation batches": [_finite(number) for number in trainer.num_val_batches],
+            "number of training batches": _plain(trainer.num_training_batches),
+            "number of validation batches": [_plain(number) for number in trainer.num_val_batches],
             **self._arguments(),
             "optimizers": ", ".join(type(one).__name__ for one in trainer.optimizers),
             "checkpoint": Path(str(trainer.ckpt_path or "none")).name,
@@ -184,9 +170,10 @@ def _hyperparameters(trainer: Any) -> dict[str, float]:
     }
 
 
-def _finite(number: float) -> int | None:
-    """A number of batches; None where the loader does not tell."""
-    return None if math.isinf(number) else int(number)
+def _plain(value: Any) -> Any:
+    """As JSON has it: the number of batches of a loader that does not tell it is ``"inf"``."""
+    is_plain = value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+    return value if is_plain else str(value)
 
 
 def _signature(module: torch.nn.Module) -> list[str]:

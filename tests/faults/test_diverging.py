@@ -110,6 +110,24 @@ def test_equal_batches_of_tensor_parallel_peers_are_none(tmp_path: Path) -> None
     assert {found["field"] for found in equal.values()} == {"nothing was raised"}
 
 
+def train_in_stock(rank: int, folder: str) -> tuple[int, list[str]]:
+    """Each of two tensor-parallel peers has batches of its own."""
+    strategy = jobs.strategy("ModelParallelStrategy", data_parallel_size=1, tensor_parallel_size=2)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=6)
+    model = jobs.Model()
+    trainer.fit(model, own_loader(rank))
+    return trainer.global_step, model.losses
+
+
+@pytest.mark.soak
+def test_stock_trains_on_where_tensor_parallel_peers_have_other_batches(tmp_path: Path) -> None:
+    (steps, losses), (other_steps, other_losses) = (
+        spawn(train_in_stock, 2, args=(str(tmp_path),)).check().results.values()
+    )
+    assert steps == other_steps == 6
+    assert losses[0] != other_losses[0]
+
+
 # -- D4: decisions ----------------------------------------------------------------------------------------------------
 
 

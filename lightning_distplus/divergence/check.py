@@ -287,7 +287,7 @@ class Budget:
             self._steps.append(now - self._began)
         self._began = now
 
-    def note(self, look: str, began: float, scale: int = 1) -> None:
+    def took(self, look: str, began: float, scale: int = 1) -> None:
         """A look has ended.
 
         Args:
@@ -315,7 +315,7 @@ class Budget:
         """By what factor a look costs more than its part of the budget; at least 1.
 
         Args:
-            look: As in ``note``.
+            look: As in ``took``.
             times: The look is that much rarer, or smaller, already.
         """
         if self._share is None or look not in self._agreed:
@@ -328,7 +328,7 @@ class Budget:
 
 OnDivergence = Literal["raise", "warn", "skip"]
 # The hooks of a step that a check may have; Lightning's have the same names, after "on_".
-_STEP_HOOKS = ("say", "hear", "before_backward", "after_backward", "before_optimizer_step", "train_batch_end")
+_CHECK_HOOKS = ("say", "hear", "before_backward", "after_backward", "before_optimizer_step", "train_batch_end")
 # The fields of a record that must agree, in this order: a field that differs is often the cause of those after it.
 _REMEDIES = {
     "learning_rate": "a scheduler or a callback changes the rate on some ranks only",
@@ -361,7 +361,7 @@ class GateMonitor(Callback):
         self._host: Host | None = None
         self._run: MonitoredRun | None = None
         self._gate: BatchGate | None = None
-        self._hooks: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _STEP_HOOKS}
+        self._hooks: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _CHECK_HOOKS}
         self.spent_s = 0.0
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
@@ -402,7 +402,7 @@ class GateMonitor(Callback):
         for check in self.checks:
             check.attach()
         # Bound are those hooks of a step that its checks have: most have one or two.
-        self._hooks = {hook: [getattr(one, hook) for one in self.checks if one.needs(hook)] for hook in _STEP_HOOKS}
+        self._hooks = {hook: [getattr(one, hook) for one in self.checks if one.needs(hook)] for hook in _CHECK_HOOKS}
         callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -415,7 +415,7 @@ class GateMonitor(Callback):
         for check in self.checks:
             check.start()
         # Lightning need not call what would do nothing; what a subclass has is its own.
-        idle = [f"on_{hook}" for hook in _STEP_HOOKS if not (self._hooks[hook] or hook == "train_batch_end")]
+        idle = [f"on_{hook}" for hook in _CHECK_HOOKS if not (self._hooks[hook] or hook == "train_batch_end")]
         idle += [] if self._hooks["train_batch_end"] or trainer.loggers else ["on_train_batch_end"]
         own = [name for name in idle if getattr(type(self), name, None) is getattr(GateMonitor, name, None)]
         _compat.skip_step_hooks(self, *own)
@@ -540,7 +540,7 @@ class GateMonitor(Callback):
             vars(trainer.strategy).pop("setup", None)
             self._host.close()
         self._host = self._gate = None
-        self._hooks = {hook: [] for hook in _STEP_HOOKS}
+        self._hooks = {hook: [] for hook in _CHECK_HOOKS}
         _compat.restore_step_hooks(self)
 
     def _detach(self) -> None:

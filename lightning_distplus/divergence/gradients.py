@@ -211,8 +211,9 @@ class BucketHook:
         else:
             self._sent.append((buffer, parameters[0]))
             keeps = self._look_and_scale(buffer, parameters, size)
-            _fill_unless(keeps, buffer, 0.0)
-            _fill_unless(keeps, buffer[:1], torch.nan)
+            if keeps is not True:
+                _fill_unless(keeps, buffer, 0.0)
+                _fill_unless(keeps, buffer[:1], torch.nan)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])

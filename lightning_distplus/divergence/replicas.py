@@ -552,7 +552,7 @@ class ReplicaCheck(Check):
         began = time.thread_time()
         found = self._windows.fingerprint(self._window)
         fields = {} if found is None else {"state_fingerprint": int(found) & _MASK}
-        self.run.budget.note("state", began, self._windows.count)
+        self.run.budget.took("state", began, self._windows.count)
         return fields
 
     def hear(self, records: Sequence[GateRecord]) -> None:
@@ -590,7 +590,7 @@ class ReplicaCheck(Check):
         model: Any = run.trainer.strategy.model
         self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
         told = run.gather("state", {"tensors": self._totals(), "facts": self._facts(), "figures": figures})
-        run.budget.note("everything", began)
+        run.budget.took("everything", began)
         run.budget.agree([one["figures"] for one in told])
         self._cut()
         held: dict[str, set[str]] = defaultdict(set)

@@ -351,7 +351,7 @@ class BatchCheck(Check):
                 ids = self.run.sample_ids()
                 may_read = turn % self._reads_every == 0
                 fields["batch_content"] = digest(ids) if ids is not None else _content(batch) if may_read else 0
-                self.run.budget.note("batch", began)
+                self.run.budget.took("batch", began)
         return fields
 
     def explain(self, field: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
     budget.begin_step()
     began = time.thread_time()
     sum(range(10_000))
-    budget.note("state", began, scale=16)
+    budget.took("state", began, scale=16)
     found = budget.figures()
     assert sorted(found) == ["state", "step"]
     assert 0 < found["step"] < found["state"]

@@ -26,8 +26,6 @@ class Wish(IntFlag):
     NONE = 0
     STOP = 1
     PREEMPT = 2
-    SKIP = 4
-    FAILED = 8
     SAVED = 16
     LATE = 32
 

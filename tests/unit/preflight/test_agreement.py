@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.preflight import Facts, Status
-from lightning_distplus.preflight.agreement import _softened, compare, odd_ranks, revision, state_of_process
+from lightning_distplus.preflight.agreement import compare, odd_ranks, revision, state_of_process
 from lightning_distplus.preflight.host import DEFECTS
 
 
@@ -40,7 +40,7 @@ def test_what_may_differ_is_a_warning(field: str, values: list[str], status: Sta
 
 def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
     (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}])
-    told = [_softened(finding, wishes) for wishes in ({"versions": "warn"}, {"versions": "off"}, {"seed": "off"})]
+    told = [finding.under("warn"), finding.under("off"), finding.under(None)]
     assert [one and one.status for one in told] == [Status.WARNING, None, Status.ERROR]
 
 

@@ -427,7 +427,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         cycles=opinion.cycles,
         load=load,
         run_id=run_id,
-        load_of_culprit=HostLoad.from_plain(load[first.host]).describe() if first.host in load else "",
+        load_of_culprit=HostLoad(**load[first.host]).describe() if first.host in load else "",
     )
 
 
@@ -811,7 +811,7 @@ def _verdict(
             for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
         ],
         locations={str(rank): one.get("location") for rank, one in places.items()},
-        load={world.host: load.to_plain()},
+        load={world.host: asdict(load)},
         load_of_culprit=load.describe() if is_here else "",
         field=first.differs.get("field"),
         values=values,

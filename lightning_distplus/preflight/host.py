@@ -1,4 +1,7 @@
-"""What one host must have: software, GPUs, shared memory, open files, a folder that takes files, interfaces."""
+"""What one host must have: software, GPUs, shared memory, open files, interfaces, a folder that takes files.
+
+At the end the lock of that folder: two runs must not write their checkpoints into one.
+"""
 
 from __future__ import annotations
 

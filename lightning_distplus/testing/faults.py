@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fault", "FaultPlan", "FiredFault", "Kind", "Where", "commit"]
+__all__ = ["Fault", "FaultPlan", "FiredFault", "Kind", "Where", "commit", "local_part"]
 
 Kind = Literal[
     "kill", "stop", "hang", "hang_gil", "raise", "slow", "sigterm", "nan", "oom", "skip_collective", "flip_bit"
@@ -256,21 +256,10 @@ class FaultPlan:
 
 _FOR_EVER_S = 10 * 365 * 86400.0
 _COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "scatter",
-)
+)  # fmt: skip
 
 
 def commit(fault: Fault, loss: torch.Tensor | None, module: torch.nn.Module | None) -> None:
@@ -334,8 +323,8 @@ def _poison(fault: Fault, loss: torch.Tensor | None, module: torch.nn.Module | N
         loss.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
         return
     for name, parameter in _parameters(fault, module):
-        if parameter.grad is not None and _local(parameter.grad).numel():
-            _local(parameter.grad).view(-1)[0] = torch.nan
+        if parameter.grad is not None and local_part(parameter.grad).numel():
+            local_part(parameter.grad).view(-1)[0] = torch.nan
             return
         if fault.parameter == name:
             break
@@ -349,7 +338,7 @@ def _flip_bit(fault: Fault, module: torch.nn.Module | None) -> None:
     import torch
 
     for _, parameter in _parameters(fault, module):
-        values = _local(parameter.detach())
+        values = local_part(parameter.detach())
         if values.numel() == 0 or not values.is_floating_point():
             continue
         flat = values.view(-1)
@@ -416,7 +405,8 @@ def _parameters(fault: Fault, module: torch.nn.Module | None) -> list[tuple[str,
     return chosen
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the shard of a DTensor, else the tensor."""
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: the shard of a DTensor, what ZeRO-3 has left of a parameter, or all."""
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    part: torch.Tensor | None = getattr(tensor, "ds_tensor", None) if to_local is None else to_local()
+    return tensor if part is None else part

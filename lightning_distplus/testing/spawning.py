@@ -106,7 +106,17 @@ def start(job: Job, world_size: int, max_restarts: int) -> list[Started]:
         case "lightning":
             return [_launch(job, [_written(job)])]
         case _:
-            return [_launch(job, _torchrun_arguments(job, world_size, max_restarts))]
+            arguments = [
+                TORCHRUN,
+                str(Path(job.folder) / "outcome.json"),
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=127.0.0.1:0",
+                "--local-addr=127.0.0.1",
+                f"--nproc-per-node={world_size}",
+                f"--max-restarts={max_restarts}",
+                "--monitor-interval=0.1",
+            ]
+            return [_launch(job, [*arguments, "-m", run_rank.__module__, _written(job)])]
 
 
 def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int | None]) -> dict[str, str]:
@@ -160,22 +170,6 @@ def _launch(job: Job, arguments: list[str]) -> Started:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _torchrun_arguments(job: Job, world_size: int, max_restarts: int) -> list[str]:
-    return [
-        TORCHRUN,
-        str(Path(job.folder) / "outcome.json"),
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={world_size}",
-        f"--max-restarts={max_restarts}",
-        "--monitor-interval=0.1",
-        "-m",
-        run_rank.__module__,
-        _written(job),
-    ]
 
 
 def _written(job: Job) -> str:

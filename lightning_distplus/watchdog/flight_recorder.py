@@ -545,18 +545,9 @@ def _numbers(dump: Mapping[str, Any], names: Mapping[str, str], field: str) -> d
 
 # No rank ends one of these before every member has begun it.
 _NEEDS_ALL = (
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "reduce_scatter",
-)
+    "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_reduce", "all_to_all", "all_to_all_single",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "reduce_scatter",
+)  # fmt: skip
 _PLAIN_ROLES = ("", "undefined")
 _AT_ONCE_NS = 200_000  # a processor that waits for nothing makes its next call within less
 _ALIKE = 3  # times as long as its peers took may still be called the same
@@ -626,7 +617,10 @@ class _Job:
         self.reached: dict[tuple[int, str], int] = {}
         self.ended: dict[tuple[int, str], int] = {}
         self._read_numbers()
-        self.ways = {rank: _ways(rank, recording) for rank, recording in recordings.items()}
+        self.ways = {
+            rank: {call.peer - rank for call in one.calls if call.peer is not None} for rank, one in recordings.items()
+        }
+        """Where the sends and receives of each rank go; equal on ranks of the same stage."""
         self.keys = {
             rank: [_key(rank, recording, call) for call in recording.calls] for rank, recording in recordings.items()
         }
@@ -698,15 +692,12 @@ class _Job:
 
     def edges(self, *, attended: bool) -> dict[int, set[int]]:
         """Who waits for whom; ``attended`` takes in those that stand together in a call."""
-        rest = set(self.ranks) - self.elsewhere
-        return {
-            rank: (
-                rest
-                if rank in self.elsewhere
-                else set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
-            )
+        seen = {
+            rank: set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
             for rank in self.ranks
         }
+        ranks = set(self.ranks)
+        return {**seen, **dict.fromkeys(self.elsewhere & ranks, ranks - self.elsewhere)}
 
     def awaited(self) -> dict[int, Collective]:
         """The ranks to whose call others have come, with that call."""
@@ -817,8 +808,8 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     recording = job.recordings[rank]
     is_passed = _went_on_alike(job, rank)
     if not is_passed:
-        if _stops_with_its_like(job, rank):
-            return None, False
+        if any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank)):
+            return None, False  # its like has stopped in the same place, which may be one where ranks wait
         is_passed = _is_passed(job, rank)
     mine, usual = _gaps(recording, len(recording.calls) - 1), _usual(recording)
     at_once = _ALIKE * max(usual, _AT_ONCE_NS)
@@ -858,11 +849,6 @@ def _went_on_alike(job: _Job, rank: int) -> bool:
     return False
 
 
-def _stops_with_its_like(job: _Job, rank: int) -> bool:
-    """Whether another rank has stopped at the same place of the program: then it may be a place where ranks wait."""
-    return any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank))
-
-
 def _is_passed(job: _Job, rank: int) -> bool:
     """Whether a rank of its stage has gone on from such calls as its last ones, while they were in flight."""
     last = _signs(job, rank)[-_SHORT_CONTEXT:]
@@ -877,11 +863,6 @@ def _is_passed(job: _Job, rank: int) -> bool:
 def _likes(job: _Job, rank: int) -> list[int]:
     """The other ranks of its stage, with a record."""
     return [one for one, ways in job.ways.items() if one != rank and job.keys[one] and ways == job.ways[rank]]
-
-
-def _ways(rank: int, recording: Recording) -> set[int]:
-    """Where its sends and receives go; equal on ranks of the same stage."""
-    return {call.peer - rank for call in recording.calls if call.peer is not None}
 
 
 def _key(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:

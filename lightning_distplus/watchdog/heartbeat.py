@@ -143,7 +143,7 @@ class Board:
             has_process: Whether this rank has a process of its own, so that its peers can find its slate.
         """
         if has_process:
-            self._slate = make_slate()
+            self._slate = os.memfd_create(_NAME)
         with suppress(PeerError, RuntimeError):
             self._publish()  # before the ranks meet: none of them can take the end of an earlier run for that of this
         self._thread.start()
@@ -233,7 +233,9 @@ class Board:
             if self.reads:
                 self._look()
         elif (host := self._plane.host_rank) is not None and self._must_watch(host):
-            self._watch_host(host)
+            self._watched_host_at = running_time()
+            if (data := self._plane.read(beat_key(host))) is not None:
+                self._see(host, words_of(data))
         self.last_answer_at = running_time()
         if not self.alert.is_set() or not self.reads:
             return BEAT_S
@@ -249,11 +251,6 @@ class Board:
             return False
         peer = self._plane.peers_of([host]).get(host)
         return peer is not None and not peer.is_here
-
-    def _watch_host(self, host: int) -> None:
-        self._watched_host_at = running_time()
-        if (data := self._plane.read(beat_key(host))) is not None:
-            self._see(host, words_of(data))
 
     def _publish(self) -> None:
         posts = list(self._to_post)
@@ -307,8 +304,9 @@ class Board:
                 news.append(rank)
         posts = self._plane.read_each([f"watchdog/evidence/{rank}" for rank in news])
         for rank, posted in zip(news, posts, strict=True):
-            if posted is not None:
-                self._weigh(rank, words_of(posted))
+            told = {} if posted is None else words_of(posted)
+            if told and told["number"] == self.sightings[rank].mark.number:
+                self._weighed[rank], self.evidence[rank] = told["number"], told["evidence"]
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
@@ -326,11 +324,6 @@ class Board:
             self.evidence.pop(rank, None)
             return False
         return self._weighed.get(rank) != mark.number or rank not in self.evidence
-
-    def _weigh(self, rank: int, posted: dict[str, Any]) -> None:
-        if posted["number"] == self.sightings[rank].mark.number:
-            self._weighed[rank] = posted["number"]
-            self.evidence[rank] = posted["evidence"]
 
 
 def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, float] = (0, 0.0)) -> Sighting:
@@ -355,11 +348,6 @@ def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, flo
 _NAME = "distplus-slate"
 _SIZE_BYTES = 16 << 10
 _LOOKS = 5
-
-
-def make_slate() -> int:
-    """This rank's own, as a descriptor; one thread writes it."""
-    return os.memfd_create(_NAME)
 
 
 def write_slate(descriptor: int, beat: dict[str, Any]) -> None:

@@ -652,24 +652,20 @@ def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None)
 
 
 def _evidence(rank: int, recording: Recording | None, dump: Mapping[str, Any] | None) -> Evidence:
+    nothing = Evidence(
+        rank=rank, host="unknown", pid=0, state=ProcessState.UNKNOWN.value, answers=False, is_recorded_only=True
+    )
     if recording is None or dump is None:
-        return Evidence(
-            rank=rank, host="unknown", pid=0, state=ProcessState.UNKNOWN.value, answers=False, is_recorded_only=True
-        )
+        return nothing
     standing = next(iter(recording.unfinished), None)
-    last = recording.calls[-1] if recording.calls else None
-    return Evidence(
-        rank=rank,
-        host="unknown",
-        pid=0,
-        state=ProcessState.UNKNOWN.value,
+    return replace(
+        nothing,
         answers=True,
-        operation=f"last call: {last.describe()}" if last else "",
+        operation=f"last call: {recording.calls[-1].describe()}" if recording.calls else "",
         waits=standing is not None,
         location=_location(dump),
         stands_in=None if standing is None else asdict(standing),
         recording=recording.to_plain(),
-        is_recorded_only=True,
     )
 
 

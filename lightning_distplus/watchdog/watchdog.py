@@ -1,4 +1,7 @@
-"""The watchdog: a thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the run."""
+"""The watchdog: a thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the run.
+
+``Watchdog`` finds out and ends; ``Telling`` brings the verdict to the file, to the peers and, last, to the terminal.
+"""
 
 from __future__ import annotations
 

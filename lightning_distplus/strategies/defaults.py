@@ -218,7 +218,7 @@ class Telemetry(Callback):
             self._is_over = True
             log.warning("the figures of the run are not logged any more (%s: %s)", type(error).__name__, error)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str | None) -> None:
         """Puts everything back; never raises."""
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -230,7 +230,9 @@ class Telemetry(Callback):
             with suppress(Exception):
                 endpoint.close()
 
-    on_exception = teardown
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """As at the end."""
+        self.teardown(trainer, pl_module, None)
 
     def figures(self, trainer: Any) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""

@@ -389,20 +389,19 @@ class ResilientStrategy(_Base):
         self.set_world_ranks()
         show_log(is_global_zero=self.is_global_zero)
         assert self.accelerator is not None
-        self._plane = meet(self)
-        self._plane.listen()
+        plane = self._plane = self.collectives.plane = meet(self)
+        plane.listen()
         self.marks.forget()
-        self._plane.place_of = lambda error: place_of_failure(self.marks, error)
-        if self._plane.is_attended:
+        plane.place_of = lambda error: place_of_failure(self.marks, error)
+        if plane.is_attended:
             self.phases.expect_people()
         self._open_ledger()
-        self._start_watchdog(self._plane)
-        self.collectives.plane = self._plane
-        self.saves.begin(self._plane)
+        self._start_watchdog(plane)
+        self.saves.begin(plane)
         if self.lightning_module is not None:
             check_host(self, self.lightning_module.trainer)
         if self._watchdog is not None:
-            points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            points = Points(plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             points.begin()
             self._watchdog.meet_peers(points)
             self.collectives.points = points
@@ -783,11 +782,10 @@ class ResilientStrategy(_Base):
         if not self._is_torn_down:  # the Tuner's order
             self._ends_in_teardown = True
             return
-        assert self._plane is not None
         self._say_that_it_has_ended()
         watchdog = self._watchdog
         are_there = end_together(
-            self._plane,
+            self.plane,
             self.phases.patience_in(Phase.TEARDOWN),
             have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
         )

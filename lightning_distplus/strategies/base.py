@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
     OTHER_LIGHTNING,
@@ -30,12 +30,11 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
-from lightning_distplus.launcher_link import introduce_starter
-from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
-from lightning_distplus.process import age_of_process
+from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
+from lightning_distplus.run_access import Phases
 from lightning_distplus.strategies.collectives import (
     Collectives,
     cause_of,
@@ -43,7 +42,14 @@ from lightning_distplus.strategies.collectives import (
     line_of_the_caller,
     point_of,
 )
-from lightning_distplus.strategies.defaults import Telemetry, bring_callbacks, require_callback, show_log, summary
+from lightning_distplus.strategies.defaults import (
+    Telemetry,
+    batch_sizes,
+    bring_callbacks,
+    require_callback,
+    show_log,
+    summary,
+)
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
@@ -66,13 +72,13 @@ from lightning_distplus.strategies.start import (
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
-from lightning_distplus.watchdog.ending import show_after_cells
+from lightning_distplus.watchdog.watchdog import show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _Base
 
-    from lightning_distplus.preflight.run_lock import RunLock
+    from lightning_distplus.preflight.host import RunLock
 else:
     _Base = object
 
@@ -504,7 +510,7 @@ class ResilientStrategy(_Base):
         self._first_step = trainer.global_step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._monitor = next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None)
-        self.times.begin(trainer.global_step)
+        self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
         self.costs.begin(self._monitor_s())
         self._gate.open()
         self._gate.has_saved = lambda: self.saves.has_ended_behind

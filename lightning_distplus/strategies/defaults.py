@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_distplus import env
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.progress import data_parallel
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
@@ -29,7 +30,7 @@ from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 if TYPE_CHECKING:
     from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["Telemetry", "bring_callbacks", "require_callback", "show_log", "summary"]
+__all__ = ["Telemetry", "batch_sizes", "bring_callbacks", "require_callback", "show_log", "summary"]
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,17 @@ def _shown(path: Path) -> str:
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
+def batch_sizes(trainer: Any) -> dict[str, int]:
+    """What all ranks train on in an optimizer step: ``samples``, and ``tokens`` where the data has a ``seq_len``."""
+    data = trainer.datamodule
+    micro_batch = getattr(data, "micro_batch", None) or getattr(trainer.train_dataloader, "batch_size", None)
+    if not isinstance(micro_batch, int):
+        return {}
+    samples = micro_batch * data_parallel(trainer).size * trainer.accumulate_grad_batches
+    length = getattr(data, "seq_len", None)
+    return {"samples": samples, "tokens": samples * length} if isinstance(length, int) else {"samples": samples}
+
+
 # -- a log that is seen ------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +230,7 @@ class Telemetry(Callback):
             self._is_over = True
             log.warning("the figures of the run are not logged any more (%s: %s)", type(error).__name__, error)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str | None) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
         """Puts everything back; never raises."""
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -231,7 +243,7 @@ class Telemetry(Callback):
                 endpoint.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """As at the end."""
+        """Puts everything back; never raises."""
         self.teardown(trainer, pl_module, None)
 
     def figures(self, trainer: Any) -> dict[str, float]:

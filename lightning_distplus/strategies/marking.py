@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
@@ -39,10 +39,17 @@ class StepTimes:
         self._window_step = 0
         self._step = 0
         self._loss: torch.Tensor | None = None
+        self._per_step: Mapping[str, int] = {}
 
-    def begin(self, global_step: int) -> None:
-        """Training starts: the first window begins when the first step is done, which belongs to the set-up."""
+    def begin(self, global_step: int, per_step: Mapping[str, int] | None = None) -> None:
+        """Training starts: the first window begins when the first step is done, which belongs to the set-up.
+
+        Args:
+            global_step: Steps that are done.
+            per_step: What a step trains on, over all ranks, such as ``{"samples": 64}``.
+        """
         self._began_at = None
+        self._per_step = per_step or {}
         self._step = self._window_step = global_step
         self._loss = None
 
@@ -99,6 +106,7 @@ class StepTimes:
                 steps=steps,
                 seconds=round(now - self._window_at, _MILLISECOND),
                 **parts,
+                **{name: steps * count for name, count in self._per_step.items()},
                 **({} if loss is None else {"loss": float(f"{loss:.6g}")}),
             )
         self._open_window(now, self._step)

@@ -27,7 +27,6 @@ from lightning_distplus import _compat, env, errors
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.control import Address, ControlPlane, connect, connect_over, connected, has_own_store
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.phases import Phases
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Settings, Status, raise_errors, run_checks
 from lightning_distplus.preflight.agreement import (
     AGREEMENT_CHECKS,
@@ -38,9 +37,9 @@ from lightning_distplus.preflight.agreement import (
     spans_hosts,
     state_of_process,
 )
-from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.host import HOST_CHECKS, RunLock
 from lightning_distplus.process import boot_id, running_time
+from lightning_distplus.run_access import Phases
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.world import World

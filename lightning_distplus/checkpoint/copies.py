@@ -103,7 +103,7 @@ class Copies:
                     self._fs.rm(place, recursive=True)
 
     def ensure(self, path: Path, manifest_xxh3_128: str) -> dict[str, Any]:
-        """Copies a checkpoint now where the URL has no copy of it.
+        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then.
 
         Raises:
             CheckpointCorrupt: It cannot be copied.

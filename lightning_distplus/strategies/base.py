@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -394,8 +395,26 @@ class ResilientStrategy(_Base):
         check_launch(self)
         self.set_world_ranks()
         show_log(is_global_zero=self.is_global_zero)
+        self._join(meet(self))
         assert self.accelerator is not None
-        plane = self._plane = self.collectives.plane = meet(self)
+        self.accelerator.setup_device(self.root_device)
+        form_default_group(self)
+        install_exit_codes()  # torch has just chained a hook of its own
+        with _compat.default_group_timeout(self.phases.group_timeout):
+            super().setup_environment()
+        self.phases.apply()
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            barrier = functools.partial(PreparationBarrier, self.plane, self.phases, self.marks)
+            _compat.replace_preparation_barrier(trainer, barrier)
+            _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
+            if trainer.state.fn == "fit":
+                self._brought = bring_callbacks(self, trainer)
+                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+
+    def _join(self, plane: ControlPlane) -> None:
+        """All ranks have met, before any process group: from here on they are watched, and heard of."""
+        self._plane = self.collectives.plane = plane
         plane.listen()
         self.marks.forget()
         plane.place_of = lambda error: place_of_failure(self.marks, error)
@@ -411,21 +430,6 @@ class ResilientStrategy(_Base):
             points.begin()
             self._watchdog.meet_peers(points)
             self.collectives.points = points
-        self.accelerator.setup_device(self.root_device)
-        form_default_group(self)
-        install_exit_codes()  # torch has just chained a hook of its own
-        with _compat.default_group_timeout(self.phases.group_timeout):
-            super().setup_environment()
-        self.phases.apply()
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            _compat.replace_preparation_barrier(
-                trainer, lambda: PreparationBarrier(self.plane, self.phases, self.marks)
-            )
-            _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
-            if trainer.state.fn == "fit":
-                self._brought = bring_callbacks(self, trainer)
-                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
 
     def process_dataloader(self, dataloader: object) -> object:
         """The parent's part; a training loader then resumes exactly."""

@@ -143,15 +143,9 @@ def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum:
 
 
 class NoticeWatch:
-    """Looks for notices on a thread of its own, and says so when the grace has passed without a checkpoint.
+    """Looks for notices on a thread of its own: a file that is there, a command that succeeds.
 
-    Args:
-        requests: Where a notice is noted.
-        file: Its existence is a notice.
-        command: Its success (exit code 0) is a notice.
-        every: How often both are asked for.
-        grace: How long after a request the platform lets this process live; None: not known.
-        on_late: Called once, when the grace has passed and nothing has stopped this watch.
+    It calls ``on_late`` once, when the grace after a request has passed and nothing has stopped this watch.
     """
 
     def __init__(

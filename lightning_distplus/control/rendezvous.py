@@ -99,24 +99,18 @@ def has_own_store() -> bool:
 def connect(world: World, address: Address, deadline: timedelta, folder: Path | None = None) -> ControlPlane:
     """Meets all ranks at the store; a second call returns the plane of the first.
 
-    Args:
-        world: This process.
-        address: Where the store is.
-        deadline: How long to wait for the last rank.
-        folder: Where the run writes. Who cannot reach the store says so there too, for those hosts that share it.
+    Who cannot reach the store says so in the ``folder`` of the run too, for those hosts that share it.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
         PeerLost: The process that serves the store ended meanwhile.
         RendezvousError: The port is busy, another job answers there, or this rank is taken.
     """
-    global _plane, _met_over
+    global _plane
     with _lock:
         if _plane is not None and _met_over is None and _plane.world == world:
             return _plane
-        if _plane is not None:
-            _plane.stop_listening()
-            _plane = _met_over = None  # this rank may serve that store, at the same port
+        _forget()  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
         unheard = Unheard(folder, f"{address.prefix} {address.host}:{address.port}", world.rank)
         try:
@@ -127,17 +121,14 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
         makes_secret = world.rank == 0
         joined = _introduce(store, world, address, _left_until(end), unheard, makes_secret=makes_secret)
         _meet(joined, _left_until(end), _refusals(joined), unheard)
-        _plane, _met_over = joined.plane, None
-        return joined.plane
+        _plane = joined.plane
+        return _plane
 
 
 def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlane:
     """Meets all ranks at a store that they have in common already; a second call with it returns the same plane.
 
-    Args:
-        world: This process.
-        store: Rank 0 serves it; its keys are ours alone below the prefix ``distplus``.
-        deadline: How long to wait for the last rank.
+    Rank 0 serves it, and its keys are ours alone below the prefix ``distplus``.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
@@ -147,8 +138,7 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
     with _lock:
         if _plane is not None and _met_over is store:
             return _plane
-        if _plane is not None:  # of a process group that is gone, and its store with it
-            _plane.stop_listening()
+        _forget()  # that of a process group that is gone, and its store with it
         end = time.monotonic() + deadline.total_seconds()
         own = clone_store(store)
         own.set_timeout(_CALL_TIMEOUT)
@@ -159,7 +149,7 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         joined.plane.run_id = _agree_on_run_id(joined)
         _meet(joined, _left_until(end))
         _plane, _met_over = joined.plane, store
-        return joined.plane
+        return _plane
 
 
 class _Joined:
@@ -347,11 +337,15 @@ def _meet(
 
 def disconnect() -> None:
     """Leaves this process's control plane; the next ``connect`` makes a new one."""
-    global _plane, _met_over
     with _lock:
-        if _plane is not None:
-            _plane.stop_listening()
-        _plane = _met_over = None
+        _forget()
+
+
+def _forget() -> None:
+    global _plane, _met_over
+    if _plane is not None:
+        _plane.stop_listening()
+    _plane = _met_over = None
 
 
 def _open_store(world: World, address: Address, deadline: timedelta, unheard: Unheard) -> Store:

@@ -31,109 +31,83 @@ PROGRAM = "distplus"
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: the module and its function that runs it, and its line in ``--help``."""
+    """One subcommand: the module and its function that runs it, its line in ``--help``, and the end of its own."""
 
     module: str
     summary: str
+    examples: str = ""
     function: str = "main"
     keeps_name: bool = False
     """Whether the module reads the command's name itself, as LightningCLI does."""
-    examples: str = ""
-    """What stands at the end of its ``--help``, unless its parser has an epilog with examples."""
 
 
-_AUTO = """
+_FIT = """
+distplus fit --config recipe:tiny_cpu_fsdp --trainer.max_steps 20
+distplus fit --config my.yaml --ckpt_path auto
+distplus fit --config my.yaml --print_config
+
 --ckpt_path auto: goes on from the newest valid checkpoint of this run. Where there is none, fit starts anew; where
 there are only torn or damaged ones it refuses, and starts anew with --allow_fresh."""
+_INIT = """
+distplus init                                        train.py: 40 lines, stock Lightning, two CPU processes
+distplus init tinyllama                              a small Llama on two CPU processes, under FSDP
+distplus init tinyllama --size 1.1b --strategy ddp   TinyLlama 1.1B on 16 GPUs, under DDP"""
+_PREPARE = """
+distplus prepare notes.txt --output data/notes --vocab_size 4096
+distplus prepare slimpajama/train/ --output data/slimpajama --tokenizer llama2/ --append_eod --shuffle_seed 1"""
+_PREFLIGHT = """
+srun --nodes 2 --ntasks-per-node 8 distplus preflight --json
+torchrun --nproc-per-node 8 -m lightning_distplus.cli preflight --deadline 5m"""
+_REHEARSE = """
+distplus rehearse --config recipe:tinyllama_1.1b_fsdp --world 64
+distplus rehearse --config my.yaml --json"""
+_DOCTOR = """
+distplus doctor
+distplus doctor --devices 8 --nodes 2 --json"""
+_REPORT = """
+distplus report runs/x --html report.html
+distplus report --dumps nccl_traces/ --json"""
+_VERIFY = """
+distplus verify runs/x/checkpoints
+distplus verify --deep runs/x/checkpoints/step=300.ckpt --json"""
+_IMPORT = """
+distplus import --from hf TinyLlama-1.1B/ --to tinyllama.ckpt
+distplus import --from litgpt out/tinyllama_1b/iter-100000-ckpt.pth --to tinyllama.ckpt --dry_run
+distplus import --from lightning lightning_logs/version_0/checkpoints/last.ckpt --to last.ckpt"""
+_EXPORT = """
+distplus export step=10.ckpt whole.ckpt                shards as one file, moments and all
+distplus export step=10.ckpt weights.safetensors       the weights, by their names in the module
+distplus export --to hf step=10.ckpt tinyllama/        for transformers: config.json and model.safetensors
+distplus export --to litgpt step=10.ckpt tinyllama/    for litgpt: model_config.yaml and lit_model.pth"""
+_COMPLETION = """
+eval "$(distplus completion bash)"
+distplus completion fish | source"""
 COMMANDS = {
-    "init": Command(
-        "__main__",
-        "write a starting point here: a script, or a recipe",
-        "run_init",
-    ),
-    "fit": Command(
-        "training",
-        "train, or resume with --ckpt_path auto",
-        keeps_name=True,
-        examples="distplus fit --config recipe:tiny_cpu_fsdp --trainer.max_steps 20\n"
-        "distplus fit --config my.yaml --ckpt_path auto\n"
-        f"distplus fit --config my.yaml --print_config\n{_AUTO}",
-    ),
-    "validate": Command(
-        "training",
-        "run the validation loop",
-        keeps_name=True,
-        examples="distplus validate --config my.yaml --ckpt_path auto",
-    ),
-    "test": Command(
-        "training", "run the test loop", keeps_name=True, examples="distplus test --config my.yaml --ckpt_path auto"
-    ),
-    "predict": Command(
-        "training",
-        "run the prediction loop",
-        keeps_name=True,
-        examples="distplus predict --config my.yaml --ckpt_path auto",
-    ),
+    "init": Command("__main__", "write a starting point here: a script, or a recipe", _INIT, "run_init"),
+    "fit": Command("training", "train, or resume with --ckpt_path auto", _FIT, keeps_name=True),
+    **{
+        name: Command(
+            "training", f"run the {loop} loop", f"distplus {name} --config my.yaml --ckpt_path auto", keeps_name=True
+        )
+        for name, loop in (("validate", "validation"), ("test", "test"), ("predict", "prediction"))
+    },
     "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
-    "prepare": Command(
-        "data",
-        "turn text, JSONL or Parquet into token files",
-        "run_prepare",
-    ),
+    "prepare": Command("data", "turn text, JSONL or Parquet into token files", _PREPARE, "run_prepare"),
     "audit": Command(
-        "data",
-        "check that every sample was trained on once",
-        "run_audit",
-        examples="distplus audit runs/x --json",
+        "data", "check that every sample was trained on once", "distplus audit runs/x --json", "run_audit"
     ),
-    "preflight": Command(
-        "preflight",
-        "meet all ranks, and check every host",
-        "run_preflight",
-        examples="srun --nodes 2 --ntasks-per-node 8 distplus preflight --json\n"
-        "torchrun --nproc-per-node 8 -m lightning_distplus.cli preflight --deadline 5m",
-    ),
-    "rehearse": Command(
-        "rehearse",
-        "what a configuration would do on many ranks",
-        examples="distplus rehearse --config recipe:tinyllama_1.1b_fsdp --world 64\n"
-        "distplus rehearse --config my.yaml --json",
-    ),
-    "doctor": Command(
-        "preflight",
-        "what would go wrong on this host",
-        "run_doctor",
-        examples="distplus doctor\ndistplus doctor --devices 8 --nodes 2 --json",
-    ),
-    "report": Command(
-        "report",
-        "show a run: attempts, goodput, verdicts, checkpoints",
-        examples="distplus report runs/x --html report.html\ndistplus report --dumps nccl_traces/ --json",
-    ),
+    "preflight": Command("preflight", "meet all ranks, and check every host", _PREFLIGHT, "run_preflight"),
+    "rehearse": Command("rehearse", "what a configuration would do on many ranks", _REHEARSE),
+    "doctor": Command("preflight", "what would go wrong on this host", _DOCTOR, "run_doctor"),
+    "report": Command("report", "show a run: attempts, goodput, verdicts, checkpoints", _REPORT),
     "top": Command(
-        "report", "show what each rank does, as the run goes on", "run_top", examples="distplus top runs/x --every 5"
+        "report", "show what each rank does, as the run goes on", "distplus top runs/x --every 5", "run_top"
     ),
-    "verify": Command(
-        "checkpoints",
-        "check every checkpoint in a folder",
-        "run_verify",
-        examples="distplus verify runs/x/checkpoints\ndistplus verify --deep runs/x/checkpoints/step=300.ckpt --json",
-    ),
-    "import": Command(
-        "importing",
-        "make a checkpoint of another program one to resume from",
-        "run_import",
-    ),
-    "export": Command(
-        "checkpoints",
-        "write a checkpoint as one file, or for another program",
-        "run_export",
-    ),
+    "verify": Command("checkpoints", "check every checkpoint in a folder", _VERIFY, "run_verify"),
+    "import": Command("checkpoints", "make a checkpoint of another program one to resume from", _IMPORT, "run_import"),
+    "export": Command("checkpoints", "write a checkpoint as one file, or for another program", _EXPORT, "run_export"),
     "completion": Command(
-        "__main__",
-        "print what completes commands and options in a shell",
-        "run_completion",
-        examples='eval "$(distplus completion bash)"\ndistplus completion fish | source',
+        "__main__", "print what completes commands and options in a shell", _COMPLETION, "run_completion"
     ),
 }
 
@@ -156,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except SystemExit as end:
         if not end.code and command.examples and {"-h", "--help"} & set(arguments):
-            print("\nexamples:\n" + textwrap.indent(command.examples, "  "))
+            print("\nexamples:\n" + textwrap.indent(command.examples.strip(), "  "))
         raise
 
 
@@ -198,11 +172,6 @@ distplus prepare data/prose.jsonl --output data/prose --tokenizer data/code.toke
 _PREPARE_1B = """distplus prepare slimpajama/ --output data/slimpajama --tokenizer llama2/ --append_eod
 distplus prepare starcoder/ --output data/starcoder --tokenizer llama2/ --append_eod"""
 _TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
-_EXAMPLES_OF_INIT = """examples:
-  distplus init                                        train.py: 40 lines, stock Lightning, two CPU processes
-  distplus init tinyllama                              a small Llama on two CPU processes, under FSDP
-  distplus init tinyllama --size 1.1b --strategy ddp   TinyLlama 1.1B on 16 GPUs, under DDP
-"""
 
 
 def run_init(argv: Sequence[str]) -> int:
@@ -238,8 +207,6 @@ def _parser_of_init() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distplus init",
         description="Writes a starting point into the current folder: a script, or the files of a recipe.",
-        epilog=_EXAMPLES_OF_INIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
     parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")

@@ -1,28 +1,32 @@
-"""``distplus verify`` checks every checkpoint in a folder; ``distplus export`` writes one as one file."""
+"""Commands on checkpoints: ``distplus verify`` checks a folder of them, ``export`` and ``import`` change their form."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
+from lightning_distplus import recipes
 from lightning_distplus.checkpoint import (
     CheckpointState,
     Report,
+    SaveInfo,
     gather_alone,
     info_like,
     state,
@@ -31,10 +35,13 @@ from lightning_distplus.checkpoint import (
 )
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
-__all__ = ["TRUST_BY_HAND", "print_rows", "run_export", "run_verify"]
+if TYPE_CHECKING:
+    from lightning_distplus.checkpoint.formats import Foreign
+
+__all__ = ["run_export", "run_import", "run_verify"]
 
 # -- distplus verify ---------------------------------------------------------------------------------------------------
 
@@ -57,12 +64,17 @@ def run_verify(argv: Sequence[str]) -> int:
     if not paths:
         print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
         return 1
-    reports = sorted(_verify(paths, "size" if arguments.quick else "full", arguments), key=_step)
+    reports = sorted(
+        _verify(paths, "size" if arguments.quick else "full", arguments),
+        key=lambda one: getattr(one.manifest, "global_step", -1),
+    )
     if arguments.json:
         print(json.dumps({"version": 1, "checkpoints": [_as_json(report) for report in reports]}, indent=2))
     else:
         _print(reports)
-        _print_quarantine(folder)
+        if kept := in_role(folder, "torn"):
+            print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
+            print(*(f"  {path}" for path in kept), sep="\n")
     return 0 if all(report.ok for report in reports) else 1
 
 
@@ -98,7 +110,7 @@ class _Refusal(FileFinding):
 
 def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
     from lightning_distplus import _compat  # loads torch
-    from lightning_distplus.checkpoint.export import tensor_findings
+    from lightning_distplus.checkpoint.formats import tensor_findings
 
     if is_trusted:
         return tuple(tensor_findings(path, tensors, weights_only=False))
@@ -111,36 +123,23 @@ def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
-    parser.add_argument("--quick", action="store_true", help="compare sizes only, read nothing")
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="also compare every tensor with its fingerprint and, without a manifest, the CRC of every member",
-    )
-    parser.add_argument("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    add("--quick", action="store_true", help="compare sizes only, read nothing")
+    add("--deep", action="store_true", help=deep)
+    add("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    manifest = report.manifest
     return {
         "path": str(report.path),
         "verdict": _verdict(report),
-        "global_step": None if manifest is None else manifest.global_step,
-        "world_size": None if manifest is None else manifest.world_size,
-        "size_bytes": None if manifest is None else manifest.size_bytes,
+        **{name: getattr(report.manifest, name, None) for name in ("global_step", "world_size", "size_bytes")},
         "findings": [str(finding) for finding in report.findings],
     }
-
-
-def _print_quarantine(folder: Path) -> None:
-    kept = quarantined_in(folder)
-    if kept:
-        print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
-        for path in kept:
-            print(f"  {path}")
 
 
 _WIDTH_OF_A_FILE = 400  # a name stands in one line there
@@ -164,10 +163,6 @@ def _print(reports: Sequence[Report]) -> None:
     console.print(f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {size_mb:,.1f} MB: {what}", highlight=False)
 
 
-def _step(report: Report) -> int:
-    return -1 if report.manifest is None else report.manifest.global_step
-
-
 _COLOURS = {"valid": "green", "refused": "yellow", "unverified": "yellow", "damaged": "red", "torn": "red"}
 
 
@@ -186,27 +181,19 @@ def _facts(report: Report) -> list[str]:
     if manifest is None:
         return [""] * 5
     committed = datetime.fromtimestamp(manifest.committed_at, tz=timezone.utc)
-    return [
-        str(manifest.global_step),
-        str(manifest.world_size),
-        str(len(manifest.files)),
-        f"{manifest.size_bytes / 1e6:.1f}",
-        f"{committed:%Y-%m-%d %H:%M:%S}",
-    ]
+    counts = [str(manifest.global_step), str(manifest.world_size), str(len(manifest.files))]
+    return [*counts, f"{manifest.size_bytes / 1e6:.1f}", f"{committed:%Y-%m-%d %H:%M:%S}"]
 
 
 # -- distplus export ---------------------------------------------------------------------------------------------------
 
 _WEIGHTS = ".safetensors"
-_EXPORT_EPILOG = """examples:
-  distplus export step=10.ckpt whole.ckpt                shards as one file, moments and all
-  distplus export step=10.ckpt weights.safetensors       the weights, by their names in the module
-  distplus export --to hf step=10.ckpt tinyllama/        for transformers: config.json and model.safetensors
-  distplus export --to litgpt step=10.ckpt tinyllama/    for litgpt: model_config.yaml and lit_model.pth
-"""
 
 
-def print_rows(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+_Rows = list[tuple[str, str, str]]
+
+
+def print_rows(title: str, rows: _Rows) -> None:
     """Says of each part of a checkpoint what is there and what becomes of it; a line each where nobody looks on."""
     if not sys.stdout.isatty():
         print(title, *(f"  {part}: {there}: {becomes}" for part, there, becomes in rows), sep="\n")
@@ -244,15 +231,33 @@ def run_export(argv: Sequence[str]) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from lightning_distplus.checkpoint import formats
+
     source, target, weights_only = arguments.checkpoint, arguments.target, not arguments.trust
     if arguments.universal:
-        _export_universal(source, target)
+        if not formats.num_shards(source) or formats.is_universal(source):
+            raise CheckpointMismatch(
+                f"{source} holds no shards of DeepSpeed's ZeRO, so that there is nothing to convert. Leave --universal "
+                "out."
+            )
+        formats.convert(source, target)
     elif arguments.to in ("hf", "litgpt"):
         _export_for(arguments.to, source, target, weights_only, arguments.config)
     elif arguments.to == "safetensors" or target.suffix == _WEIGHTS:
-        _export_weights(source, target, weights_only)
+        formats.write_safetensors(target, *_weights_of(source, weights_only))
+    elif not source.is_dir():
+        raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
     else:
-        _export_whole(source, target, weights_only)
+
+        def write(stage: Path) -> None:
+            if formats.is_sharded(source):
+                torch.save(formats.read_sharded(source, weights_only=weights_only), stage)
+            else:
+                formats.write_whole(source, stage)
+
+        commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
 
 
 def _exports_parser() -> argparse.ArgumentParser:
@@ -260,8 +265,6 @@ def _exports_parser() -> argparse.ArgumentParser:
         prog="distplus export",
         description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
         "folder of another program.",
-        epilog=_EXPORT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
     parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
@@ -288,31 +291,15 @@ def _check(source: Path) -> None:
     print(f"{source} was not committed by lightning_distplus; it is exported unverified", file=sys.stderr)
 
 
-def _export_universal(source: Path, target: Path) -> None:
-    from lightning_distplus.checkpoint.export import convert, is_universal, num_shards
-
-    if not num_shards(source) or is_universal(source):
-        raise CheckpointMismatch(
-            f"{source} holds no shards of DeepSpeed's ZeRO, so that there is nothing to convert. Leave --universal out."
-        )
-    convert(source, target)
-
-
-def _export_weights(source: Path, target: Path, weights_only: bool) -> None:
-    from lightning_distplus.checkpoint.export import write_safetensors
-
-    write_safetensors(target, *_weights_of(source, weights_only))
-
-
 def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     """Names and shapes, and the same with content, some at a time."""
-    from lightning_distplus.checkpoint import export as consolidating
+    from lightning_distplus.checkpoint import formats
 
     if not source.is_dir():
-        return consolidating.weights_of_file(source, weights_only=weights_only)
-    if consolidating.is_sharded(source):
-        return consolidating.weights_of_shards(source)
-    weights = consolidating.weights_of_zero(source)
+        return formats.weights_of_file(source, weights_only=weights_only)
+    if formats.is_sharded(source):
+        return formats.weights_of_shards(source)
+    weights = formats.weights_of_zero(source)
     return weights, iter([weights])
 
 
@@ -325,13 +312,11 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     import torch
     import yaml
 
-    from lightning_distplus.checkpoint import foreign
-    from lightning_distplus.checkpoint.export import config_in, write_in_files
-    from lightning_distplus.cli.importing import configuration
+    from lightning_distplus.checkpoint import formats
 
-    config = configuration(named).get("config") if named else config_in(source, weights_only=weights_only)
+    config = configuration(named).get("config") if named else formats.config_in(source, weights_only=weights_only)
     weights, parts = _weights_of(source, weights_only)
-    if not config or not all(name.startswith(foreign.PREFIX) for name in weights):
+    if not config or not all(name.startswith(formats.PREFIX) for name in weights):
         raise CheckpointMismatch(
             f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "
             "configuration with --config, or export the weights alone: --to safetensors."
@@ -349,35 +334,207 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     try:
         fresh.chmod(0o755)
         if program == "hf":
-            names = {name: name.removeprefix(foreign.PREFIX) for name in weights}
-            (fresh / "config.json").write_text(json.dumps(foreign.hf_config(config), indent=2) + "\n")
+            names = {name: name.removeprefix(formats.PREFIX) for name in weights}
+            (fresh / "config.json").write_text(json.dumps(formats.hf_config(config), indent=2) + "\n")
             renamed = {names[name]: one for name, one in weights.items()}
-            write_in_files(fresh, renamed, parts)
+            formats.write_in_files(fresh, renamed, parts)
         else:
             whole = {name: one for part in parts for name, one in part.items()}
-            torch.save({"model": foreign.to_litgpt(whole)}, fresh / "lit_model.pth")
-            (fresh / "model_config.yaml").write_text(yaml.safe_dump(foreign.litgpt_config(config, target.name)))
+            torch.save({"model": formats.to_litgpt(whole)}, fresh / "lit_model.pth")
+            (fresh / "model_config.yaml").write_text(yaml.safe_dump(formats.litgpt_config(config, target.name)))
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _export_whole(source: Path, target: Path, weights_only: bool) -> None:
+# -- distplus import ---------------------------------------------------------------------------------------------------
+
+
+def run_import(argv: Sequence[str]) -> int:
+    """Exit code 0 where the checkpoint is committed, 1 where one is there already.
+
+    Raises:
+        DistplusError: The source cannot be read, or does not fit the configuration.
+    """
+    arguments = _imports_parser().parse_args(argv)
+    source, target = arguments.source, arguments.to
+    if target.exists():
+        print(f"distplus import: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
+        return 1
+    if not source.exists():
+        print(f"distplus import: {source} does not exist.", file=sys.stderr)
+        return 1
     import torch
 
-    from lightning_distplus.checkpoint import export as consolidating
+    from lightning_distplus.checkpoint.formats import origin_of, read_foreign
 
-    if not source.is_dir():
-        raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
-    if consolidating.is_sharded(source):
-        commit(
-            target,
-            lambda stage: torch.save(consolidating.read_sharded(source, weights_only=weights_only), stage),
-            rank=0,
-            gather=gather_alone,
-            info=info_like(source),
-        )
+    origin = arguments.origin or origin_of(source)
+    if origin is None:
+        raise CheckpointMismatch(f"{source}: it cannot be told which program has written it. Name it with --from.")
+    run = configuration(arguments.config or "recipe:tinyllama_1.1b")
+    if origin == "lightning":
+        checkpoint, rows = _of_lightning(source)
+        config: dict[str, Any] = {}
     else:
-        from lightning_distplus.checkpoint.export import write_whole
+        given = run.get("config", {}) if arguments.config else {}
+        found = read_foreign(source, origin, config=given, remedy=TRUST_BY_HAND)
+        _require_same_model(found.config, given)
+        config = {**given, **found.config}
+        checkpoint, rows = _of_llama(found, config, run), _rows_of(found, run)
+    print_rows(f"{source} ({origin})", rows)
+    if arguments.dry_run:
+        return 0
+    step = int(checkpoint["global_step"])
+    info = SaveInfo(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
+    commit(target, lambda stage: torch.save(checkpoint, stage), rank=0, gather=gather_alone, info=info)
+    print(f"{source} -> {target}")
+    if config:
+        print("model.init_args.config of the run:")
+        print("\n".join(f"  {name}: {value}" for name, value in config.items()))
+    print(f"next: distplus fit --config YOURS --ckpt_path {target} --data.start_sample 0")
+    return 0
 
-        commit(target, lambda stage: write_whole(source, stage), rank=0, gather=gather_alone, info=info_like(source))
+
+def _imports_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distplus import",
+        description="Makes a committed checkpoint, which ckpt_path takes, of one that another program has written.",
+    )
+    of_run = "the run that it is for, a YAML file or recipe:NAME: what the source does not say comes from there "
+    untouched = "a file or a folder; nothing in it is changed, and none of it is run"
+    origins = ("hf", "litgpt", "lightning", "deepspeed")
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help=untouched)
+    add("--from", dest="origin", choices=origins, help="who has written it (default: what it looks like)")
+    add("--to", type=Path, required=True, metavar="CKPT", help="the checkpoint to write, one file")
+    add("--config", metavar="FILE", help=f"{of_run}(default: settings of the optimizer from recipe:tinyllama_1.1b)")
+    add("--dry_run", action="store_true", help="say what would be kept, and write nothing")
+    return parser
+
+
+def configuration(name: str) -> dict[str, Any]:
+    """The arguments of the model in a configuration."""
+    from omegaconf import OmegaConf
+
+    try:
+        files = recipes.files(name.removeprefix(recipes.PREFIX)) if name.startswith(recipes.PREFIX) else [Path(name)]
+    except ValueError as error:
+        raise CheckpointMismatch(str(error)) from None
+    document = OmegaConf.load(files[0])  # which reads 1e-5 as the number that it is
+    arguments = OmegaConf.select(document, "fit.model.init_args") or OmegaConf.select(document, "model.init_args")
+    plain: Any = OmegaConf.to_container(arguments, resolve=True) if arguments else {}
+    return dict(plain)
+
+
+def _require_same_model(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    shared = given.keys() & found.keys() - {"max_position_embeddings"}  # no weight depends on it
+    differing = [name for name in shared if given[name] != found[name]]
+    if differing:
+        sides = "; ".join(f"{name}: {given[name]} there, {found[name]} in the source" for name in sorted(differing))
+        raise CheckpointMismatch(f"The configuration that --config names is of another model. {sides}.")
+
+
+def _rows_of(found: Foreign, run: Mapping[str, Any]) -> _Rows:
+    """What is kept of a source, and what is not."""
+    num = sum(one.numel() for one in found.weights.values())
+    rows = [("weights", f"{len(found.weights)} tensors, {num:,} numbers", "kept, float32")]
+    if found.moments:
+        rows.append(("moments of AdamW", f"of {len(found.moments)} tensors", "kept, float32"))
+        kept = ", ".join(f"{name} {value}" for name, value in found.settings.items())
+        rows.append(("settings of AdamW", kept or "not said", "kept" if kept else "those of the configuration"))
+    else:
+        lr, warmup = run.get("lr", 4e-4), run.get("warmup_steps", 2000)
+        start = f"begin anew, lr {lr:g} after {warmup} steps, from the configuration"
+        rows.append(("moments of AdamW", found.left_out.get("moments", "the source has none"), start))
+    rows.append(("step", str(found.step), "kept; the learning rate follows the run's own schedule from there"))
+    unsaid = {name: why for name, why in found.left_out.items() if name != "moments"}
+    if "position" not in "".join(unsaid):
+        unsaid["position in the data"] = "the source has none"
+    rows += [(name, why, "left out") for name, why in unsaid.items()]
+    rows.append(("random states, callbacks", "of another program", "left out: they begin anew"))
+    return rows
+
+
+def _of_llama(found: Foreign, config: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint of Lightning for ``recipes.model.TinyLlama``."""
+    import torch
+
+    from lightning_distplus.checkpoint.formats import CONFIG, parameter_order
+
+    num_layers = sum(name.endswith("input_layernorm.weight") for name in found.weights)
+    order = parameter_order(num_layers, found.weights)
+    if config.get("tie_word_embeddings"):
+        order = [name for name in order if "lm_head" not in name]  # it is the embedding, under a second name
+    lr = run.get("lr", 4e-4) / max(run.get("warmup_steps", 2000), 1)
+    betas, weight_decay = tuple(run.get("betas", (0.9, 0.95))), run.get("weight_decay", 0.1)
+    settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, **found.settings}
+    decay_of_norms = settings.pop("weight_decay_of_norms", 0.0)  # the recipe leaves norms out; TinyLlama did not
+    group = torch.optim.AdamW([torch.zeros(1)], **settings).state_dict()["param_groups"][0]
+    groups = [
+        {**group, "params": [name for name in order if "norm" not in name]},
+        {**group, "params": [name for name in order if "norm" in name], "weight_decay": decay_of_norms},
+    ]
+    numbered = order if found.moments else []
+    return {
+        "epoch": 0,
+        "global_step": found.step,
+        **_loops_after(found.step),
+        "state_dict": found.weights,
+        CONFIG: dict(config),
+        # By name, which FSDP and FSDP2 read in any order, and torch's optimizers by the order of the groups.
+        "optimizer_states": [{"state": {name: found.moments[name] for name in numbered}, "param_groups": groups}],
+        "lr_schedulers": [{"last_epoch": found.step, "_step_count": found.step + 1, "lr_lambdas": []}],
+        "callbacks": {},
+    }
+
+
+def _loops_after(step: int) -> dict[str, Any]:
+    """The state of Lightning's loops after so many optimizer steps, and Lightning's version."""
+    from lightning import __version__
+    from lightning.pytorch import Trainer
+
+    logging.disable(logging.WARNING)  # it tells of GPUs, Slurm and tips
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    finally:
+        logging.disable(logging.NOTSET)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    steps.ready = steps.completed = step
+    epoch_loop.on_load_checkpoint({"_batches_that_stepped": step})
+    loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    states = {name: getattr(trainer, name).state_dict() for name in loops}
+    return {"pytorch-lightning_version": __version__, "loops": states}
+
+
+def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
+    """The checkpoint as it is, in one file."""
+    import torch
+
+    from lightning_distplus import _compat
+    from lightning_distplus.checkpoint.formats import is_sharded, read_sharded
+
+    with _compat.refusing_code(source, TRUST_BY_HAND):
+        if is_sharded(source):
+            checkpoint = read_sharded(source)
+        elif source.is_dir():
+            raise CheckpointMismatch(f"{source} is no folder of FSDP's shards. Of DeepSpeed: --from deepspeed.")
+        else:
+            checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint or "global_step" not in checkpoint:
+        raise CheckpointMismatch(f"{source} is no checkpoint of Lightning: it lacks state_dict or global_step.")
+    num = len(checkpoint.get("optimizer_states") or [])
+    rows = [
+        ("weights", f"{len(checkpoint['state_dict'])} tensors", "kept"),
+        ("moments", f"of {num} optimizers", "kept" if num else "none: name it as model.init_from, or as weights"),
+        ("step", str(checkpoint["global_step"]), "kept"),
+        ("loops, schedulers, callbacks", "Lightning's", "kept"),
+        ("position in the data", "Lightning saves none", "left out: say it with start_sample of the data module"),
+        ("random states", "Lightning saves none", "left out: they begin anew"),
+    ]
+    if not num:
+        checkpoint.setdefault("optimizer_states", [])
+        checkpoint.setdefault("lr_schedulers", [])
+    return checkpoint, rows

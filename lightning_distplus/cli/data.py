@@ -7,13 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
 
 from lightning_distplus.data.audit import AuditReport, Sighting, audit_folder
 from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
@@ -24,11 +20,7 @@ __all__ = ["run_audit", "run_prepare"]
 # -- distplus prepare --------------------------------------------------------------------------------------------------
 
 _LABELS = {"tokenizer": "training the tokenizer", "tokens": "writing tokens", "shuffle": "shuffling"}
-_PLAIN_LINE_EVERY_S = 5.0
-_EPILOG = """examples:
-  distplus prepare notes.txt --output data/notes --vocab_size 4096
-  distplus prepare slimpajama/train/ --output data/slimpajama --tokenizer llama2/ --append_eod --shuffle_seed 1
-"""
+_LINE_EVERY_S = 5.0
 
 
 def run_prepare(argv: Sequence[str]) -> int:
@@ -42,10 +34,8 @@ def run_prepare(argv: Sequence[str]) -> int:
         except TypeError as error:
             parser.error(str(error))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    is_interactive = sys.stderr.isatty()
     try:
-        with _bars() if is_interactive else _plain_lines() as on_progress:
-            result = prepare(**vars(arguments), on_progress=on_progress)
+        result = prepare(**vars(arguments), on_progress=_lines_of_progress())
     except ImportError as error:
         if error.name not in ("tokenizers", "pyarrow"):
             raise
@@ -60,12 +50,7 @@ def run_prepare(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus prepare",
-        description="Turns text into a Megatron .bin/.idx pair.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="distplus prepare", description="Turns text into a Megatron .bin/.idx pair.")
     add = parser.add_argument
     add(
         "inputs",
@@ -91,27 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _bars() -> Iterator[Callable[[Progress], None]]:
-    from rich.console import Console
-
-    rate = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bars(TextColumn("{task.description}"), BarColumn(), *rate, console=Console(stderr=True)) as bars:
-        tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
-        started: set[str] = set()
-
-        def show(progress: Progress) -> None:
-            if progress.stage not in started:
-                started.add(progress.stage)
-                bars.reset(tasks[progress.stage], total=progress.total_bytes, visible=True)
-            bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes)
-
-        yield show
-
-
-@contextmanager
-def _plain_lines() -> Iterator[Callable[[Progress], None]]:
-    """One line per stage and every few seconds, for logs."""
+def _lines_of_progress() -> Callable[[Progress], None]:
+    """One line per stage and every few seconds."""
     began: dict[str, tuple[float, int]] = {}
     due: dict[str, float] = {}
 
@@ -120,16 +86,14 @@ def _plain_lines() -> Iterator[Callable[[Progress], None]]:
         start, first_bytes = began.setdefault(progress.stage, (now, progress.done_bytes))
         if now < due.get(progress.stage, start):
             return
-        due[progress.stage] = now + _PLAIN_LINE_EVERY_S
+        due[progress.stage] = now + _LINE_EVERY_S
         rate = (progress.done_bytes - first_bytes) / max(now - start, 1e-9)
         share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
-        estimate = ""
-        if rate > 0:
-            left_s = (progress.total_bytes - progress.done_bytes) / rate
-            estimate = f", {rate / 1e6:.1f} MB/s, {left_s:.0f} s left"
+        left_s = (progress.total_bytes - progress.done_bytes) / max(rate, 1e-9)
+        estimate = f", {rate / 1e6:.1f} MB/s, {left_s:.0f} s left" if rate > 0 else ""
         print(f"{_LABELS[progress.stage]}: {share:.0f} %{estimate}", file=sys.stderr, flush=True)
 
-    yield show
+    return show
 
 
 def _summary(result: PreparedTokens) -> str:

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +163,10 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
     add("--nproc", "--nproc-per-node", type=_processes, default=1, help="ranks on this host; or gpu, cpu, auto")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="hosts; run this command on each of them")
     add("--rdzv", "--rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where hosts meet; one has this name")
-    add("--join", type=_duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
+    add("--join", type=parse_duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
     add("--job-id", "--rdzv-id", default="", metavar="ID", help="the same on all hosts, another one for each job")
     add("--max-restarts", type=int, default=3, help="restarts within the window (default: 3)")
-    add("--window", type=_duration, help="time in which restarts count, such as 1d (default: the whole job)")
+    add("--window", type=parse_duration, help="time in which restarts count, such as 1d (default: the whole job)")
     add("--same-step", type=int, default=3, help="give up after so many attempts at one step (default: 3)")
     add("--no-resume", dest="resume", action="store_false", help="leave the checkpoint of each start to the script")
     add("--quarantine", action="store_true", help="set the samples of a batch apart that ends --same-step attempts")
@@ -258,10 +257,6 @@ def _nodes(text: str) -> tuple[int, int]:
     if not 1 <= nodes[0] <= nodes[1]:
         raise ValueError
     return nodes
-
-
-def _duration(text: str) -> timedelta:
-    return parse_duration(text)
 
 
 # -- distplus launch slurm ---------------------------------------------------------------------------------------------

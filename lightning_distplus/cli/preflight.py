@@ -25,16 +25,7 @@ from lightning_distplus.timeouts import parse_duration
 if TYPE_CHECKING:
     from lightning_distplus.control import ControlPlane
 
-__all__ = [
-    "AGREEMENT",
-    "BETWEEN_HOSTS",
-    "CHECKS_OF_HOST",
-    "add_settings",
-    "print_findings",
-    "run_doctor",
-    "run_preflight",
-    "settings_from",
-]
+__all__ = ["print_findings", "run_doctor", "run_preflight"]
 
 # -- distplus doctor ---------------------------------------------------------------------------------------------------
 
@@ -58,18 +49,13 @@ def run_doctor(argv: Sequence[str]) -> int:
             checks[place.rpartition(":")[2]] = _load(place)
         except (ImportError, AttributeError, ValueError) as error:
             parser.error(f"--check {place}: {error}")
-    settings = settings_from(arguments, parser, checks)
+    settings = _settings_from(arguments, parser, checks)
     facts = _facts(arguments)
     begin = time.monotonic()
     findings = run_checks(checks, facts, settings)
-    has_errors = any(finding.status is Status.ERROR for finding in findings)
-    elapsed_s = time.monotonic() - begin
-    if arguments.json:
-        report = {"version": 1, "host": facts.host, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
-        print(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=2))
-    else:
-        print_findings(findings, facts, [name for name in checks if settings.get(name) != "off"], elapsed_s)
-    return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
+    names = [name for name in checks if settings.get(name) != "off"]
+    _tell(findings, facts, names, begin, {"host": facts.host} if arguments.json else None)
+    return _exit_code(findings)
 
 
 def _doctors_parser() -> argparse.ArgumentParser:
@@ -79,21 +65,22 @@ def _doctors_parser() -> argparse.ArgumentParser:
         epilog=f"checks: {', '.join(CHECKS)}. Exit code 0: nothing is wrong; 173: something is.",
     )
     parser.add_argument("--check", action="append", default=[], metavar="MODULE:FUNCTION", help="a check of your own")
-    add_settings(parser)
+    _add_settings(parser)
     return parser
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``doctor`` and ``preflight`` share."""
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the run will write (default: here)")
-    parser.add_argument("--devices", type=int, help="processes per node of the run, to check the launch against")
-    parser.add_argument("--nodes", type=int, help="nodes of the run, to check the launch against")
-    parser.add_argument("--off", action="append", default=[], metavar="NAME", help="do not run this check")
-    parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path(), help="where the run will write (default: here)")
+    add("--devices", type=int, help="processes per node of the run, to check the launch against")
+    add("--nodes", type=int, help="nodes of the run, to check the launch against")
+    add("--off", action="append", default=[], metavar="NAME", help="do not run this check")
+    add("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
+    add("--json", action="store_true", help="print JSON")
 
 
-def settings_from(
+def _settings_from(
     arguments: argparse.Namespace, parser: argparse.ArgumentParser, checks: Mapping[str, Check]
 ) -> dict[str, Literal["off", "warn"]]:
     """What ``--off`` and ``--warn`` say; ends the process where there is no such check."""
@@ -101,9 +88,7 @@ def settings_from(
         known = (*checks, *AGREEMENT, *BETWEEN_HOSTS)
         if name not in known:
             parser.error(f"there is no check {name!r}; there are: {', '.join(known)}")
-    settings: dict[str, Literal["off", "warn"]] = dict.fromkeys(arguments.warn, "warn")
-    settings.update(dict.fromkeys(arguments.off, "off"))
-    return settings
+    return {**dict.fromkeys(arguments.warn, "warn"), **dict.fromkeys(arguments.off, "off")}
 
 
 def _load(place: str) -> Check:
@@ -118,17 +103,29 @@ def _load(place: str) -> Check:
 
 def _facts(arguments: argparse.Namespace) -> Facts:
     """What Lightning would make of this environment: its order of detection, without Lightning."""
-    facts = Facts(folder=arguments.folder, devices=arguments.devices, num_nodes=arguments.nodes, command=("train.py",))
-    if arguments.devices is None and arguments.nodes is None:
+    devices, nodes = arguments.devices, arguments.nodes
+    facts = Facts(folder=arguments.folder, devices=devices, num_nodes=nodes, command=("train.py",))
+    if devices is None and nodes is None:
         return facts  # nothing to hold the launch against
-    return Facts(
-        folder=arguments.folder,
-        devices=arguments.devices or 1,
-        num_nodes=arguments.nodes or 1,
-        spans_hosts=(arguments.nodes or 1) > 1,
-        command=("train.py",),
-        **facts.as_lightning_sees_it(),
-    )
+    seen, nodes = facts.as_lightning_sees_it(), nodes or 1
+    return replace(facts, devices=devices or 1, num_nodes=nodes, spans_hosts=nodes > 1, **seen)
+
+
+def _tell(
+    findings: Sequence[Finding], facts: Facts, names: Sequence[str], begin: float, as_json: Mapping[str, Any] | None
+) -> None:
+    """Prints a table, or JSON with these fields."""
+    elapsed_s = time.monotonic() - begin
+    if as_json is None:
+        print_findings(findings, facts, names, elapsed_s)
+        return
+    told = {"version": 1, **as_json, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
+    print(json.dumps({**told, "findings": [finding.to_dict() for finding in findings]}, indent=2))
+
+
+def _exit_code(findings: Sequence[Finding]) -> int:
+    has_errors = any(finding.status is Status.ERROR for finding in findings)
+    return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
 
 
 def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
@@ -183,7 +180,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
     nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
     checks = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
-    settings = settings_from(arguments, parser, checks)
+    settings = _settings_from(arguments, parser, checks)
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
     of_launch: dict[str, Any] = {name: wish for name, wish in settings.items() if name in LAUNCH_CHECKS}
     strategy: Any = ResilientDDP(preflight=of_launch)
@@ -208,9 +205,8 @@ def run_preflight(argv: Sequence[str]) -> int:
         disconnect()
     if strategy.global_rank == 0:
         names = [name for name in (*checks, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
-        _tell(findings, facts, names, time.monotonic() - begin, as_json=arguments.json, num_ranks=len(ranks))
-    has_errors = any(finding.status is Status.ERROR for finding in findings)
-    return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
+        _tell(findings, facts, names, begin, {"ranks": len(ranks)} if arguments.json else None)
+    return _exit_code(findings)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -219,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Meets all ranks as the run would, makes the checks of distplus doctor on each host, and compares.",
     )
     parser.add_argument("--deadline", default="2m", help="how long to wait for the last rank (default: %(default)s)")
-    add_settings(parser)
+    _add_settings(parser)
     return parser
 
 
@@ -259,13 +255,3 @@ def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             detail=f"{last['host']} is ahead of {first['host']}",
             remedy="Start chrony or ntpd on both",
         )
-
-
-def _tell(
-    findings: list[Finding], facts: Facts, names: list[str], elapsed_s: float, *, as_json: bool, num_ranks: int
-) -> None:
-    if as_json:
-        report = {"version": 1, "ranks": num_ranks, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
-        print(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=2))
-    else:
-        print_findings(findings, facts, names, elapsed_s)

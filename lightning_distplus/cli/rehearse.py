@@ -32,18 +32,7 @@ from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import write_speed
 
-__all__ = [
-    "CHECKS",
-    "Layout",
-    "Rates",
-    "RehearsalCLI",
-    "build_model",
-    "main",
-    "optimizers_of",
-    "pretend_ranks",
-    "rates",
-    "reported_steps",
-]
+__all__ = ["main", "rates", "reported_steps"]
 
 _MAX_STEPPED = 5000
 _MAX_STEPPING_S = 5.0
@@ -53,23 +42,22 @@ _MAX_STEPPING_S = 5.0
 class Layout:
     """What the Trainer of the configuration asks for, which this host may not have."""
 
-    accelerator: str = "auto"
     per_node: int = 1
     nodes: int = 1
     precision: str = "32-true"
 
     @classmethod
     def of(cls, trainer: Namespace) -> Layout:
-        """As the section ``trainer`` says it."""
-        devices = trainer.get("devices", 1)
+        """As the section ``trainer`` says it; "auto" and -1 are as many devices as there are, which nobody knows."""
+        devices, precision = trainer.get("devices", 1), str(trainer.get("precision") or "32-true")
         if isinstance(devices, str):
-            devices = [one for one in devices.split(",") if one] if "," in devices else _number(devices)
-        per_node = len(devices) if isinstance(devices, (list, tuple)) else devices
+            listed = [one for one in devices.split(",") if one]
+            devices = listed if "," in devices else int(devices) if devices.isdecimal() else 1
+        names = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
         return cls(
-            accelerator=str(trainer.get("accelerator")),
-            per_node=max(1, per_node),
+            per_node=max(1, len(devices) if isinstance(devices, list | tuple) else devices),
             nodes=int(trainer.get("num_nodes") or 1),
-            precision=_precision(trainer.get("precision")),
+            precision=names.get(precision, precision),
         )
 
     @property
@@ -78,22 +66,11 @@ class Layout:
         return self.per_node * self.nodes
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 1  # "auto" and -1: as many as there are, which nobody knows here
-
-
-def _precision(wanted: Any) -> str:
-    text = str(wanted or "32-true")
-    return {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(text, text)
-
-
 class RehearsalCLI(DistplusCLI):
     """Builds what a configuration says, without its devices: the Trainer on one CPU, the model without memory."""
 
     exits_on_error = False
     layout = Layout()
-    asked: Namespace = Namespace()
-    """The configuration as it was given."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Also lets the model be made on the meta device."""
@@ -102,7 +79,6 @@ class RehearsalCLI(DistplusCLI):
 
     def before_instantiate_classes(self) -> None:
         """Notes the layout, and takes this host's in its place."""
-        self.asked = self.config.clone()
         trainer = self.config.trainer
         self.layout = Layout.of(trainer)
         here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true", "logger": False}
@@ -168,18 +144,6 @@ def pretend_ranks(trainer: Any, model: Any, layout: Layout) -> Iterator[None]:
         yield
 
 
-def build_model(model: LightningModule) -> None:
-    """Calls ``configure_model`` without memory; whatever it raises is an error of the configuration."""
-    with torch.device("meta"):
-        model.configure_model()
-
-
-def optimizers_of(trainer: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and schedules, as Lightning makes them."""
-    Strategy.setup_optimizers(trainer.strategy, trainer)
-    return trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs
-
-
 def states_of(optimizer: torch.optim.Optimizer) -> float | None:
     """Values that an optimizer keeps per trainable parameter, found by a step; None where it cannot step here.
 
@@ -226,16 +190,10 @@ def reported_steps(total: int) -> list[int]:
     return sorted(step for step in chosen if 0 <= step < total)
 
 
-@dataclass
-class Rates:
-    """Learning rates by step, and why some are missing."""
-
-    by_step: dict[int, list[float]] = field(default_factory=dict)
-    missing: str = ""
-
-
-def rates(optimizer: Optimizer, schedule: Any, wanted: Sequence[int], steps_per_epoch: int | None) -> Rates:
-    """The learning rate of each parameter group at each wanted step.
+def rates(
+    optimizer: Optimizer, schedule: Any, wanted: Sequence[int], steps_per_epoch: int | None
+) -> tuple[dict[int, list[float]], str]:
+    """The learning rate of each parameter group at each wanted step, and why some are missing.
 
     Args:
         optimizer: Of throw-away parameters.
@@ -243,27 +201,22 @@ def rates(optimizer: Optimizer, schedule: Any, wanted: Sequence[int], steps_per_
         wanted: Steps, ascending.
         steps_per_epoch: For a schedule that moves by epochs.
     """
-    found = Rates()
     if schedule is None:
-        found.by_step = {step: [float(group["lr"]) for group in optimizer.param_groups] for step in wanted}
-        return found
+        return {step: [float(group["lr"]) for group in optimizer.param_groups] for step in wanted}, ""
     if schedule.reduce_on_plateau:
-        found.missing = "it follows a metric"
-        return found
-    per_count = schedule.frequency
-    if schedule.interval == "epoch":
-        if steps_per_epoch is None:
-            found.missing = "it moves by epochs, whose length is not known"
-            return found
-        per_count *= steps_per_epoch
+        return {}, "it follows a metric"
+    is_by_epochs = schedule.interval == "epoch"
+    if is_by_epochs and steps_per_epoch is None:
+        return {}, "it moves by epochs, whose length is not known"
+    per_count = schedule.frequency * (steps_per_epoch if is_by_epochs else 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule moves and the optimizer does not
-        _follow(optimizer, schedule.scheduler, {step: step // per_count for step in wanted}, found)
-    return found
+        return _follow(optimizer, schedule.scheduler, {step: step // per_count for step in wanted})
 
 
-def _follow(optimizer: Optimizer, scheduler: Any, counts: dict[int, int], found: Rates) -> None:
+def _follow(optimizer: Optimizer, scheduler: Any, counts: dict[int, int]) -> tuple[dict[int, list[float]], str]:
     """Counts the schedule up, one by one; a long one jumps where its rate is a function of the count alone."""
+    found: dict[int, list[float]] = {}
     end, here = time.monotonic() + _MAX_STEPPING_S, 0
     for step, count in counts.items():
         if count > _MAX_STEPPED and hasattr(scheduler, "lr_lambdas"):
@@ -272,9 +225,9 @@ def _follow(optimizer: Optimizer, scheduler: Any, counts: dict[int, int], found:
             scheduler.step()
             here += 1
             if time.monotonic() > end:
-                found.missing = f"{here} of {count} steps of it took {_MAX_STEPPING_S:g} s"
-                return
-        found.by_step[step] = [float(group["lr"]) for group in optimizer.param_groups]
+                return found, f"{here} of {count} steps of it took {_MAX_STEPPING_S:g} s"
+        found[step] = [float(group["lr"]) for group in optimizer.param_groups]
+    return found, ""
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -327,7 +280,11 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     found = Rehearsal()
     _rehearse(found, arguments, rest)
-    found.findings = list(_wished(found.findings, arguments))
+    found.findings = [
+        replace(one, status=Status.WARNING) if one.check in arguments.warn and one.status is Status.ERROR else one
+        for one in found.findings
+        if one.check not in arguments.off
+    ]
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
@@ -367,7 +324,8 @@ def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) 
         found.layout = _spread(found, cli.layout, arguments.world)
     with pretend_ranks(cli.trainer, cli.model, found.layout):
         try:
-            build_model(cli.model)
+            with torch.device("meta"):
+                cli.model.configure_model()
         except Exception as error:
             found.add("model", Status.ERROR, "The model cannot be built.", f"{type(error).__name__}: {error}")
             return
@@ -440,26 +398,24 @@ def _length(found: Rehearsal, trainer: Any, data: Any, micro: int | None) -> tup
 
 def _rates(found: Rehearsal, cli: Any, epoch: int | None) -> float:
     """Fills the table of learning rates; returns how many values the optimizer keeps per parameter."""
+    strategy = cli.trainer.strategy
     try:
-        optimizers, schedules = optimizers_of(cli.trainer)
+        Strategy.setup_optimizers(strategy, cli.trainer)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         found.add("optimizer", Status.WARNING, "The optimizer was not made; Adam is assumed.", text)
         return _ADAM_STATES
-    if not optimizers:
-        return _ADAM_STATES
-    steps = found.batch.get("steps")
-    for index, optimizer in enumerate(optimizers):
-        schedule = next((one for one in schedules if one.scheduler.optimizer is optimizer), None) if schedules else None
-        table = rates(optimizer, schedule, reported_steps(steps or 0), epoch)
-        if table.missing:
-            found.add("optimizer", Status.WARNING, f"Not all learning rates are known: {table.missing}.")
-        size = found.batch.get("global_batch")
-        for step, values in table.by_step.items():
+    steps, size = found.batch.get("steps"), found.batch.get("global_batch")
+    for index, optimizer in enumerate(strategy.optimizers):
+        schedule = next((one for one in strategy.lr_scheduler_configs if one.scheduler.optimizer is optimizer), None)
+        by_step, missing = rates(optimizer, schedule, reported_steps(steps or 0), epoch)
+        if missing:
+            found.add("optimizer", Status.WARNING, f"Not all learning rates are known: {missing}.")
+        for step, values in by_step.items():
             row = {"optimizer": index, "step": step, "lr": sorted(set(values)), "samples": size and size * step}
             found.schedule.append(row)
-    kept = [states_of(optimizer) for optimizer in optimizers]
-    return max(_ADAM_STATES if states is None else states for states in kept)
+    kept = [states_of(optimizer) for optimizer in strategy.optimizers]
+    return max((_ADAM_STATES if states is None else states for states in kept), default=_ADAM_STATES)
 
 
 def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
@@ -491,14 +447,6 @@ def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
             yield Finding(status=Status.WARNING, subject=subject, detail=f"{folder}: {_gib(free)} GiB free")
 
     found.findings += run_checks({"checkpoint": speed}, Facts(variables={}))
-
-
-def _wished(findings: list[Finding], arguments: argparse.Namespace) -> Iterator[Finding]:
-    for finding in findings:
-        if finding.check in arguments.off:
-            continue
-        softened = finding.check in arguments.warn and finding.status is Status.ERROR
-        yield replace(finding, status=Status.WARNING) if softened else finding
 
 
 def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:

@@ -24,7 +24,7 @@ from lightning_distplus.events import EventLog, InHand, read_events, told_home, 
 from lightning_distplus.launch.agent import HANDLED, Hosts, HostsApart, Meeting, Signals, Stop, run_attempt
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.ending import duration_in_words, print_block
+from lightning_distplus.watchdog.verdict import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 __all__ = [

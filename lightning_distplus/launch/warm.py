@@ -56,12 +56,7 @@ def _receive(link: socket.socket, size: int) -> bytes:
 
 # -- in the launcher ---------------------------------------------------------------------------------------------------
 
-PRELOADED = (
-    "lightning_distplus.cli.training",
-    "lightning_distplus.strategies.ddp",
-    "lightning_distplus.strategies.fsdp",
-    "lightning_distplus.strategies.model_parallel",
-)
+PRELOADED = ("lightning_distplus.cli.training", "lightning_distplus.strategies.engines")
 """With torch, Lightning and what they import; DeepSpeed only where the user names it."""
 _MAX_WAITING = 1024
 _END_S = 1.0

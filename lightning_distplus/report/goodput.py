@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["PARTS", "Attempt", "Goodput", "Incident", "Window", "best_interval", "find_attempts", "split_wall_time"]
+__all__ = ["PARTS", "Attempt", "Window", "best_interval", "find_attempts", "split_wall_time"]
 
 PARTS = {
     "training": "steps that were kept",
@@ -106,39 +106,9 @@ class Attempt:
         """Unix time at which its first step was done; None where none was."""
         return self.windows[0].end - self.windows[0].seconds if self.windows else None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """One failure, and what it cost."""
-
-    attempt: int
-    kind: str
-    culprits: list[int]
-    global_step: int
-    at: float
-    detect_s: float
-    """From its beginning until it was known."""
-    recover_s: float | None
-    """From there until the next attempt had done a step; None where none did."""
-    steps_lost: int
-    seconds_lost: float
-    """Of these steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """The wall time of a job, split."""
-
-    wall_s: float
-    seconds: dict[str, float]
-    """By part, in the order of ``PARTS``."""
-    incidents: list[Incident]
-    advice: str = ""
-
-    @property
-    def share(self) -> float:
-        """The part that trained the model."""
-        return self.seconds["training"] / self.wall_s if self.wall_s else 0.0
+    def steps_lost(self, follower: Attempt | None) -> int:
+        """Steps that the next attempt does again."""
+        return 0 if follower is None else max(self.last_step - follower.first_step, 0)
 
 
 # -- attempts ----------------------------------------------------------------------------------------------------------
@@ -259,17 +229,24 @@ def _find_end(
 # -- the split ---------------------------------------------------------------------------------------------------------
 
 
-def split_wall_time(attempts: Sequence[Attempt], saves_s: Sequence[float] = (), mtbf_s: float | None = None) -> Goodput:
-    """Gives every second of a job to one part.
+def split_wall_time(
+    attempts: Sequence[Attempt], saves_s: Sequence[float] = (), mtbf_s: float | None = None
+) -> dict[str, Any]:
+    """Gives every second of a job to one part, and names what each failure cost.
 
     Args:
         attempts: As ``find_attempts`` returns them.
         saves_s: How long training stood still for each save.
         mtbf_s: Mean time between failures, where it is known from elsewhere; by default that of this job, from three
             failures on.
+
+    Returns:
+        ``wall_s``; ``share``, the part of it that trained the model; ``parts``, in the order of ``PARTS``;
+        ``incidents`` with the time until each was known (``detect_s``), from there until the next attempt had done a
+        step (``recover_s``; None: none did), and what that did again; ``advice`` on saves.
     """
     seconds = dict.fromkeys(PARTS, 0.0)
-    incidents = []
+    incidents: list[dict[str, Any]] = []
     for attempt, follower in zip(attempts, [*attempts[1:], None], strict=True):
         lost_s = _split_attempt(attempt, follower, seconds)
         known_at = attempt.detected if attempt.has_failed else attempt.ended
@@ -281,26 +258,25 @@ def split_wall_time(attempts: Sequence[Attempt], saves_s: Sequence[float] = (), 
             seconds["queue" if is_queue else "restart"] += max(follower.began - known_at, 0.0)
         if attempt.has_failed:
             trained_at = None if follower is None else follower.first_step_at
-            incidents.append(
-                Incident(
-                    attempt=attempt.number,
-                    kind=attempt.end,
-                    culprits=attempt.culprits,
-                    global_step=attempt.last_step,
-                    at=attempt.ended,
-                    detect_s=known_at - attempt.ended,
-                    recover_s=None if trained_at is None else max(trained_at - known_at, 0.0),
-                    steps_lost=0 if follower is None else max(attempt.last_step - follower.first_step, 0),
-                    seconds_lost=lost_s,
-                )
-            )
+            incidents.append({
+                "attempt": attempt.number,
+                "kind": attempt.end,
+                "culprits": attempt.culprits,
+                "global_step": attempt.last_step,
+                "at": attempt.ended,
+                "detect_s": known_at - attempt.ended,
+                "recover_s": None if trained_at is None else max(trained_at - known_at, 0.0),
+                "steps_lost": attempt.steps_lost(follower),
+                "seconds_lost": lost_s,
+            })  # fmt: skip
     wall_s = sum(seconds.values())
-    return Goodput(
-        wall_s=wall_s,
-        seconds=seconds,
-        incidents=incidents,
-        advice=_advise(wall_s, len(incidents), saves_s, mtbf_s),
-    )
+    return {
+        "wall_s": wall_s,
+        "share": seconds["training"] / wall_s if wall_s else 0.0,
+        "parts": [{"name": name, "seconds": seconds[name], "meaning": meaning} for name, meaning in PARTS.items()],
+        "incidents": incidents,
+        "advice": _advise(wall_s, len(incidents), saves_s, mtbf_s),
+    }
 
 
 def _split_attempt(attempt: Attempt, follower: Attempt | None, seconds: dict[str, float]) -> float:

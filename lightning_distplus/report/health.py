@@ -7,13 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_distplus.report.goodput import Window, split_wall_time
 from lightning_distplus.report.run import attempts_of, chains_of, read_ledgers
-from lightning_distplus.watchdog.ending import duration_in_words
+from lightning_distplus.watchdog.verdict import duration_in_words
+
+if TYPE_CHECKING:
+    from lightning_distplus.control import GateRecord
 
 __all__ = ["FIGURES", "Endpoint", "RunHealth", "metric_name"]
 
@@ -33,18 +36,6 @@ FIGURES = {
 """Each with its meaning; those of a step are medians of the last 64."""
 _NUM_STEPS = 64
 _SHOWN_SHARE = 0.1  # of a step: so late a rank still is that the run has named, or the bar leaves it out
-
-
-class Arrival(Protocol):
-    """When a rank came to the gate and to its first backward: two fields of a gate's record."""
-
-    @property
-    def lead_s(self) -> float:
-        """From the gate to its first backward."""
-
-    @property
-    def wait_s(self) -> float:
-        """How long it waited at the gate."""
 
 
 class RunHealth:
@@ -80,7 +71,8 @@ class RunHealth:
             ledgers = read_ledgers(home, rank=rank)
             runs = next(runs for runs in chains_of(ledgers) if run_id in runs)
             attempts = attempts_of(ledgers.of_runs(runs), now)
-            self._trained_s = split_wall_time(attempts).seconds["training"]
+            goodput = split_wall_time(attempts)
+            self._trained_s = goodput["share"] * goodput["wall_s"]
             self._job_began, self._num_restarts = attempts[0].began, len(attempts) - 1
         except (OSError, ValueError, LookupError, StopIteration):  # no ledger: only this attempt counts
             return
@@ -96,7 +88,7 @@ class RunHealth:
         elif kind == "straggler":
             self._named.update(fields.get("ranks", ()))
 
-    def pass_gate(self, global_step: int, records: Sequence[Arrival]) -> None:
+    def pass_gate(self, global_step: int, records: Sequence[GateRecord]) -> None:
         """All ranks leave the gate of a step; a few microseconds."""
         now = time.monotonic()
         step_s, self._passed_at, self._global_step = now - self._passed_at, now, global_step

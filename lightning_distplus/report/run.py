@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, state
 from lightning_distplus.errors import DistplusError
 from lightning_distplus.events import ledger_files, read_ledger
-from lightning_distplus.report.goodput import PARTS, Attempt, Goodput, Window, find_attempts, split_wall_time
+from lightning_distplus.report.goodput import Attempt, Window, find_attempts, split_wall_time
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 from lightning_distplus.world import name_ranks
 
@@ -72,6 +72,16 @@ class Ledgers:
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
     """Verdicts that this release cannot read."""
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank, as it started last."""
+        return {event["rank"]: event.get("host", "") for event in self.events if event["kind"] == "start"}
+
+    @property
+    def newest(self) -> dict[int, list[Window]]:
+        """By rank, the steps of the attempt that has trained last."""
+        return max(self.windows.values(), key=lambda ranks: max(one[-1].end for one in ranks.values()), default={})
 
     def of_runs(self, runs: Sequence[str]) -> Ledgers:
         """The part that belongs to some runs."""
@@ -158,7 +168,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
     verdicts = [_verdict(one) for one in ledgers.verdicts]
     attempts = attempts_of(ledgers, now, verdicts)
     saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == _lowest(ledgers)]
-    goodput = split_wall_time(attempts, [event["stall_s"] for event in saves if "stall_s" in event], mtbf_s)
+    stalls_s = [event["stall_s"] for event in saves if "stall_s" in event]
     checkpoints = _checkpoints(saves, [event for event in ledgers.events if event["kind"] == "removed"])
     starts = [event for event in ledgers.events if event["kind"] == "start"]
     return {
@@ -174,12 +184,12 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "step": max((one.last_step for one in attempts), default=0),
         **_last_word(attempts, verdicts, checkpoints, now),
         "attempts": [_attempt(one, follower) for one, follower in zip(attempts, [*attempts[1:], None], strict=True)],
-        "goodput": _goodput(goodput),
+        "goodput": split_wall_time(attempts, stalls_s, mtbf_s),
         "verdicts": verdicts,
         "unread": ledgers.strange,
         "checkpoints": checkpoints,
         "data": next((one["data"] for one in reversed(checkpoints) if one.get("data")), None),
-        "stragglers": _stragglers(ledgers, starts),
+        "stragglers": _stragglers(ledgers),
         "deadlines": _deadlines(ledgers.events),
         "costs": _costs(ledgers.events, saves),
         "notices": _notices(ledgers.events),
@@ -213,9 +223,9 @@ def _verdict(told: Mapping[str, Any]) -> dict[str, Any]:
     text = ""
     with suppress(TypeError, KeyError, IndexError, ValueError):
         text = Verdict(**fields).render()
-    first = [str(rank) for rank in fields.get("culprits", ())]
     stacks = fields.get("stacks", {})
-    ranks = [*(rank for rank in first if rank in stacks), *(rank for rank in stacks if rank not in first)]
+    culprits = [str(rank) for rank in fields.get("culprits", ())]
+    ranks = sorted(stacks, key=lambda rank: culprits.index(rank) if rank in culprits else len(culprits))
     return {
         **fields,
         "at": told["at"],
@@ -241,46 +251,32 @@ def _last_word(
         else "No committed checkpoint is there: the same command starts at the beginning."
     )
     where = f"at step {last.last_step}"
-    if last.end == "done":
-        return {"state": last.end, "headline": f"The run is done, {where}.", "todo": ""}
-    if last.end == "running":
-        return {"state": last.end, "headline": f"The run goes on, {where}.", "todo": ""}
-    if last.end in ("preempted", "regrouped"):
-        why = f": {last.why}" if last.why else ""
-        return {"state": last.end, "headline": f"The run was stopped when asked, {where}{why}.", "todo": go_on}
     kinds = ("no_progress", last.end)  # of the launcher, after that of the ranks
     judged = next((one for one in reversed(verdicts) if one["at"] >= last.began and one["kind"] in kinds), None)
-    if judged is not None:
-        return {
-            "state": last.end,
-            "headline": f"{judged['headline'] or judged['cause']} ({where})",
-            "todo": f"{judged.get('remedy', '').rstrip('.')}. {go_on}".lstrip(". "),
-        }
-    if last.end == "failed":
-        text = f"{name_ranks(last.culprits).capitalize()} failed {where}: {last.why}"
-        return {"state": last.end, "headline": text, "todo": go_on}
-    silent = f"nothing was heard for {now - last.last:.0f} s"
-    return {
-        "state": last.end,
-        "headline": f"The run ended {where} without a word ({last.why or silent}).",
-        "todo": f"Look at the log of the job and of its hosts for what killed it. {go_on}",
-    }
+    match last.end:
+        case "done":
+            headline, todo = f"The run is done, {where}.", ""
+        case "running":
+            headline, todo = f"The run goes on, {where}.", ""
+        case "preempted" | "regrouped":
+            why = f": {last.why}" if last.why else ""
+            headline, todo = f"The run was stopped when asked, {where}{why}.", go_on
+        case _ if judged is not None:
+            headline = f"{judged['headline'] or judged['cause']} ({where})"
+            todo = f"{judged.get('remedy', '').rstrip('.')}. {go_on}".lstrip(". ")
+        case "failed":
+            headline, todo = f"{name_ranks(last.culprits).capitalize()} failed {where}: {last.why}", go_on
+        case _:
+            why = last.why or f"nothing was heard for {now - last.last:.0f} s"
+            headline = f"The run ended {where} without a word ({why})."
+            todo = f"Look at the log of the job and of its hosts for what killed it. {go_on}"
+    return {"state": last.end, "headline": headline, "todo": todo}
 
 
 def _attempt(one: Attempt, follower: Attempt | None) -> dict[str, Any]:
     fields = {name: value for name, value in vars(one).items() if name != "windows"}
-    lost = 0 if follower is None else max(one.last_step - follower.first_step, 0)
-    return {**fields, "steps_lost": lost, "has_failed": one.has_failed, "first_step_at": one.first_step_at}
-
-
-def _goodput(goodput: Goodput) -> dict[str, Any]:
-    return {
-        "wall_s": goodput.wall_s,
-        "share": goodput.share,
-        "parts": [{"name": name, "seconds": goodput.seconds[name], "meaning": told} for name, told in PARTS.items()],
-        "incidents": [asdict(one) for one in goodput.incidents],
-        "advice": goodput.advice,
-    }
+    told = {"steps_lost": one.steps_lost(follower), "has_failed": one.has_failed, "first_step_at": one.first_step_at}
+    return {**fields, **told}
 
 
 def _checkpoints(saves: Sequence[Mapping[str, Any]], removals: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -313,14 +309,9 @@ def _deadlines(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     last = next((event for event in reversed(events) if event["kind"] == "calibrated"), None)
     if last is None:
         return None
-    reasons = last.get("reasons", {})
-    return {
-        "attempt": last["attempt"],
-        "phases": [
-            {"phase": phase, "seconds": seconds, "reason": reasons.get(phase, "")}
-            for phase, seconds in sorted(last["deadlines_s"].items())
-        ],
-    }
+    reasons, deadlines_s = last.get("reasons", {}), sorted(last["deadlines_s"].items())
+    phases = [{"phase": name, "seconds": seconds, "reason": reasons.get(name, "")} for name, seconds in deadlines_s]
+    return {"attempt": last["attempt"], "phases": phases}
 
 
 def _costs(events: Sequence[Mapping[str, Any]], saves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -346,25 +337,15 @@ def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Errors that ranks have told, without those of ranks that stopped because another one is blamed."""
     blamed = {one.number: one.culprits for one in attempts if one.culprits}
-    failed = [
-        event
-        for event in events
-        if event["kind"] == "failed"
-        and (event["rank"] in blamed.get(event["attempt"], [event["rank"]]) or not _is_of_peers(event))
-    ]
-    return [
-        {
-            "rank": event["rank"],
-            "at": event["time"],
-            "attempt": event["attempt"],
-            "error": str(event.get("error", "")).partition("\n")[0],
-        }
-        for event in failed[:_MOST_NOTICES]
-    ]
-
-
-def _is_of_peers(event: Mapping[str, Any]) -> bool:
-    return str(event.get("error", "")).startswith(("PeerFailed", "PeerLost", "PeerMissing"))
+    found = []
+    for event in events:
+        if event["kind"] == "failed":
+            error = str(event.get("error", "")).partition("\n")[0]
+            is_of_peers = error.startswith(("PeerFailed", "PeerLost", "PeerMissing"))
+            if not is_of_peers or event["rank"] in blamed.get(event["attempt"], [event["rank"]]):
+                place = {"rank": event["rank"], "at": event["time"], "attempt": event["attempt"]}
+                found.append({**place, "error": error})
+    return found[:_MOST_NOTICES]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -379,14 +360,13 @@ def step_parts(windows: Sequence[Window]) -> dict[str, float]:
     return {**parts, "other": max(whole - sum(parts.values()), 0.0), "whole": whole}
 
 
-def _stragglers(ledgers: Ledgers, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
     """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows."""
     if not ledgers.windows:
         return []
-    key = max(ledgers.windows, key=lambda one: max(ranks[-1].end for ranks in ledgers.windows[one].values()))
-    ranks = ledgers.windows[key]
-    hosts = {event["rank"]: event.get("host", "") for event in starts}
-    named = [event for event in ledgers.events if event["kind"] == "straggler" and event["attempt"] == key[1]]
+    ranks, hosts = ledgers.newest, ledgers.hosts
+    attempt = next(number for (_, number), windows in ledgers.windows.items() if windows is ranks)
+    named = [event for event in ledgers.events if event["kind"] == "straggler" and event["attempt"] == attempt]
     since = {
         rank: event.get("since_step", event.get("global_step"))
         for event in reversed(named)
@@ -406,17 +386,9 @@ def _stragglers(ledgers: Ledgers, starts: Sequence[Mapping[str, Any]]) -> list[d
         part = max(_PARTS_OF_STEP, key=lambda name: parts[name] - others[name])
         excess = parts[part] - others[part]
         if rank in since or (excess > _LATE_SHARE * parts["whole"] and excess > _LATE_S and part != "backward"):
-            found.append(
-                {
-                    "rank": rank,
-                    "host": hosts.get(rank, ""),
-                    "part": part,
-                    "seconds": parts[part],
-                    "median_s": others[part],
-                    "factor": parts[part] / others[part] if others[part] else None,
-                    "since_step": since.get(rank),
-                }
-            )
+            factor = parts[part] / others[part] if others[part] else None
+            place = {"rank": rank, "host": hosts.get(rank, ""), "part": part, "since_step": since.get(rank)}
+            found.append({**place, "seconds": parts[part], "median_s": others[part], "factor": factor})
     return found
 
 
@@ -481,17 +453,14 @@ def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
 
 def _ranks(ledgers: Ledgers, now: float) -> list[dict[str, Any]]:
     """The last that is known of each rank."""
-    if not ledgers.windows:
-        return []
-    key = max(ledgers.windows, key=lambda one: max(ranks[-1].end for ranks in ledgers.windows[one].values()))
-    hosts = {event["rank"]: event.get("host", "") for event in ledgers.events if event["kind"] == "start"}
+    hosts = ledgers.hosts
     return [
         {
             "rank": rank,
             "host": hosts.get(rank, ""),
             "step": windows[-1].step,
             "heard_s": round(now - windows[-1].end, 1),
+            **{part: round(seconds, 5) for part, seconds in step_parts(windows[-3:]).items()},
         }
-        | {part: round(seconds, 5) for part, seconds in step_parts(windows[-3:]).items()}
-        for rank, windows in sorted(ledgers.windows[key].items())
+        for rank, windows in sorted(ledgers.newest.items())
     ]

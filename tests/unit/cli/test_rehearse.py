@@ -92,9 +92,9 @@ def test_the_table_of_rates_is_what_the_schedule_does(name: str) -> None:
         schedule.step()
     other = optimizer()
     config = SimpleNamespace(scheduler=SCHEDULES[name](other), interval="step", frequency=1, reduce_on_plateau=False)
-    found = rates(other, config, [0, 1, 10, 50], None)
-    assert found.missing == ""
-    assert {step: values[0] for step, values in found.by_step.items()} == pytest.approx(
+    found, missing = rates(other, config, [0, 1, 10, 50], None)
+    assert missing == ""
+    assert {step: values[0] for step, values in found.items()} == pytest.approx(
         {step: stepped[step] for step in (0, 1, 10, 50)}
     )
 
@@ -104,8 +104,8 @@ def test_a_schedule_that_moves_by_epochs_needs_their_length() -> None:
     config = SimpleNamespace(
         scheduler=lr_scheduler.StepLR(one, 1), interval="epoch", frequency=1, reduce_on_plateau=False
     )
-    assert "length is not known" in rates(one, config, [0], None).missing
-    found = rates(one, config, [0, 9, 10, 25], 10).by_step
+    assert "length is not known" in rates(one, config, [0], None)[1]
+    found, _ = rates(one, config, [0, 9, 10, 25], 10)
     assert [values[0] for values in found.values()] == pytest.approx([1.0, 1.0, 0.1, 0.01])
 
 
@@ -113,7 +113,7 @@ def test_a_long_schedule_is_not_stepped_through() -> None:
     one = optimizer()
     schedule = lr_scheduler.LambdaLR(one, lambda step: math.sqrt(step + 1))
     config = SimpleNamespace(scheduler=schedule, interval="step", frequency=1, reduce_on_plateau=False)
-    assert rates(one, config, [10**9], None).by_step[10**9] == pytest.approx([math.sqrt(10**9 + 1)])
+    assert rates(one, config, [10**9], None)[0][10**9] == pytest.approx([math.sqrt(10**9 + 1)])
 
 
 def test_the_steps_in_the_table_are_few_and_end_with_the_last() -> None:

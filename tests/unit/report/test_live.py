@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_distplus.report.terminal import LiveRun
+from lightning_distplus.cli.report import LiveRun
 from tests.unit.report.ledgers import BEGAN, Job
 
 
@@ -36,6 +36,19 @@ def test_what_a_run_appends_is_shown_and_a_new_attempt_takes_the_place_of_the_la
     live.refresh()
     assert "attempt 1: 2 ranks, step 0, checkpoint of step 20" in shown(live, BEGAN + 60)
     assert live.is_over
+
+
+def test_the_speed_is_in_tokens_where_the_ledger_knows_them_else_in_samples(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    live = LiveRun(job.home)
+    for attempt, per_step in enumerate(({"samples": 40}, {"samples": 40, "tokens": 81_920})):
+        job.start(20 * attempt, attempt=attempt)
+        for rank in range(2):
+            fields = per_step if rank == 0 else {}
+            job.tell(19, "steps", attempt=attempt, ranks=[rank], global_step=10, steps=10, seconds=5.0, **fields)
+        live.refresh()
+        wanted = ("8 samples/s, no checkpoint", "16,384 tokens/s, no checkpoint")[attempt]
+        assert f"step 10, 2.00 steps/s, {wanted} yet" in shown(live, BEGAN + 50)
 
 
 def test_many_ranks_are_a_line_for_each_host_with_its_slowest_rank(tmp_path: Path) -> None:

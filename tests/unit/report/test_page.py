@@ -188,7 +188,7 @@ def test_a_person_can_use_the_page_in_a_browser(size: str, tmp_path: Path) -> No
 LARGE = """
 import sys, time, resource
 from pathlib import Path
-from lightning_distplus.report.page import write_page
+from lightning_distplus.report import write_page
 began = time.process_time()
 path = write_page(Path(sys.argv[1]))
 print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, path.stat().st_size)

@@ -5,13 +5,15 @@ import logging
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from torch.utils.data import DataLoader
 
 from lightning_distplus.report.health import FIGURES, RunHealth, metric_name
-from lightning_distplus.strategies.defaults import Telemetry, log_text
+from lightning_distplus.strategies.defaults import Telemetry, batch_sizes, log_text
 from tests.distributed import jobs
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -39,7 +41,7 @@ def test_a_name_of_the_users_in_the_bar_wins_and_the_bar_is_put_back() -> None:
     told._extend_bar(bar)
     told._extend_bar(bar)  # training may start more than once
     assert bar.get_metrics(None, None) == {"ckpt": "mine", "loss": 1.0}
-    told._stop()
+    told.teardown(None, None, "fit")
     assert "get_metrics" not in vars(bar)
 
 
@@ -60,7 +62,7 @@ def test_a_method_that_the_user_has_put_into_a_bar_stays_and_other_bars_are_left
     bar.get_metrics = own
     told._extend_bar(bar)
     assert bar.get_metrics(None, None) == {"ckpt": "0 s ago", "loss": 1.0}
-    told._stop()
+    told.teardown(None, None, "fit")
     assert bar.get_metrics is own
     other = ProgressBar()
     told._extend_bar(other)
@@ -103,3 +105,13 @@ def test_the_dashboard_and_the_guide_name_what_the_endpoint_serves() -> None:
     assert set(re.findall(r"distplus_\w+", json.dumps(dashboard))) == served
     listed = set(re.findall(r"^\| `\w+` \| `(distplus_\w+)` \|", (DOCS / "reference" / "figures.md").read_text(), re.M))
     assert listed == served
+
+
+def test_a_step_trains_on_the_samples_of_all_ranks_and_on_tokens_where_the_data_knows_its_sequences() -> None:
+    place = {"distributed_sampler_kwargs": {"rank": 1, "num_replicas": 8}, "accumulate_grad_batches": 2}
+    of_tokens = SimpleNamespace(datamodule=SimpleNamespace(micro_batch=4, seq_len=128), **place)
+    assert batch_sizes(of_tokens) == {"samples": 64, "tokens": 8192}
+    stock = SimpleNamespace(datamodule=None, train_dataloader=DataLoader([0.0], batch_size=4), **place)
+    assert batch_sizes(stock) == {"samples": 64}
+    stock.train_dataloader = DataLoader([0.0], batch_size=None)
+    assert batch_sizes(stock) == {}

@@ -119,7 +119,7 @@ def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_wher
     with EventLog(tmp_path, 63, attempt=9, run_id="0123456789ab") as log:
         times = StepTimes(log.write)
         profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
-        times.begin(100)
+        times.begin(100, {"samples": 4096, "tokens": 8_388_608})
         began_at = time.perf_counter()
         for step in range(100, 120):
             times.pass_gate(step, waited_s=0.001)
@@ -140,6 +140,7 @@ def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_wher
     assert windows[-1]["global_step"] == 119
     assert log.path.stat().st_size / 18 <= 100
     assert windows[0]["loss"] == 0.123457
+    assert windows[0]["tokens"] == 2048 * windows[0]["samples"] == 8_388_608 * windows[0]["steps"]
     assert sum(one["wait_s"] for one in windows) == pytest.approx(0.018)
     assert 18 * 0.06 <= sum(one["forward_s"] for one in windows) <= elapsed_s
     for one in windows:

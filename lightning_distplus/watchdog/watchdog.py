@@ -35,12 +35,13 @@ from lightning_distplus.errors import (
     stop_showing_errors_with,
 )
 from lightning_distplus.process import (
-    HostLoad,
     ProcessState,
     catches_signal,
+    describe_load,
     end_with_parent,
     end_workers,
     forks,
+    host_load,
     is_traced,
     running_time,
 )
@@ -385,7 +386,7 @@ class Watchdog:
                 silence_s,
                 "\n  ".join(self._witness.brief()),
                 self._world.host,
-                HostLoad.now().describe(),
+                describe_load(host_load()),
             )
 
     # -- the verdict -------------------------------------------------------------------------------------------------

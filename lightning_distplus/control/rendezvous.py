@@ -120,7 +120,7 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             raise
         makes_secret = world.rank == 0
         joined = _introduce(store, world, address, _left_until(end), unheard, makes_secret=makes_secret)
-        _meet(joined, _left_until(end), _refusals(joined), unheard)
+        _meet(joined, _left_until(end), unheard)
         _plane = joined.plane
         return _plane
 
@@ -142,12 +142,13 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
         end = time.monotonic() + deadline.total_seconds()
         own = clone_store(store)
         own.set_timeout(_CALL_TIMEOUT)
-        secret, file = _secret_of_job(own, world, deadline, makes=world.rank == 0)
+        unheard = Unheard(None, "", world.rank)
+        secret, file = _secret_of_job(own, world, deadline, unheard, makes=world.rank == 0)
         joined = _Joined(own, world, secret, Address(host="", port=0), "distplus")
         joined.plane.secret_file = file
         _claim_rank(joined.plane)
         joined.plane.run_id = _agree_on_run_id(joined)
-        _meet(joined, _left_until(end))
+        _meet(joined, _left_until(end), unheard)
         _plane, _met_over = joined.plane, store
         return _plane
 
@@ -172,7 +173,7 @@ def _introduce(
     world: World,
     address: Address,
     deadline: timedelta,
-    unheard: Unheard | None = None,
+    unheard: Unheard,
     *,
     makes_secret: bool,
 ) -> _Joined:
@@ -201,7 +202,7 @@ def _introduce(
 
 
 def _secret_of_job(
-    store: Store, world: World, deadline: timedelta, unheard: Unheard | None = None, *, makes: bool
+    store: Store, world: World, deadline: timedelta, unheard: Unheard, *, makes: bool
 ) -> tuple[Secret, Path | None]:
     """The secret that the launcher has given, or that rank 0 leaves to the ranks of its host; else none.
 
@@ -236,7 +237,7 @@ def _secret_of_job(
             SignedStore(store, secret).set(_SHOWN, b"")
             return secret, file
         elapsed_s = time.monotonic() - begin
-        if unheard is not None and (told := unheard.look(elapsed_s)):
+        if told := unheard.look(elapsed_s):
             raise RendezvousError(came_apart(told))
         if sealed is not None and elapsed_s > SILENCE_S and not says:
             says = True
@@ -281,11 +282,9 @@ def _refusals(joined: _Joined) -> Refusals:
     return Refusals(joined.store, key, serves_store=joined.plane.world.rank == 0)
 
 
-def _meet(
-    joined: _Joined, deadline: timedelta, refusals: Refusals | None = None, unheard: Unheard | None = None
-) -> None:
+def _meet(joined: _Joined, deadline: timedelta, unheard: Unheard) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
-    plane = joined.plane
+    plane, refusals = joined.plane, _refusals(joined)
     show_at_s = 0.0
     door = _Door(joined) if plane.world.rank == 0 and joined.address.is_served_by_launcher else None
 
@@ -293,7 +292,7 @@ def _meet(
         return plane.read(f"hello/{rank}") is not None
 
     def end_with(text: str) -> RendezvousError:
-        if refusals is not None and any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
+        if any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
             refusals.leave(text, is_certain=True)
         return RendezvousError(came_apart(text))
 
@@ -304,11 +303,10 @@ def _meet(
             joined.store.claim(_SHOWN, b"")  # a stranger may have written over it
         if door is not None:
             door.answer(elapsed_s, has_come)
-        if refusals is not None:
-            refusals.raise_if_any(elapsed_s)
+        refusals.raise_if_any(elapsed_s)
         if starter_has_ended(joined.address.job):
             raise RendezvousError(_without_starter(plane.world))
-        if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
+        if plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
             raise end_with(text)
 
     plane.listen()
@@ -319,8 +317,7 @@ def _meet(
         try:
             plane.barrier("rendezvous", deadline)
         except PeerMissing as error:
-            text = None if unheard is None else unheard.last_word(has_come)
-            if text is None:
+            if (text := unheard.last_word(has_come)) is None:
                 raise
             raise end_with(text) from error
         plane.is_attended = plane.read(_ATTENDED) is not None
@@ -404,7 +401,8 @@ def _refuse_if_another_is_rank_0(store: Store, world: World, address: Address) -
             return
         time.sleep(CONNECT_EVERY_S)
     try:
-        _introduce(store, world, address, timedelta(seconds=_SECOND_ANSWER_S), makes_secret=False)
+        nobody = Unheard(None, "", world.rank)
+        _introduce(store, world, address, timedelta(seconds=_SECOND_ANSWER_S), nobody, makes_secret=False)
     except PeerMissing:  # nobody has shown a secret
         return
 

@@ -169,13 +169,7 @@ class _Joined:
 
 
 def _introduce(
-    store: Store,
-    world: World,
-    address: Address,
-    deadline: timedelta,
-    unheard: Unheard,
-    *,
-    makes_secret: bool,
+    store: Store, world: World, address: Address, deadline: timedelta, unheard: Unheard, *, makes_secret: bool
 ) -> _Joined:
     try:
         end = time.monotonic() + deadline.total_seconds()

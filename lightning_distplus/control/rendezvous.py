@@ -238,11 +238,7 @@ def _secret_of_job(
             log.warning("%s; waiting", _unknown_secret(world, is_left_in_file))
         if elapsed_s >= deadline.total_seconds():
             if sealed is None:
-                raise PeerMissing(
-                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0, which has "
-                    "not come to the job's store. Look at the last lines of its log.",
-                    [0],
-                )
+                raise _without_rank_0(world, deadline, "the job's")
             raise RendezvousError(_unknown_secret(world, is_left_in_file))
         time.sleep(CONNECT_EVERY_S)
 
@@ -508,9 +504,13 @@ def _enter_round(store: SignedStore, world: World, deadline: timedelta) -> str:
         if heard == word:
             return name.decode()
         time.sleep(CONNECT_EVERY_S)
-    raise PeerMissing(
-        f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s at the launcher's store for rank 0, "
-        "which has not come. Look at the last lines of its log.",
+    raise _without_rank_0(world, deadline, "the launcher's")
+
+
+def _without_rank_0(world: World, deadline: timedelta, whose: str) -> PeerMissing:
+    return PeerMissing(
+        f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s at {whose} store for rank 0, which "
+        "has not come. Look at the last lines of its log.",
         [0],
     )
 

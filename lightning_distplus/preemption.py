@@ -48,9 +48,6 @@ class StopRequests:
     A repeated signal changes nothing: schedulers repeat them, and torchrun's agent sends a SIGTERM of its own. A
     second SIGINT is a person who does not want to wait, and ends the process at once.
 
-    Args:
-        signals: Names of signals, as ``"SIGTERM"``.
-
     Raises:
         ValueError: A name is not that of a signal that can be taken.
     """
@@ -86,9 +83,8 @@ class StopRequests:
     def detach(self, *, is_ending: bool = False) -> None:
         """Puts the earlier handlers back.
 
-        Args:
-            is_ending: The process is about to exit. Then the signals are ignored from here on, because torchrun's
-                agent terminates all ranks as soon as it sees the first one end, and the exit codes would differ.
+        Where the process is about to exit, the signals are ignored from here on, because torchrun's agent terminates
+        all ranks as soon as it sees the first one end, and the exit codes would differ.
         """
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._note:

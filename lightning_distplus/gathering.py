@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from lightning_distplus.control import Point, active_points
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.majority import odd_ranks
 from lightning_distplus.trees import flatten
 
 __all__ = ["gather"]
@@ -125,9 +125,11 @@ def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
             values=refused,
         )
     kinds = [tuple(leaf.kind for leaf in leaves) for leaves in all_leaves]
-    wrong, _ = odd_ranks(dict(enumerate(kinds)))
-    if not wrong:
+    (common, count), *others = Counter(kinds).most_common()
+    if not others:
         return
+    is_tie = others[0][1] == count
+    wrong = [rank for rank, kind in enumerate(kinds) if is_tie or kind != common]
     shared = set(kinds[0]).intersection(*kinds[1:])
     texts = {
         rank: _shown("holds", [leaf for leaf in leaves if leaf.kind not in shared])

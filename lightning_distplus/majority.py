@@ -21,13 +21,12 @@ def is_equal(values: Iterable[Any]) -> bool:
     return all(value == first for value in others)
 
 
-def odd_ranks(values: Mapping[int, Hashable]) -> tuple[list[int], int | None]:
-    """The ranks that differ from the majority, and its lowest rank; all of them and None, where there is none."""
+def odd_ranks(values: Mapping[int, Hashable]) -> tuple[list[int], bool]:
+    """The ranks that differ from the majority; all of them, and False, where nobody is the majority."""
     (common, count), *others = Counter(values.values()).most_common()
     if not others or others[0][1] < count:
-        odd = sorted(rank for rank, value in values.items() if value != common)
-        return odd, min(rank for rank, value in values.items() if value == common)
-    return sorted(values), None
+        return sorted(rank for rank, value in values.items() if value != common), True
+    return sorted(values), False
 
 
 def disagreement(
@@ -58,8 +57,8 @@ def disagreement(
 def _judge(values: Mapping[int, Any], expected: Any) -> tuple[list[int], str]:
     """The wrong ranks, all of them when nothing decides, and the reason."""
     keys = {rank: repr(value) for rank, value in values.items()}
-    odd, usual = odd_ranks(keys)
-    if usual is not None:
+    odd, is_decided = odd_ranks(keys)
+    if is_decided:
         return odd, ""
     if expected is not None and repr(expected) in keys.values():
         wrong = sorted(rank for rank, key in keys.items() if key != repr(expected))

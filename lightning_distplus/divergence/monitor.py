@@ -31,7 +31,7 @@ from lightning_distplus.errors import (
     refuse_unknown_arguments,
     require_choice,
 )
-from lightning_distplus.majority import disagreement, odd_ranks
+from lightning_distplus.majority import disagreement
 from lightning_distplus.trees import describe
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 from lightning_distplus.world import ranges
@@ -492,6 +492,8 @@ class _Watch:
 
 def _disagreement(values: dict[int, str]) -> DivergenceError:
     without_lines = {rank: text.rpartition(", at ")[0] for rank, text in values.items()}
-    wrong, _ = odd_ranks(without_lines)
+    (common, count), *others = Counter(without_lines.values()).most_common()
+    is_tie = bool(others) and others[0][1] == count
+    wrong = sorted(rank for rank, text in without_lines.items() if is_tie or text != common)
     where = "and would wait for each other or mix their numbers; nothing was exchanged"
     return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=_REMEDY)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,7 +24,7 @@ from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, MonitoredRun
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.majority import disagreement, odd_ranks
+from lightning_distplus.majority import disagreement
 from lightning_distplus.world import ranges
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "fingerprint_of_each",
     "from_reductions",
     "look_closer",
+    "odd_ranks",
     "plain_name",
     "replicated_state",
     "row_sums",
@@ -378,6 +379,18 @@ def plain_name(name: str) -> str:
 
 
 # -- who differs -------------------------------------------------------------------------------------------------------
+
+
+def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
+    """The ranks that differ from the majority, and the lowest rank of the majority.
+
+    Without a majority all ranks differ, and nobody is the majority.
+    """
+    (common, count), *others = Counter(values.values()).most_common()
+    if others and others[0][1] == count:
+        return sorted(values), None
+    wrong = sorted(rank for rank, value in values.items() if value != common)
+    return wrong, min(rank for rank, value in values.items() if value == common)
 
 
 def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Difference | None:

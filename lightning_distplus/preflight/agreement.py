@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,6 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.majority import odd_ranks
 from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.preflight.host import versions
 from lightning_distplus.world import name_ranks
@@ -33,6 +32,7 @@ __all__ = [
     "disagreements",
     "gathered",
     "merged",
+    "odd_ranks",
     "revision",
     "run_in_time",
     "spans_hosts",
@@ -237,8 +237,7 @@ def compare(statements: Sequence[Statement], name: Callable[[int], str] = str) -
 def _difference(field: str, values: Sequence[str], name: Callable[[int], str]) -> Finding:
     check, _, part = field.partition(".")
     remedy = _REMEDIES[check]
-    odd, usual = odd_ranks(dict(enumerate(values)))
-    common = None if usual is None else values[usual]
+    odd, common = odd_ranks(values)
     told = "; ".join(f"{name(rank)}: {_short(values[rank])}" for rank in odd[:_SHOWN_RANKS])
     more = f"; and {len(odd) - _SHOWN_RANKS} more" if len(odd) > _SHOWN_RANKS else ""
     others = "" if common is None else f"; the other {len(values) - len(odd)} ranks: {_short(common)}"
@@ -262,6 +261,14 @@ def _called(check: str, part: str) -> str:
         "variables": part,
     }
     return names.get(check) or f"{check.capitalize()}: {part}"
+
+
+def odd_ranks(values: Sequence[str]) -> tuple[Sequence[int], str | None]:
+    """The ranks that differ from the majority, and its value; all of them and None where none is the majority."""
+    (common, count), *others = Counter(values).most_common()
+    if others and others[0][1] == count:
+        return range(len(values)), None
+    return [rank for rank, value in enumerate(values) if value != common], common
 
 
 def _short(value: str) -> str:

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.majority import odd_ranks
 from lightning_distplus.world import name_ranks
 
 __all__ = [
@@ -327,9 +326,9 @@ def _guilty(
         made: The call of each rank that made one.
         recordings: What the ranks did before.
     """
-    odd_ones, usual_one = odd_ranks(sides)
-    if usual_one is not None:
-        return odd_ones, True
+    (common, count), *others = Counter(sides.values()).most_common()
+    if not others or others[0][1] < count:
+        return sorted(rank for rank, side in sides.items() if side != common), True
     expected = {rank: _was_expected(call, recordings[rank].calls) for rank, call in made.items()}
     odd = {sides[rank] for rank, was in expected.items() if was is False}
     usual = {sides[rank] for rank, was in expected.items() if was}

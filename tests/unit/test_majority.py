@@ -1,16 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from lightning_distplus.majority import disagreement, first_difference, odd_ranks
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [("aab", ([2], 0)), ("abb", ([0], 1)), ("ab", ([0, 1], None)), ("aabb", ([0, 1, 2, 3], None)), ("aaa", ([], 0))],
-)
-def test_the_majority_decides(values: str, expected: tuple[list[int], int | None]) -> None:
-    assert odd_ranks(dict(enumerate(values))) == expected
+from lightning_distplus.majority import disagreement, first_difference
 
 
 def test_of_two_against_two_nobody_is_wrong_unless_what_was_before_decides() -> None:

@@ -19,6 +19,7 @@ from lightning_distplus.divergence.replicas import (
     fingerprint,
     fingerprint_of_each,
     from_reductions,
+    odd_ranks,
     replicated_state,
     row_sums,
 )
@@ -117,6 +118,14 @@ def test_another_shape_is_shown_instead_of_an_element() -> None:
     found = together(held)
     assert found is not None
     assert (found.wrong, found.values[0], found.values[1]) == ([0], "torch.float32 [6]", "torch.float32 [5]")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [("aab", ([2], 0)), ("abb", ([0], 1)), ("ab", ([0, 1], None)), ("aabb", ([0, 1, 2, 3], None)), ("aaa", ([], 0))],
+)
+def test_the_majority_decides(values: str, expected: tuple[list[int], int | None]) -> None:
+    assert odd_ranks(dict(enumerate(values))) == expected
 
 
 class Model(nn.Module):

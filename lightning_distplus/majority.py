@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import name_ranks
 
-__all__ = ["disagreement", "first_difference", "is_equal", "odd_ranks"]
+__all__ = ["disagreement", "first_difference", "is_equal"]
 
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
@@ -19,14 +19,6 @@ def is_equal(values: Iterable[Any]) -> bool:
     """Whether all values are the same; NaN is the same as NaN."""
     first, *others = (repr(value) for value in values)
     return all(value == first for value in others)
-
-
-def odd_ranks(values: Mapping[int, Hashable]) -> tuple[list[int], bool]:
-    """The ranks that differ from the majority; all of them, and False, where nobody is the majority."""
-    (common, count), *others = Counter(values.values()).most_common()
-    if not others or others[0][1] < count:
-        return sorted(rank for rank, value in values.items() if value != common), True
-    return sorted(values), False
 
 
 def disagreement(
@@ -50,20 +42,24 @@ def disagreement(
     """
     ranks, why = _judge(values, expected) if wrong is None else (sorted(wrong), "")
     blame = f"wrong: {name_ranks(ranks)}{why}" if ranks != sorted(values) else f"undecided: {why or 'no majority'}"
-    lines = [f"The ranks differ in {field} {where}; {blame}.", *_sides(values), f"  do: {remedy}"]
+    lines = [
+        f"The ranks differ in {field} {where}; {blame}.",
+        *_sides(values),
+        f"  do: {remedy}",
+    ]
     return DivergenceError("\n".join(lines), ranks=ranks, field=field, values=values)
 
 
 def _judge(values: Mapping[int, Any], expected: Any) -> tuple[list[int], str]:
     """The wrong ranks, all of them when nothing decides, and the reason."""
     keys = {rank: repr(value) for rank, value in values.items()}
-    odd, is_decided = odd_ranks(keys)
-    if is_decided:
-        return odd, ""
+    (common, count), *others = Counter(keys.values()).most_common()
+    if not others or others[0][1] < count:
+        return sorted(rank for rank, key in keys.items() if key != common), ""
     if expected is not None and repr(expected) in keys.values():
         wrong = sorted(rank for rank, key in keys.items() if key != repr(expected))
         return wrong, f" (expected {expected!r} after what all ranks did before)"
-    return odd, "as many ranks say the one as the other"
+    return sorted(values), "as many ranks say the one as the other"
 
 
 def _sides(values: Mapping[int, Any]) -> list[str]:
@@ -87,8 +83,13 @@ def _short(value: Any) -> str:
 
 
 def first_difference(explained: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, Any]] | None:
-    """The first name whose value differs between the ranks, given in rank order, with its value on each; None: none."""
-    for name in dict.fromkeys(name for one in explained for name in one):
+    """The first name whose value differs between ranks, with its value on each; None where all agree.
+
+    Args:
+        explained: Names to values, one mapping per rank, in rank order.
+    """
+    names = dict.fromkeys(name for one in explained for name in one)
+    for name in names:
         values = {rank: one.get(name, "absent") for rank, one in enumerate(explained)}
         if not is_equal(values.values()):
             return name, values

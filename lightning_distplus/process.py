@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from time import monotonic
@@ -28,18 +28,17 @@ from typing import Any
 from lightning_distplus import env
 
 __all__ = [
+    "HostLoad",
     "ProcessState",
     "address_towards",
     "age_of_process",
     "boot_id",
     "catches_signal",
     "children",
-    "describe_load",
     "end_with_parent",
     "end_workers",
     "forks",
     "host_answers",
-    "host_load",
     "introduce_starter",
     "is_attended",
     "is_traced",
@@ -279,42 +278,56 @@ _GPU_DEADLINE_S = 0.5
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
-def host_load() -> dict[str, Any]:
-    """What the system says of this host and this process, as far as it tells; never raises.
+@dataclass(frozen=True, kw_only=True)
+class HostLoad:
+    """What the system says of this host and this process. None: it does not tell."""
 
-    ``load_1m`` (processes that ran or wanted to, averaged over a minute), ``num_cores``, ``memory_used_bytes`` of
-    ``memory_bytes``, the same of ``shm`` (where data workers leave their batches), ``disk_wait_percent`` (of the last
-    10 s in which some task waited for a disk), ``num_files`` of ``max_files`` that this process may open, and ``gpus``:
-    index, used_percent, memory_used_bytes, memory_bytes. It takes milliseconds; at most half a second with GPUs.
-    """
-    found: dict[str, Any] = {}
-    for ask in (_processors, _memory, _shared_memory, _disks, _files, _gpus):
-        with suppress(OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError):
-            found.update(ask())
-    return found
+    load_1m: float | None = None
+    """Processes that ran or wanted to run, averaged over a minute."""
+    num_cores: int | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    shm_used_bytes: int | None = None
+    """Of /dev/shm, where data workers leave their batches."""
+    shm_bytes: int | None = None
+    disk_wait_percent: float | None = None
+    """Share of the last 10 s in which some task waited for a disk (pressure stall information)."""
+    num_files: int | None = None
+    """Open file descriptors of this process."""
+    max_files: int | None = None
+    gpus: list[dict[str, float]] = field(default_factory=list)
+    """Per GPU: index, used_percent, memory_used_bytes, memory_bytes."""
+
+    @classmethod
+    def now(cls) -> HostLoad:
+        """Asks the system; a few milliseconds, half a second at most where there are GPUs. Never raises."""
+        found: dict[str, Any] = {}
+        for ask in (_processors, _memory, _shared_memory, _disks, _files, _gpus):
+            with suppress(OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError):
+                found.update(ask())
+        return cls(**found)
+
+    def describe(self) -> str:
+        """One line, for example ``load 7.1 on 2 cores, memory 61 of 64 GiB, ...``."""
+        parts = []
+        if self.load_1m is not None:
+            parts.append(f"load {self.load_1m:.1f} on {self.num_cores} cores")
+        if self.memory_bytes:
+            parts.append(f"memory {_share(self.memory_used_bytes, self.memory_bytes)}")
+        if self.shm_bytes:
+            parts.append(f"shared memory {_share(self.shm_used_bytes, self.shm_bytes)}")
+        if self.disk_wait_percent is not None:
+            parts.append(f"disk wait {self.disk_wait_percent:.0f} %")
+        if self.num_files is not None:
+            parts.append(f"{self.num_files} of {self.max_files} files open")
+        for gpu in self.gpus:
+            memory = _share(gpu["memory_used_bytes"], gpu["memory_bytes"])
+            parts.append(f"GPU {gpu['index']:.0f} {gpu['used_percent']:.0f} % busy, {memory}")
+        return ", ".join(parts)
 
 
-def describe_load(load: Mapping[str, Any]) -> str:
-    """One line, for example ``load 7.1 on 2 cores, memory 61 of 64 GiB, ...``."""
-    parts = []
-    if "load_1m" in load:
-        parts.append(f"load {load['load_1m']:.1f} on {load.get('num_cores')} cores")
-    if "memory_bytes" in load:
-        parts.append(f"memory {_share(load['memory_used_bytes'], load['memory_bytes'])}")
-    if "shm_bytes" in load:
-        parts.append(f"shared memory {_share(load['shm_used_bytes'], load['shm_bytes'])}")
-    if "disk_wait_percent" in load:
-        parts.append(f"disk wait {load['disk_wait_percent']:.0f} %")
-    if "num_files" in load:
-        parts.append(f"{load['num_files']} of {load['max_files']} files open")
-    for gpu in load.get("gpus", ()):
-        memory = _share(gpu["memory_used_bytes"], gpu["memory_bytes"])
-        parts.append(f"GPU {gpu['index']:.0f} {gpu['used_percent']:.0f} % busy, {memory}")
-    return ", ".join(parts)
-
-
-def _share(used: float, total: float) -> str:
-    return f"{used / _GIB:.1f} of {total / _GIB:.1f} GiB"
+def _share(used: float | None, total: float) -> str:
+    return f"{(used or 0) / _GIB:.1f} of {total / _GIB:.1f} GiB"
 
 
 def _processors() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, GateMonitor, MonitoredRun
-from lightning_distplus.process import describe_load, host_load
+from lightning_distplus.process import HostLoad
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +278,7 @@ class StragglerCheck(Check):
         if found.part:
             where += f": {found.describe_part()} on rank {found.rank}{f' (host {peer.host})' if peer else ''}"
         where += f", since step {since:,}"
-        host = f": {describe_load(host_load())}" if self.run.rank == found.rank else ""
+        host = f": {HostLoad.now().describe()}" if self.run.rank == found.rank else ""
         log.warning(
             "rank %d is slow in every step: its peers wait %.0f ms of %.0f ms for it (medians of %d steps, at step "
             "%d), %s. Look there, and at its host%s",

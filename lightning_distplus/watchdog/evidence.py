@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.process import ProcessState, children, host_answers, host_load, running_time
+from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p2p_call, waits_for_work
 from lightning_distplus.watchdog.heartbeat import Board, Sighting
@@ -52,7 +52,7 @@ class Evidence:
     recording: dict[str, Any] = field(default_factory=dict)
     """Its last collectives, as ``Recording.to_plain`` writes them."""
     load: dict[str, Any] = field(default_factory=dict)
-    """``host_load`` of its host at that moment."""
+    """``HostLoad`` of its host at that moment."""
     is_last_seen: bool = False
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
     is_recorded_only: bool = False
@@ -203,7 +203,7 @@ class Witness:
             stack=text,
             stands_in=None if standing is None else asdict(standing),
             recording=recording.to_plain(with_members=self._board.is_few),
-            load=host_load(),
+            load=asdict(HostLoad.now()),
             was_ended_by=self.ended_by,
             ended=mark.ended,
         )

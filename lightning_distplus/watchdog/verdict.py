@@ -38,7 +38,7 @@ from lightning_distplus.errors import (
     message_of,
 )
 from lightning_distplus.events import ledger_files, read_ledger
-from lightning_distplus.process import ProcessState, describe_load, host_load, running_time
+from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import (
     Collective,
@@ -449,7 +449,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         cycles=opinion.cycles,
         load=load,
         run_id=run_id,
-        load_of_culprit=describe_load(load[first.host]) if first.host in load else "",
+        load_of_culprit=HostLoad(**load[first.host]).describe() if first.host in load else "",
     )
 
 
@@ -812,7 +812,7 @@ def _verdict(
     cause, remedy = _explain(first, place.get("location"))
     known = {str(rank): (peer.host, peer.pid) for rank, peer in peers.items()}
     known |= {str(first.rank): (first.host, first.pid)}
-    load = host_load()
+    load = HostLoad.now()
     is_here = known.get(str(culprits[0]), ("", 0))[0] == world.host
     return Verdict(
         incident=name_incident(kind.replace("_", "-"), run_id, first.at),
@@ -837,8 +837,8 @@ def _verdict(
             for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
         ],
         locations={str(rank): one.get("location") for rank, one in places.items()},
-        load={world.host: load},
-        load_of_culprit=describe_load(load) if is_here else "",
+        load={world.host: asdict(load)},
+        load_of_culprit=load.describe() if is_here else "",
         field=first.differs.get("field"),
         values=values,
     )

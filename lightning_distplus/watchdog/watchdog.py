@@ -35,13 +35,12 @@ from lightning_distplus.errors import (
     stop_showing_errors_with,
 )
 from lightning_distplus.process import (
+    HostLoad,
     ProcessState,
     catches_signal,
-    describe_load,
     end_with_parent,
     end_workers,
     forks,
-    host_load,
     is_traced,
     running_time,
 )
@@ -386,7 +385,7 @@ class Watchdog:
                 silence_s,
                 "\n  ".join(self._witness.brief()),
                 self._world.host,
-                describe_load(host_load()),
+                HostLoad.now().describe(),
             )
 
     # -- the verdict -------------------------------------------------------------------------------------------------

@@ -8,26 +8,34 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import process
-from lightning_distplus.process import describe_load, host_load
+from lightning_distplus.process import HostLoad
 
 
 def test_the_load_of_this_host_is_plausible_and_quickly_told() -> None:
     start = time.perf_counter()
-    load = host_load()
+    load = HostLoad.now()
     assert time.perf_counter() - start < 2  # 1 ms on the machine of the benchmarks; a GPU tool has half a second
-    assert load["num_cores"] >= 1
-    assert 0 < load["memory_used_bytes"] < load["memory_bytes"]
+    assert load.num_cores is not None
+    assert load.memory_bytes is not None
+    assert load.memory_used_bytes is not None
+    assert 0 < load.memory_used_bytes < load.memory_bytes
+    assert load.num_files is not None
     with Path(__file__).open():
-        assert host_load()["num_files"] == load["num_files"] + 1
+        assert (HostLoad.now().num_files or 0) == load.num_files + 1
 
 
 def test_it_reads_as_one_line() -> None:
-    load = {
-        "load_1m": 7.06, "num_cores": 2, "memory_used_bytes": 61 << 30, "memory_bytes": 64 << 30,
-        "disk_wait_percent": 81.2, "num_files": 900, "max_files": 1024,
-        "gpus": [{"index": 0.0, "used_percent": 3.0, "memory_used_bytes": 2 << 30, "memory_bytes": 8 << 30}],
-    }  # fmt: skip
-    assert describe_load(load) == (
+    load = HostLoad(
+        load_1m=7.06,
+        num_cores=2,
+        memory_used_bytes=61 << 30,
+        memory_bytes=64 << 30,
+        disk_wait_percent=81.2,
+        num_files=900,
+        max_files=1024,
+        gpus=[{"index": 0.0, "used_percent": 3.0, "memory_used_bytes": 2 << 30, "memory_bytes": 8 << 30}],
+    )
+    assert load.describe() == (
         "load 7.1 on 2 cores, memory 61.0 of 64.0 GiB, disk wait 81 %, 900 of 1024 files open, "
         "GPU 0 3 % busy, 2.0 of 8.0 GiB"
     )
@@ -39,6 +47,6 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPat
 
     for name in ("_memory", "_shared_memory", "_disks", "_files"):
         monkeypatch.setattr(process, name, refuses)
-    load = host_load()
-    assert "memory_bytes" not in load
-    assert describe_load(load).startswith("load ")
+    load = HostLoad.now()
+    assert load.memory_bytes is None
+    assert load.describe().startswith("load ")

@@ -27,7 +27,6 @@ from lightning_distplus.report.run import step_parts
 from lightning_distplus.timeouts import parse_duration
 from lightning_distplus.watchdog.dumps import judge_dumps
 from lightning_distplus.watchdog.ending import duration_in_words
-from lightning_distplus.world import name_ranks
 
 __all__ = ["LiveRun", "main", "run_top", "show_job"]
 
@@ -233,15 +232,7 @@ def _verdicts(job: Mapping[str, Any]) -> Text | None:
 
 
 def _stragglers(job: Mapping[str, Any]) -> Text | None:
-    """For example ``rank 5 (host a) is slow: data takes 63 ms, 2.1 x the median of the others, since step 1200``."""
-    lines = []
-    for one in job["stragglers"]:
-        host = f" (host {one['host']})" if one["host"] else ""
-        factor = f", {one['factor']:.1f} x the median of the others" if one["factor"] else ""
-        since = f", since step {one['since_step']}" if one["since_step"] else ""
-        took = f"{one['part']} takes {1e3 * one['seconds']:.0f} ms"
-        lines.append(f"{name_ranks([one['rank']])}{host} is slow: {took}{factor}{since}")
-    return _as_text(lines, style="yellow")
+    return _as_text([one["text"] for one in job["stragglers"]], style="yellow")
 
 
 def _checkpoints(job: Mapping[str, Any]) -> Table | None:

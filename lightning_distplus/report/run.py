@@ -44,6 +44,7 @@ _NOTICES = (
     "difference", "step_skipped", "not_finite", "repaired", "straggler", "save_failed", "copy_failed",
     "preemption_late", "run_lock_taken_over", "quarantine",
 )  # fmt: skip
+_HARMLESS = "initial weights"  # differ where no seed is set, and the strategy makes them equal
 _QUIET_S = 120.0
 COSTS = {
     "gate": "the exchange of each step, when nobody is late",
@@ -171,6 +172,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
     stalls_s = [event["stall_s"] for event in saves if "stall_s" in event]
     checkpoints = _checkpoints(saves, [event for event in ledgers.events if event["kind"] == "removed"])
     starts = [event for event in ledgers.events if event["kind"] == "start"]
+    notices = [event for event in ledgers.events if event["kind"] in _NOTICES and event.get("field") != _HARMLESS]
     return {
         "version": VERSION,
         "home": str(ledgers.home),
@@ -192,8 +194,8 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "stragglers": _stragglers(ledgers),
         "deadlines": _deadlines(ledgers.events),
         "costs": _costs(ledgers.events, saves),
-        "notices": _notices(ledgers.events),
-        "num_notices": sum(event["kind"] in _NOTICES for event in ledgers.events),
+        "notices": [{name: one[name] for name in one if name != "run_id"} for one in notices[-_MOST_NOTICES:]],
+        "num_notices": len(notices),
         "failures": _failures(ledgers.events, attempts),
         "steps": _heat_map(ledgers.windows),
         "loss": _loss(attempts),
@@ -263,7 +265,8 @@ def _last_word(
             headline, todo = f"The run was stopped when asked, {where}{why}.", go_on
         case _ if judged is not None:
             headline = f"{judged['headline'] or judged['cause']} ({where})"
-            todo = f"{judged.get('remedy', '').rstrip('.')}. {go_on}".lstrip(". ")
+            remedy = judged.get("remedy", "").rstrip(".")
+            todo = f"{remedy[:1].upper()}{remedy[1:]}. {go_on}".lstrip(". ")
         case "failed":
             headline, todo = f"{name_ranks(last.culprits).capitalize()} failed {where}: {last.why}", go_on
         case _:
@@ -329,11 +332,6 @@ def _costs(events: Sequence[Mapping[str, Any]], saves: Sequence[Mapping[str, Any
     ]}  # fmt: skip
 
 
-def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    told = [event for event in events if event["kind"] in _NOTICES]
-    return [{name: value for name, value in event.items() if name != "run_id"} for event in told[-_MOST_NOTICES:]]
-
-
 def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Errors that ranks have told, without those of ranks that stopped because another one is blamed."""
     blamed = {one.number: one.culprits for one in attempts if one.culprits}
@@ -386,14 +384,19 @@ def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
         part = max(_PARTS_OF_STEP, key=lambda name: parts[name] - others[name])
         excess = parts[part] - others[part]
         if rank in since or (excess > _LATE_SHARE * parts["whole"] and excess > _LATE_S and part != "backward"):
-            factor = parts[part] / others[part] if others[part] else None
-            place = {"rank": rank, "host": hosts.get(rank, ""), "part": part, "since_step": since.get(rank)}
-            found.append({**place, "seconds": parts[part], "median_s": others[part], "factor": factor})
+            host, first_step = hosts.get(rank, ""), since.get(rank)
+            told = f"{name_ranks([rank])}{f' (host {host})' if host else ''} is slow: {part} takes "
+            told += f"{1e3 * parts[part]:.0f} ms"
+            if others[part]:
+                told += f", {parts[part] / others[part]:.1f} x the median of the others"
+            told += f", since step {first_step}" if first_step else ""
+            place = {"rank": rank, "host": host, "part": part, "since_step": first_step, "text": told}
+            found.append({**place, "seconds": parts[part], "median_s": others[part]})
     return found
 
 
 def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]]) -> dict[str, Any] | None:
-    """The time of a step, by rank and time; above 64 ranks a row is the slowest one of several."""
+    """The time of a step, and of what a rank does itself; above 64 ranks a row is the slowest one of several."""
     every = [window for ranks in windows.values() for of_rank in ranks.values() for window in (of_rank[0], of_rank[-1])]
     if not every:
         return None
@@ -409,21 +412,26 @@ def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]])
     rows = []
     for first in range(0, len(ranks), per_row):
         members = ranks[first : first + per_row]
-        slowest: list[float | None] = [None] * columns
+        slowest: list[tuple[float, float] | None] = [None] * columns
         for member in members:
-            for column, seconds in enumerate(_binned(windows, member, begin, width, columns)):
-                if seconds is not None:
-                    slowest[column] = max(seconds, slowest[column] or 0.0)
-        rows.append({"ranks": members, "step_s": [None if one is None else round(one, 5) for one in slowest]})
+            for column, found in enumerate(_binned(windows, member, begin, width, columns)):
+                if found is not None:
+                    before = slowest[column] or found
+                    slowest[column] = (max(found[0], before[0]), max(found[1], before[1]))
+        step_s, own_s = ([one and round(one[index], 5) for one in slowest] for index in (0, 1))
+        rows.append({"ranks": members, "step_s": step_s, "own_s": own_s})
     return {"begin": begin, "end": end, "rows": rows}
 
 
 def _binned(
     windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]], rank: int, begin: float, width: float,
     columns: int,
-) -> Iterator[float | None]:  # fmt: skip
-    """The mean time of a step of one rank in each column; a window counts in all columns that it covers."""
-    seconds, steps = [0.0] * columns, [0.0] * columns
+) -> Iterator[tuple[float, float] | None]:  # fmt: skip
+    """The mean time of a step of one rank in each column, and that without backward and gate, where it may wait.
+
+    A window counts in all columns that it covers.
+    """
+    seconds, own_s, steps = [0.0] * columns, [0.0] * columns, [0.0] * columns
     for of_ranks in windows.values():
         for window in of_ranks.get(rank, ()):
             length = max(window.seconds, 1e-9)
@@ -431,12 +439,15 @@ def _binned(
             first = min(max(int((start - begin) / width), 0), columns - 1)
             last = min(max(int((window.end - begin) / width), 0), columns - 1)
             step_s = window.step_s
+            own = max(step_s - (window.backward_s + window.wait_s) / max(window.steps, 1), 0.0)
             for column in range(first, last + 1):
                 left = max(start, begin + column * width)
                 share = max(min(window.end, begin + (column + 1) * width) - left, 0.0) / length * window.steps
                 seconds[column] += step_s * share
+                own_s[column] += own * share
                 steps[column] += share
-    return (took / count if count > 0.01 else None for took, count in zip(seconds, steps, strict=True))
+    sums = zip(seconds, own_s, steps, strict=True)
+    return ((took / count, own / count) if count > 0.01 else None for took, own, count in sums)
 
 
 def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ import lightning_distplus
 from benchmarks import jobs
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.files import forget, remove_tree
+from lightning_distplus.checkpoint.files import remove_tree
 from lightning_distplus.testing import spawn
 
 __all__ = ["run"]
@@ -190,7 +190,7 @@ def _load(rank: int, name: str, rounds: int, layers: int, folder: str) -> dict[s
         os.sync()
         for number in range(_LOADS_PER_ROUND * rounds):
             for load in random.Random(number).sample(_LOADS, len(_LOADS)):
-                strategy.loads.verified._verification = "off" if load.startswith("parent") else "full"
+                strategy.verify = "off" if load.startswith("parent") else "full"
                 strategy.loads.compares_tensors = load.startswith("full")
                 strategy.barrier("benchmark")
                 if load.endswith("from disk"):
@@ -292,7 +292,7 @@ def _save_behind(
             strategy.barrier("benchmark")
             found["with" if saves else "without"].append(time.perf_counter() - began_at)
             if saves:
-                strategy.settle_save()
+                strategy.saves.settle()
                 if rank == 0:
                     found["copies"].append((_status("VmHWM") - least_bytes[0]) / _written(path))
                     strategy.remove_checkpoint(path)
@@ -320,7 +320,7 @@ def _forget(path: Path) -> None:
     for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        forget(file)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reset_peak() -> None:

@@ -22,8 +22,8 @@ from torch.distributed import HashStore
 from benchmarks.figures import Figure, bootstrap_ci95, machine, median
 from lightning_distplus import env
 from lightning_distplus.control import Address, ControlPlane, GateRecord, StepGate, connect, disconnect
+from lightning_distplus.control.exchange import RECORD_BYTES
 from lightning_distplus.control.secret import Secret
-from lightning_distplus.control.step_gate import RECORD_BYTES
 from lightning_distplus.testing import spawn
 from lightning_distplus.world import World
 

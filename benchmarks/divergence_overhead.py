@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from benchmarks import jobs, strategy_cost
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus import RankDivergenceMonitor, ResilientDDP
-from lightning_distplus.divergence.fingerprint import Windows, from_reductions
 from lightning_distplus.divergence.gradients import BucketHook, LocalGradients, Mailbox, NonFiniteCheck
+from lightning_distplus.divergence.replicas import Windows, from_reductions
 from lightning_distplus.testing import spawn
 
 __all__ = ["run"]

@@ -76,8 +76,7 @@ def write_ours(folder: Path, sizes: list[int], width: int) -> None:
 
 
 def ours(folder: Path, width: int, workers: int, position: int = 0) -> Any:
-    from lightning_distplus.data.batches import EpochPlan, Geometry, Request
-    from lightning_distplus.data.loader import SampleLoader, WorkerOptions
+    from lightning_distplus.data.batches import EpochPlan, Geometry, Request, SampleLoader, WorkerOptions
     from lightning_distplus.data.order import MixedOrder, Mixture
     from lightning_distplus.data.token_datamodule import TokenFetcher
     from lightning_distplus.data.token_files import Source, open_source

@@ -7,70 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = [
-    "CROSS_RANK",
-    "CROSS_SIZE",
-    "CUDA_VISIBLE_DEVICES",
-    "DISTPLUS_ATTEMPT",
-    "DISTPLUS_ELASTIC",
-    "DISTPLUS_FAULTS",
-    "DISTPLUS_HOME_FILE",
-    "DISTPLUS_IN_HAND",
-    "DISTPLUS_METRICS_PORT",
-    "DISTPLUS_ON_VERDICT",
-    "DISTPLUS_QUARANTINE",
-    "DISTPLUS_RESUME",
-    "DISTPLUS_RUN_ID",
-    "DISTPLUS_SECRET",
-    "DISTPLUS_STARTER",
-    "DISTPLUS_TRACEBACK",
-    "DS_ACCELERATOR",
-    "GLOO_SOCKET_IFNAME",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "KUBERNETES_SERVICE_HOST",
-    "LAUNCH_VARIABLES",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NCCL_SOCKET_IFNAME",
-    "NNODES",
-    "NODE_RANK",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMP_NUM_THREADS",
-    "PET_NNODES",
-    "PL_GLOBAL_SEED",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PYTHONBREAKPOINT",
-    "RANK",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_NNODES",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_RESTART_COUNT",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NUM_NODES",
-    "SLURM_STEP_NUM_TASKS",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCH_EXTENSIONS_DIR",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "WORLD_SIZE",
-    "Variable",
-    "changed",
-    "restore",
-    "snapshot",
-]
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -90,10 +26,8 @@ class Variable:
             ValueError: The value is not an integer.
         """
         text = self.get()
-        if text is None:
-            return None
         try:
-            return int(text)
+            return None if text is None else int(text)
         except ValueError:
             raise ValueError(
                 f"The environment variable {self.name} ({self.meaning}) is {text!r}, which is not an integer."

@@ -29,8 +29,8 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, redirect_stderr, suppress
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Protocol, get_args
@@ -194,37 +194,30 @@ def message_of(error: BaseException) -> str:
 
 # -- arguments that a user gives ---------------------------------------------------------------------------------------
 
+_PREPARED = "one process prepares all; a larger corpus: datatrove or Megatron's tool, whose files are read"
+_WEIGHTED = "pass sampler=samplers.weighted(weights, num_samples=..., replacement=...)"
+_SCALED = "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule"
+_SPIKES = "add Lightning's SpikeDetection, or a callback of your own"
 _REMOVED = {
     "digest": "XXH3 digests are always taken; keep `sha256sum` of the files elsewhere",
-    "num_workers": "one process prepares all; a larger corpus: datatrove or Megatron's tool, whose files are read",
-    "shard_bytes": "one process prepares all; a larger corpus: datatrove or Megatron's tool, whose files are read",
-    "weights": "pass sampler=samplers.weighted(weights, num_samples=...)",
-    "replacement": "pass sampler=samplers.weighted(weights, replacement=...)",
-    "num_samples": "pass sampler=samplers.weighted(weights, num_samples=...)",
+    **dict.fromkeys(("num_workers", "shard_bytes"), _PREPARED),
+    **dict.fromkeys(("weights", "replacement", "num_samples"), _WEIGHTED),
     "lengths": "pass sampler=samplers.by_length(lengths, global_batch=...)",
     "column": "read Arrow and Parquet by the datasets library, as a data set of ResumableDataModule",
     "max_epochs_per_source": "compare the steps of the run, times the weight of a source, with its samples",
     "combine": "pass one data set that returns a dict; docs/guides/data.md, Several data sets, has it in ten lines",
     "rampup_batch_size": "keep the global batch constant, and warm the learning rate up by a scheduler",
-    "scale_lr": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",
-    "base_global_batch_size": "choose the learning rates in configure_optimizers; `distplus rehearse` prints the rule",
+    **dict.fromkeys(("scale_lr", "base_global_batch_size"), _SCALED),
     "gradient_compression": "give Lightning's ddp_comm_hook one of torch's communication hooks",
     "nccl": "set NCCL's environment variables",
-    "on_spike": "add Lightning's SpikeDetection, or a callback of your own",
-    "read_back_saves": "run `distplus verify`, from cron for example",
-    "replay_suspects": "add Lightning's SpikeDetection, or a callback of your own",
-    "scrub_every": "run `distplus verify` from cron",
+    **dict.fromkeys(("on_spike", "replay_suspects"), _SPIKES),
+    **dict.fromkeys(("read_back_saves", "scrub_every"), "run `distplus verify`, from cron for example"),
 }
 """Arguments of earlier versions, and what to do instead."""
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:
-    """Refuses an argument that is none of its choices.
-
-    Args:
-        name: What the user calls it.
-        value: What the user gave.
-        choices: The ``Literal`` of its type.
+    """Refuses an argument that is none of its ``choices``, the ``Literal`` of its type.
 
     Raises:
         ValueError: It is another.
@@ -237,12 +230,6 @@ def require_choice(name: str, value: object, choices: Any) -> None:
 
 def require_type(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
     """Refuses an argument of another type; a number or a text that would count as true is no bool.
-
-    Args:
-        name: What the user calls it.
-        value: What the user gave.
-        kind: The type.
-        or_none: Whether None is accepted too.
 
     Raises:
         TypeError: It is of another type.
@@ -271,25 +258,19 @@ def refuse_other_trainer(trainer: object) -> None:
 def refuse_unknown_arguments(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuses arguments that a class does not take.
 
-    Args:
-        owner: The class, as the user knows it.
-        given: The names given.
-        known: The names that it takes.
-
     Raises:
         TypeError: One is unknown; the message names its successor, or the nearest name that is known.
     """
     names = sorted(known)
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise TypeError(" ".join(f"{owner} takes no argument {_explain(name, names)}" for name in unknown))
 
+    def explain(name: str) -> str:
+        if name in _REMOVED:
+            return f"{name!r} any more: {_REMOVED[name]}."
+        near = difflib.get_close_matches(name, names, n=1)
+        return f"{name!r}; did you mean {near[0]!r}?" if near else f"{name!r}; it takes {', '.join(names)}."
 
-def _explain(name: str, known: Sequence[str]) -> str:
-    if name in _REMOVED:
-        return f"{name!r} any more: {_REMOVED[name]}."
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{name!r}; did you mean {near[0]!r}?" if near else f"{name!r}; it takes {', '.join(known)}."
+    if unknown := sorted(set(given) - set(names)):
+        raise TypeError(" ".join(f"{owner} takes no argument {explain(name)}" for name in unknown))
 
 
 # -- the end of a process ----------------------------------------------------------------------------------------------
@@ -349,14 +330,11 @@ class _ExitCodes:
     def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Calls the hooks of others, which may do more than print, and prints in their place."""
         display = next(iter(_displays), None) if sys.excepthook is self else None
-        if display is None or display.is_full:
-            self._previous(kind, error, trace)  # type: ignore[operator]
         printed = io.StringIO()
+        with nullcontext() if display is None or display.is_full else redirect_stderr(printed):
+            self._previous(kind, error, trace)  # type: ignore[operator]
         if display is None:
             return
-        if not display.is_full:
-            with redirect_stderr(printed):
-                self._previous(kind, error, trace)  # type: ignore[operator]
         try:
             display.show(error, _TORCHS_PREFIX.sub("", printed.getvalue()))
         except Exception:  # the error itself must be seen

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing.util
+import os
+import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -17,17 +21,125 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord, StepGate, Wish
 from lightning_distplus.errors import Preempted, refuse_other_trainer
-from lightning_distplus.process import StopRequests
+from lightning_distplus.process import end_workers
 from lightning_distplus.timeouts import Duration, parse_duration
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["NoticeWatch", "PreemptionHandler"]
+__all__ = ["NoticeWatch", "PreemptionHandler", "StopRequests"]
 
 log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _COMMAND_S = 10.0
+
+
+# -- signals to stop ---------------------------------------------------------------------------------------------------
+
+# A data worker inherits the handlers of the process that forked it. It outlives a signal to the whole group, because
+# the step that is under way still needs its batches. Not for ever: its parent ends workers with SIGTERM too.
+_WORKER_OUTLIVES_S = 300
+
+
+class StopRequests:
+    """Takes signals, remembers the first one, and hands each on to the handler that was there before.
+
+    A repeated signal changes nothing: schedulers repeat them, and torchrun's agent sends a SIGTERM of its own. A
+    second SIGINT is a person who does not want to wait, and ends the process at once.
+
+    Args:
+        signals: Names of signals, as ``"SIGTERM"``.
+
+    Raises:
+        ValueError: A name is not that of a signal that can be taken.
+    """
+
+    def __init__(self, signals: Iterable[str]) -> None:
+        self._signals = [_parse(name) for name in signals]
+        self._previous: dict[signal.Signals, Any] = {}
+        self._pid = 0
+        self.reason: str | None = None
+        """What asked first, for example ``"SIGTERM"``; None while nothing has."""
+        self.asked_at = 0.0
+        """``monotonic()`` of the first request."""
+
+    def attach(self) -> None:
+        """Takes the signals. Only the main thread can; on another one the signals stay where they are, and it says so.
+
+        A handler that was not set from Python (``faulthandler.register``) could not be called after ours: it stays.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals do not stop this run: it does not run on the main thread, which alone gets them")
+            return
+        if self._pid == 0:  # data workers outlive a SIGTERM, which is how multiprocessing ends them at the exit
+            multiprocessing.util.Finalize(None, end_workers, exitpriority=0)
+        self._pid = os.getpid()
+        for number in self._signals:
+            previous = signal.getsignal(number)
+            if previous is None:
+                log.warning("%s does not stop this run: a handler that is not Python's has it", number.name)
+                continue
+            self._previous[number] = previous
+            signal.signal(number, self._note)
+
+    def detach(self, *, is_ending: bool = False) -> None:
+        """Puts the earlier handlers back.
+
+        Args:
+            is_ending: The process is about to exit. Then the signals are ignored from here on, because torchrun's
+                agent terminates all ranks as soon as it sees the first one end, and the exit codes would differ.
+        """
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_IGN if is_ending else previous)
+        self._previous.clear()
+
+    def outlive(self) -> None:
+        """In a data worker, once torch has set its handlers there: a SIGTERM to all processes does not end it."""
+        if signal.SIGTERM in self._previous:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop; from any thread. The first reason stays."""
+        if self.reason is None:
+            self.asked_at = monotonic()
+            self.reason = reason
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """The handler: no lock, no log, no collective."""
+        number = signal.Signals(signum)
+        if os.getpid() != self._pid:
+            if number is signal.SIGTERM:
+                signal.alarm(_WORKER_OUTLIVES_S)
+            return
+        if number is signal.SIGINT and self.reason == number.name:
+            _end_now(number)
+        self.request(number.name)
+        _call(self._previous.get(number), signum, frame)
+
+
+def _parse(name: str) -> signal.Signals:
+    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(
+            f"signals holds {name!r}; each one is the name of a signal that a process can take, "
+            "such as SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."
+        )
+    return signal.Signals(number)
+
+
+def _end_now(number: signal.Signals) -> None:
+    os.write(2, b"interrupted twice: ends now, without a checkpoint of this step\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum: int, frame: FrameType | None) -> None:
+    if callable(previous) and previous is not signal.default_int_handler:
+        previous(signum, frame)
+
+
+# -- notices -----------------------------------------------------------------------------------------------------------
 
 
 class NoticeWatch:
@@ -72,17 +184,17 @@ class NoticeWatch:
         self._stopping.set()
 
     def _watch(self) -> None:
-        look_at = time.monotonic()
+        look_at = monotonic()
         tick_s = min(_TICK_S, self._every_s)
         while not self._stopping.wait(tick_s):
             if self._requests.reason is not None:
                 if self._grace is None:
                     return
-                if time.monotonic() - self._requests.asked_at > self._grace.total_seconds():
+                if monotonic() - self._requests.asked_at > self._grace.total_seconds():
                     self._on_late(self._grace)
                     return
-            elif time.monotonic() >= look_at:
-                look_at = time.monotonic() + self._every_s
+            elif monotonic() >= look_at:
+                look_at = monotonic() + self._every_s
                 self._look()
 
     def _look(self) -> None:
@@ -92,16 +204,14 @@ class NoticeWatch:
             self._requests.request(f"the notice command {self._command[0]}")
 
     def _succeeds(self, command: Sequence[str]) -> bool:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": False}
         try:
-            ended = subprocess.run(
-                list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False
-            )
+            return subprocess.run(list(command), timeout=_COMMAND_S, **quiet).returncode == 0
         except (OSError, subprocess.TimeoutExpired) as error:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("the notice command cannot be asked: %s. It is tried again; training goes on.", error)
             return False
-        return ended.returncode == 0
 
 
 # -- the callback ------------------------------------------------------------------------------------------------------
@@ -237,7 +347,7 @@ class PreemptionHandler(Callback):
         Raises:
             Preempted: The checkpoint is committed.
         """
-        trainer, asked_at = self._trainer, self._requests.asked_at or time.monotonic()
+        trainer, asked_at = self._trainer, self._requests.asked_at or monotonic()
         log.warning(
             "rank %d stops at step %d: asked for by ranks %s (%s here)",
             trainer.global_rank,
@@ -246,7 +356,7 @@ class PreemptionHandler(Callback):
             self._requests.reason or "nothing",
         )
         path = self._save()
-        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(time.monotonic() - asked_at, 3))
+        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
         self._end()
 
     def _save(self) -> Path | None:
@@ -265,9 +375,8 @@ class PreemptionHandler(Callback):
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
         self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
         trainer.save_checkpoint(path)
-        require_saved = getattr(trainer.strategy, "require_saved", None)
-        if require_saved is not None:  # a save in the background is not committed yet; one that failed raises no error
-            require_saved()
+        if hasattr(trainer.strategy, "require_saved"):  # a save in the background, or one that failed, raises no error
+            trainer.strategy.require_saved()
         if trainer.is_global_zero:
             self._remove_older(folder, path)
         return path
@@ -294,9 +403,8 @@ class PreemptionHandler(Callback):
         self._logged_steps = state_dict.get("logged_steps")
 
     def _remove_older(self, folder: Path, newest: Path) -> None:
-        older = [path for path in folder.glob("preempt-step=*.ckpt") if path != newest]
-        older.sort(key=lambda path: path.stat().st_mtime)
-        for path in older[: max(0, len(older) - self._keep + 1)]:
+        others = [path for path in folder.glob("preempt-step=*.ckpt") if path != newest]
+        for path in sorted(others, key=lambda path: path.stat().st_mtime)[: max(0, len(others) - self._keep + 1)]:
             self._trainer.strategy.remove_checkpoint(path)
 
     def _end(self) -> None:
@@ -325,13 +433,7 @@ class PreemptionHandler(Callback):
         """Ends on all ranks where one was asked to."""
         self._meet_in_evaluation()
 
-    def on_test_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Ends on all ranks where one was asked to."""
-        self._meet_in_evaluation()
-
-    def on_predict_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Ends on all ranks where one was asked to."""
-        self._meet_in_evaluation()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def _open_evaluation(self, num_batches: Sequence[int | float]) -> None:
         """Ranks with different numbers of batches cannot meet at each one: they are not interrupted."""

@@ -1,4 +1,4 @@
-"""Processes of this host: alive, stopped or gone, for how long they ran, how busy the host is, and requests to stop.
+"""Processes of this host: alive, stopped or gone, how long they ran, who has started them, how busy the host is.
 
 Reads /proc itself: psutil 7 knows neither the signal that has ended a process, nor the signals that it catches, nor its
 tracer, nor the process table that a number belongs to. Its public time of a start moves with the wall clock, so that it
@@ -8,9 +8,8 @@ names no process to another one. What it could replace here is some ten lines, a
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
-import multiprocessing.util
+import operator
 import os
 import resource
 import signal
@@ -19,13 +18,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Any
 
 from lightning_distplus import env
@@ -33,7 +30,6 @@ from lightning_distplus import env
 __all__ = [
     "HostLoad",
     "ProcessState",
-    "StopRequests",
     "address_towards",
     "age_of_process",
     "boot_id",
@@ -43,15 +39,16 @@ __all__ = [
     "end_workers",
     "forks",
     "host_answers",
+    "introduce_starter",
     "is_attended",
     "is_traced",
+    "launcher_has_ended",
     "process_state",
     "running_time",
     "signal_of",
     "start_time",
+    "starter_has_ended",
 ]
-
-log = logging.getLogger(__name__)
 
 # -- life of a process -------------------------------------------------------------------------------------------------
 
@@ -177,15 +174,23 @@ def forks(pid: int) -> list[int]:
 
 
 def _command(pid: int) -> bytes:
-    with suppress(OSError):
+    try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+    except OSError:
+        return b""
 
 
 def end_with_parent() -> None:
     """From now on, this process is killed when the thread that started it is gone, however that ended. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_workers() -> None:
+    """Ends the data workers of this process, which ends itself."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def catches_signal(pid: int, number: int) -> bool:
@@ -231,6 +236,31 @@ def host_answers(address: str, deadline_s: float) -> bool:
     return True
 
 
+# -- who has started this rank -----------------------------------------------------------------------------------------
+
+
+def launcher_has_ended() -> bool:
+    """Whether ``distplus launch`` has started this rank and is gone, and with it the store that it served."""
+    path = env.DISTPLUS_IN_HAND.get()
+    return path is not None and not Path(path).parents[1].exists()
+
+
+def introduce_starter() -> None:
+    """Says in the environment which process starts the other ranks; their job is known by it."""
+    env.DISTPLUS_STARTER.set(f"{os.getpid()}:{start_time(os.getpid()) or 0}")
+
+
+def starter_has_ended(job: str) -> bool:
+    """Whether a job is known by the process that has started this rank, and is to serve the store, and that is gone.
+
+    Whom torchrun or Slurm has started may have found the variable in its environment: its job has another name.
+    """
+    if not job or job != env.DISTPLUS_STARTER.get():
+        return False
+    pid, _, started = job.partition(":")
+    return process_state(int(pid), int(started) or None) is ProcessState.GONE
+
+
 # -- a person beside it ------------------------------------------------------------------------------------------------
 
 _DEBUGGERS = ("debugpy", "pydevd")
@@ -250,7 +280,7 @@ def is_attended() -> bool:
 
 _GPU_QUERY = "index,utilization.gpu,memory.used,memory.total"
 _GPU_DEADLINE_S = 0.5
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,15 +312,6 @@ class HostLoad:
                 found.update(ask())
         return cls(**found)
 
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> HostLoad:
-        """Reads what ``to_plain`` wrote."""
-        return cls(**values)
-
     def describe(self) -> str:
         """One line, for example ``load 7.1 on 2 cores, memory 61 of 64 GiB, ...``."""
         parts = []
@@ -305,12 +326,12 @@ class HostLoad:
         if self.num_files is not None:
             parts.append(f"{self.num_files} of {self.max_files} files open")
         for gpu in self.gpus:
-            memory = _share(int(gpu["memory_used_bytes"]), int(gpu["memory_bytes"]))
+            memory = _share(gpu["memory_used_bytes"], gpu["memory_bytes"])
             parts.append(f"GPU {gpu['index']:.0f} {gpu['used_percent']:.0f} % busy, {memory}")
         return ", ".join(parts)
 
 
-def _share(used: int | None, total: int) -> str:
+def _share(used: float | None, total: float) -> str:
     return f"{(used or 0) / _GIB:.1f} of {total / _GIB:.1f} GiB"
 
 
@@ -326,10 +347,8 @@ def _memory() -> dict[str, Any]:
 
 def _shared_memory() -> dict[str, Any]:
     found = os.statvfs("/dev/shm")  # noqa: S108  # asked about, not written to
-    return {
-        "shm_bytes": found.f_blocks * found.f_frsize,
-        "shm_used_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize,
-    }
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    return {"shm_bytes": found.f_blocks * found.f_frsize, "shm_used_bytes": used}
 
 
 def _disks() -> dict[str, Any]:
@@ -348,123 +367,7 @@ def _gpus() -> dict[str, Any]:
         return {}
     command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_DEADLINE_S, check=True)
-    gpus = []
-    for line in ended.stdout.splitlines():
-        index, used, memory_used, memory = (float(text) for text in line.split(","))
-        mib = 1 << 20
-        gpus.append(
-            {"index": index, "used_percent": used, "memory_used_bytes": memory_used * mib, "memory_bytes": memory * mib}
-        )
-    return {"gpus": gpus}
-
-
-# -- signals to stop ---------------------------------------------------------------------------------------------------
-
-# A data worker inherits the handlers of the process that forked it. It outlives a signal to the whole group, because
-# the step that is under way still needs its batches. Not for ever: its parent ends workers with SIGTERM too.
-_WORKER_OUTLIVES_S = 300
-
-
-def end_workers() -> None:
-    """Ends the data workers of this process, which ends itself."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-class StopRequests:
-    """Takes signals, remembers the first one, and hands each on to the handler that was there before.
-
-    A repeated signal changes nothing: schedulers repeat them, and torchrun's agent sends a SIGTERM of its own. A
-    second SIGINT is a person who does not want to wait, and ends the process at once.
-
-    Args:
-        signals: Names of signals, as ``"SIGTERM"``.
-
-    Raises:
-        ValueError: A name is not that of a signal that can be taken.
-    """
-
-    def __init__(self, signals: Iterable[str]) -> None:
-        self._signals = [_parse(name) for name in signals]
-        self._previous: dict[signal.Signals, Any] = {}
-        self._pid = 0
-        self.reason: str | None = None
-        """What asked first, for example ``"SIGTERM"``; None while nothing has."""
-        self.asked_at = 0.0
-        """``time.monotonic()`` of the first request."""
-
-    def attach(self) -> None:
-        """Takes the signals. Only the main thread can; on another one the signals stay where they are, and it says so.
-
-        A handler that was not set from Python (``faulthandler.register``) could not be called after ours: it stays.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            log.warning("signals do not stop this run: it does not run on the main thread, which alone gets them")
-            return
-        if self._pid == 0:  # data workers outlive a SIGTERM, which is how multiprocessing ends them at the exit
-            multiprocessing.util.Finalize(None, end_workers, exitpriority=0)
-        self._pid = os.getpid()
-        for number in self._signals:
-            previous = signal.getsignal(number)
-            if previous is None:
-                log.warning("%s does not stop this run: a handler that is not Python's has it", number.name)
-                continue
-            self._previous[number] = previous
-            signal.signal(number, self._note)
-
-    def detach(self, *, is_ending: bool = False) -> None:
-        """Puts the earlier handlers back.
-
-        Args:
-            is_ending: The process is about to exit. Then the signals are ignored from here on, because torchrun's
-                agent terminates all ranks as soon as it sees the first one end, and the exit codes would differ.
-        """
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, signal.SIG_IGN if is_ending else previous)
-        self._previous.clear()
-
-    def outlive(self) -> None:
-        """In a data worker, once torch has set its handlers there: a SIGTERM to all processes does not end it."""
-        if signal.SIGTERM in self._previous:
-            signal.signal(signal.SIGTERM, self._note)
-
-    def request(self, reason: str) -> None:
-        """Asks for a stop; from any thread. The first reason stays."""
-        if self.reason is None:
-            self.asked_at = monotonic()
-            self.reason = reason
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        """The handler: no lock, no log, no collective."""
-        number = signal.Signals(signum)
-        if os.getpid() != self._pid:
-            if number is signal.SIGTERM:
-                signal.alarm(_WORKER_OUTLIVES_S)
-            return
-        if number is signal.SIGINT and self.reason == number.name:
-            _end_now(number)
-        self.request(number.name)
-        _call(self._previous.get(number), signum, frame)
-
-
-def _parse(name: str) -> signal.Signals:
-    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
-    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ValueError(
-            f"signals holds {name!r}; each one is the name of a signal that a process can take, "
-            "such as SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."
-        )
-    return signal.Signals(number)
-
-
-def _end_now(number: signal.Signals) -> None:
-    os.write(2, b"interrupted twice: ends now, without a checkpoint of this step\n")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum: int, frame: FrameType | None) -> None:
-    if callable(previous) and previous is not signal.default_int_handler:
-        previous(signum, frame)
+    names = ("index", "used_percent", "memory_used_bytes", "memory_bytes")
+    units = (1, 1, _MIB, _MIB)
+    lines = [[float(text) for text in line.split(",")] for line in ended.stdout.splitlines()]
+    return {"gpus": [dict(zip(names, map(operator.mul, line, units), strict=True)) for line in lines]}

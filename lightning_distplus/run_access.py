@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -14,7 +14,6 @@ from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, connect_over, connected, part
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
 from lightning_distplus.events import EventLog, folder_of_run
-from lightning_distplus.phases import Phases
 from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.world import World
@@ -22,8 +21,12 @@ from lightning_distplus.world import World
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["MAX_BYTES", "Host", "gather_bytes", "host_of"]
+from lightning_distplus.process import running_time
+from lightning_distplus.timeouts import OnHang
 
+__all__ = ["MAX_BYTES", "Host", "Phases", "gather_bytes", "host_of"]
+
+_DEFAULTS = Timeouts()
 MAX_BYTES = 256 * MAX_MESSAGE_BYTES
 """Of a value that ``gather_bytes`` takes."""
 
@@ -67,21 +70,16 @@ class _Resilient(Host):
     def __init__(self, trainer: Trainer) -> None:
         strategy: Any = trainer.strategy
         self._strategy = strategy
-        self.plane = strategy.plane
-        self.folder = strategy.home
-        self.note = strategy.note
+        self.plane, self.folder, self.note = strategy.plane, strategy.home, strategy.note
 
     def patience(self) -> timedelta:
-        patience: timedelta = self._strategy.phases.patience
-        return patience
+        return cast("timedelta", self._strategy.phases.patience)
 
     def gate(self, trainer: Trainer) -> BatchGate:
-        gate: BatchGate = self._strategy.gate
-        return gate
+        return cast("BatchGate", self._strategy.gate)
 
     def step_parts(self) -> Mapping[str, float]:
-        parts: Mapping[str, float] = self._strategy.times.parts()
-        return parts
+        return cast("Mapping[str, float]", self._strategy.times.parts())
 
 
 class _Stock(Host):
@@ -90,7 +88,6 @@ class _Stock(Host):
     owns_gate = True
 
     def __init__(self, trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
         world = World(
             rank=trainer.global_rank,
             size=trainer.world_size,
@@ -98,18 +95,16 @@ class _Stock(Host):
             node_rank=trainer.node_rank,
             num_nodes=trainer.num_nodes,
         )
-        self._deadlines = Timeouts()
         self.plane = connect_over(world, _compat.default_store(), self.patience())
         self.plane.listen()
         self.folder = folder_of_run(trainer.default_root_dir)
         self._events = EventLog(self.folder, world.rank, run_id=self.plane.run_id)
         self.note = self._events.write
         self._gate: BatchGate | None = None
-        self._strategy = strategy
         self._has_failed = False
 
     def patience(self) -> timedelta:
-        return group_timeout(self._deadlines.deadline(Phase.SETUP), "abort")
+        return group_timeout(_DEFAULTS.deadline(Phase.SETUP), "abort")
 
     def gate(self, trainer: Trainer) -> BatchGate:
         self._gate = BatchGate(trainer, self.plane, deadline=self.patience)
@@ -168,8 +163,133 @@ def _plane_of(strategy: Any, phase: Phase) -> tuple[ControlPlane | None, timedel
     phases = getattr(strategy, "phases", None)
     if isinstance(phases, Phases) and (plane := connected()) is not None:
         return plane, phases.patience_in(phase)
-    deadline = Timeouts().deadline(phase)
+    deadline = _DEFAULTS.deadline(phase)
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None, deadline
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     return connect_over(world, _compat.default_store(), deadline), deadline
+
+
+# -- the phase a run is in, and its deadline on every process group ----------------------------------------------------
+
+_TORCHS_PATIENCE = timedelta(minutes=30)  # torch.distributed's own default for a group
+
+
+class Phases:
+    """Gives the phase's deadline, plus a margin, to every process group, also to those that a library makes.
+
+    A deadline may grow at any moment: a rank that waits longer than its peers harms nobody. It may shrink only where
+    all ranks have just met; otherwise a rank that is early would time out on one that is still in the longer phase.
+
+    Args:
+        timeouts: The deadlines; None leaves torch's time-outs alone.
+        on_hang: With ``"report"`` the groups wait for a day.
+        on_left: Told each phase that has ended, and how long it was, in seconds.
+    """
+
+    def __init__(
+        self,
+        timeouts: Timeouts | None,
+        on_hang: OnHang = "abort",
+        on_left: Callable[[Phase, float], None] = lambda phase, seconds: None,
+    ) -> None:
+        self._timeouts = timeouts
+        self._on_hang = on_hang
+        self._on_left = on_left
+        self._current = Phase.SETUP
+        self._since = running_time()
+        self._in_force = self._deadline
+        self._spared: list[dist.ProcessGroup] = []
+
+    @property
+    def current(self) -> Phase:
+        """The phase in which this rank is."""
+        return self._current
+
+    @current.setter
+    def current(self, phase: Phase) -> None:
+        if phase is not self._current:
+            left, since = self._current, self._since
+            self._current, self._since = phase, running_time()
+            self._on_left(left, self._since - since)
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a rank waits for its peers in this phase, at a gate and in any message of the control plane.
+
+        As long as the process groups: the deadline and a margin, so that the verdict comes first; a day with
+        ``on_hang="report"``. With ``timeout=None`` as long as torch waits.
+        """
+        return self.patience_in(self._current)
+
+    def patience_in(self, phase: Phase) -> timedelta:
+        """How long a rank waits for its peers in another phase."""
+        if phase is Phase.RENDEZVOUS:  # nobody can report on a rank that is not there yet
+            return (self._timeouts or _DEFAULTS).deadline(phase)
+        if self._timeouts is None:
+            return _TORCHS_PATIENCE
+        return group_timeout(self._deadline_of(phase), self._on_hang)
+
+    @property
+    def deadline(self) -> timedelta | None:
+        """The longest silence in this phase; None: no verdict is ever given."""
+        return None if self._timeouts is None else self._deadline
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        """The longest silence at the end of a run, where nobody awaits this rank: no shorter than that of a step."""
+        return None if self._timeouts is None else self._deadline_of(Phase.TEARDOWN)
+
+    @property
+    def _deadline(self) -> timedelta:
+        return self._deadline_of(self._current)
+
+    def _deadline_of(self, phase: Phase) -> timedelta:
+        timeouts = self._timeouts or _DEFAULTS
+        deadline = timeouts.deadline(phase)
+        return max(deadline, timeouts.deadline(Phase.STEP)) if phase is Phase.TEARDOWN else deadline
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """What a group gets now; None where torch's default stays. Above the phase's, until all ranks have met."""
+        return None if self._timeouts is None else group_timeout(self._in_force, self._on_hang)
+
+    def expect_people(self) -> None:
+        """From now on groups and the control plane wait for a day: somebody may stop a rank by hand.
+
+        The verdict keeps its deadline. It knows a debugger, and a process that was paused; a group's time-out does not.
+        """
+        self._on_hang = "report"
+        self._set(self._deadline)
+
+    def replace(self, timeouts: Timeouts) -> None:
+        """Takes other deadlines from now on. All ranks have just met."""
+        self._timeouts = timeouts
+        self._set(self._deadline)
+
+    def enter(self, phase: Phase) -> None:
+        """Enters a phase, from any rank at any moment; the groups' time-outs only grow."""
+        self.current = phase
+        if self._deadline > self._in_force:
+            self._set(self._deadline)
+
+    def enter_after_meeting(self, phase: Phase) -> None:
+        """Enters a phase when all ranks have just met: the groups' time-outs grow or shrink."""
+        self.current = phase
+        if self._deadline != self._in_force:
+            self._set(self._deadline)
+
+    def _set(self, deadline: timedelta) -> None:
+        self._in_force = deadline
+        self.apply()
+
+    def apply(self) -> None:
+        """Sets the phase's time-out on every group of this process; call it again after groups were made."""
+        if (timeout := self.group_timeout) is not None:
+            for group in _compat.process_groups():
+                if group not in self._spared:
+                    _compat.set_group_timeout(group, timeout)
+
+    def spare(self, group: dist.ProcessGroup) -> None:
+        """Leaves a group the time-out that it has: what runs on it does not follow the phases."""
+        self._spared.append(group)

@@ -166,7 +166,10 @@ def resolve_timeouts(value: Timeouts | Duration | Mapping[str, Any] | None) -> T
     if value is None or isinstance(value, Timeouts):
         return value
     if isinstance(value, Mapping):
-        return _from_mapping(value)
+        known = [field.name for field in fields(Timeouts)]
+        if unknown := sorted(set(value) - set(known)):
+            raise ValueError(f"timeout has no phase {', '.join(map(repr, unknown))}. Phases: {', '.join(known)}.")
+        return Timeouts(**value)
     try:
         step = parse_duration(value, field="timeout")
     except ValueError as error:
@@ -177,14 +180,6 @@ def resolve_timeouts(value: Timeouts | Duration | Mapping[str, Any] | None) -> T
         for phase in (Phase.SETUP, Phase.DATA, Phase.RESUME, Phase.VALIDATION, Phase.CHECKPOINT)
     }
     return replace(default, step=step, **grown)
-
-
-def _from_mapping(value: Mapping[str, Any]) -> Timeouts:
-    known = [field.name for field in fields(Timeouts)]
-    unknown = sorted(set(value) - set(known))
-    if unknown:
-        raise ValueError(f"timeout has no phase {', '.join(map(repr, unknown))}. Phases: {', '.join(known)}.")
-    return Timeouts(**value)
 
 
 def group_timeout(deadline: timedelta, on_hang: OnHang = "abort") -> timedelta:
@@ -204,7 +199,7 @@ AUTO = "auto"
 
 MEASURED_GATES = 50
 _MOST_GATES = 1000
-_REVIEW_EVERY_S = 10.0
+_REVIEW_EVERY_S = 10.0  # about so many seconds lie between two reviews
 _FACTOR = 20.0
 _FLOOR = timedelta(seconds=60)
 _FLOOR_SHARE = 0.25  # of the default, for what a cache makes quick: it may have to be compiled or read again
@@ -233,7 +228,6 @@ class Calibration:
         factor: How much longer than the longest a deadline is.
         floors: The shortest deadline of each phase that is measured.
         gates: After how many steps the ranks compare for the first time, and at least from one review to the next.
-        review_every_s: About how many seconds lie between two reviews.
     """
 
     def __init__(
@@ -242,11 +236,9 @@ class Calibration:
         factor: float = _FACTOR,
         floors: Mapping[Phase, timedelta] = _FLOORS,
         gates: int = MEASURED_GATES,
-        review_every_s: float = _REVIEW_EVERY_S,
     ) -> None:
         self._factor = factor
         self._floors = floors
-        self._review_every_s = review_every_s
         self._gates = self._gates_left = gates
         self._seen_s: dict[str, float] = {}
         self._longest_s: dict[str, float] = {}
@@ -314,7 +306,7 @@ class Calibration:
     def _gates_to_next(self) -> int:
         """The same on all ranks, because what it follows from is."""
         longest_s = self._longest_s.get(Phase.STEP.value, 0.0)
-        gates = self._review_every_s / longest_s if longest_s else 0.0
+        gates = _REVIEW_EVERY_S / longest_s if longest_s else 0.0
         return max(self._gates, min(_MOST_GATES, math.ceil(gates)))
 
     def adopt(self, deadlines_s: Mapping[str, float]) -> None:

@@ -145,11 +145,7 @@ class BatchGate:
         points: Points | None = None,
     ) -> None:
         self._trainer = trainer
-        arguments: dict[str, Any] = {
-            "name": f"run-{next(_runs)}",
-            "must_agree": MUST_AGREE,
-            "judge": lambda records, fields: None,  # what differs decides about more than an error: see ``meet``
-        }
+        arguments: dict[str, Any] = {"name": f"run-{next(_runs)}", "must_agree": MUST_AGREE}
         if points is None:
             self._gate = StepGate(plane, **arguments)
         else:

@@ -45,9 +45,7 @@ OF_EVERY_RANK = (
     "data",
     "divergence",
     "preemption",
-    "strategies.ddp",
-    "strategies.fsdp",
-    "strategies.model_parallel",
+    "strategies.engines",
     "testing.callbacks",
     "testing.oracles",
 )

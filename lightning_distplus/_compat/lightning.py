@@ -12,7 +12,14 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_distplus._compat.probing import warn_once, wrap_method
+from lightning_distplus._compat.probing import (
+    probed,
+    replace_method,
+    restore_method,
+    warn_once,
+    wrap_class,
+    wrap_method,
+)
 
 __all__ = [
     "WorkerInit",
@@ -37,10 +44,13 @@ __all__ = [
     "restore_step_hooks",
     "restore_worker_signals",
     "skip_step_hooks",
+    "skips_backward",
+    "stop_child_observer",
     "synced_metrics",
     "validates_now",
 ]
 
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
 _FRAMES_TO_METRIC = 3  # between strategy.reduce and the metric that is logged stands at most a partial's own frame
 
 
@@ -52,10 +62,11 @@ def stop_child_observer() -> None:
     """
     for thread in threading.enumerate():
         if type(thread).__name__ == "_ChildProcessObserver":
-            if not hasattr(thread, "_run"):
-                warn_once("_ChildProcessObserver._run", "a run may be killed before it has said which rank has failed")
-                continue
-            thread._run = lambda: True
+            consequence = "a run may be killed before it has said which rank has failed"
+            replace_method(thread, "_run", lambda: True, consequence)
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
 def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
@@ -67,17 +78,13 @@ def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
     Returns:
         Whether the broadcast was there to be replaced.
     """
-    loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
-    if not callable(getattr(loop, "_broadcast_sigterm_tensor", None)):
-        warn_once("_TrainingEpochLoop._broadcast_sigterm_tensor", "ranks are not compared before each step")
-        return False
-    loop._broadcast_sigterm_tensor = gate  # type: ignore[union-attr]
-    return True
+    consequence = "ranks are not compared before each step"
+    return replace_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", gate, consequence)
 
 
 def restore_batch_broadcast(trainer: Any) -> None:
     """Puts the stock broadcast back."""
-    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+    restore_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
 
 
 def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
@@ -89,12 +96,11 @@ def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
     Returns:
         The hook and the key, as in ``"training_step.loss"``, and ``"step"`` or ``"epoch"``; None for any other call.
     """
-    module = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
-    metric = getattr(module, "_ResultMetric", None)
-    if not hasattr(metric, "update") or not hasattr(metric, "compute"):
-        warn_once(f"{module.__name__}._ResultMetric", "a reduction of a logged value is not named after its key")
+    module = importlib.import_module(f"{_CONNECTORS}.logger_connector.result")
+    metric = probed(module, "_ResultMetric", "a reduction of a logged value is not named after its key")
+    if metric is None:
         return None
-    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}  # type: ignore[union-attr]
+    moments = {metric.update.__code__: "step", metric.compute.__code__: "epoch"}
     for _ in range(_FRAMES_TO_METRIC):
         if frame is None:
             return None
@@ -105,13 +111,43 @@ def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
     return None
 
 
+def synced_metrics(trainer: Any) -> list[str]:
+    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
+    found = []
+    for key, metric in (getattr(trainer, "_results", None) or {}).items():
+        meta = getattr(metric, "meta", None)
+        if meta is None or not hasattr(meta, "sync"):
+            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            return []
+        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
+            found.append(str(key))
+    return found
+
+
 def accumulates(trainer: Any) -> bool:
     """Whether the batch that has just run was inside an accumulation window, so that no optimizer step followed it."""
-    asked = getattr(trainer.fit_loop.epoch_loop, "_should_accumulate", None)
-    if asked is None:
-        warn_once("_TrainingEpochLoop._should_accumulate", "a wish to stop is agreed upon after every micro-batch")
-        return False
-    return bool(asked())
+    consequence = "a wish to stop is agreed upon after every micro-batch"
+    asked = probed(trainer.fit_loop.epoch_loop, "_should_accumulate", consequence)
+    return asked is not None and bool(asked())
+
+
+def validates_now(trainer: Any, *arguments: Any) -> bool:
+    """Whether this rank's loop, asked with Lightning's own arguments, wants to validate after the batch."""
+    consequence = "a validation by the clock is not agreed upon"
+    asked = probed(trainer.fit_loop.epoch_loop, "_should_check_val_fx", consequence)
+    return asked is not None and bool(asked(*arguments))
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether steps go without gradients now: ``StochasticWeightAveraging`` renews the statistics of batch norm."""
+    consequence = "the monitor takes the last epoch of weight averaging for wrong"
+    return bool(probed(trainer.fit_loop, "_skip_backward", consequence))
+
+
+def may_stop_early(trainer: Any) -> bool:
+    """Whether the fewest steps and epochs that the user asked for are done."""
+    consequence = "a run that stops early may leave its last validation out"
+    return bool(probed(trainer.fit_loop, "_can_stop_early", consequence))
 
 
 _STEP_HOOKS = (
@@ -162,46 +198,7 @@ def _skips_what_is_not_callable() -> bool:
     return True
 
 
-def skips_backward(trainer: Any) -> bool:
-    """Whether steps go without gradients now: ``StochasticWeightAveraging`` renews the statistics of batch norm."""
-    skips = getattr(trainer.fit_loop, "_skip_backward", None)
-    if skips is None:
-        warn_once("_FitLoop._skip_backward", "the monitor takes the last epoch of weight averaging for wrong")
-    return bool(skips)
-
-
-def may_stop_early(trainer: Any) -> bool:
-    """Whether the fewest steps and epochs that the user asked for are done."""
-    found = getattr(trainer.fit_loop, "_can_stop_early", None)
-    if found is None:
-        warn_once("_FitLoop._can_stop_early", "a run that stops early may leave its last validation out")
-        return False
-    return bool(found)
-
-
-def validates_now(trainer: Any, *arguments: Any) -> bool:
-    """Whether this rank's loop, asked with Lightning's own arguments, wants to validate after the batch."""
-    asked = getattr(trainer.fit_loop.epoch_loop, "_should_check_val_fx", None)
-    if asked is None:
-        warn_once("_TrainingEpochLoop._should_check_val_fx", "a validation by the clock is not agreed upon")
-        return False
-    return bool(asked(*arguments))
-
-
-def synced_metrics(trainer: Any) -> list[str]:
-    """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
-    results = getattr(trainer, "_results", None)
-    if results is None:
-        return []
-    found = []
-    for key, metric in results.items():
-        meta = getattr(metric, "meta", None)
-        if meta is None or not hasattr(meta, "sync"):
-            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
-            return []
-        if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
-            found.append(str(key))
-    return found
+# -- the start of a run, and its checkpoints ---------------------------------------------------------------------------
 
 
 def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> bool:
@@ -214,23 +211,19 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
         Whether the barrier was there to be replaced.
     """
     connector = getattr(trainer, "_data_connector", None)
-    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
-    prepare = getattr(connector, "prepare_data", None)
-    original = getattr(module, "_InfiniteBarrier", None)
-    if not callable(prepare) or original is None:
-        warn_once(f"{module.__name__}._InfiniteBarrier", "ranks wait for prepare_data without a deadline")
-        return False
+    module = importlib.import_module(f"{_CONNECTORS}.data_connector")
+    consequence = "ranks wait for prepare_data without a deadline"
+    original = probed(module, "_InfiniteBarrier", consequence)
 
-    def prepare_once() -> None:
-        vars(connector).pop("prepare_data", None)
+    def prepare_once(prepare: Callable[[], None]) -> None:
+        restore_method(connector, "prepare_data")
         setattr(module, "_InfiniteBarrier", barrier)  # noqa: B010  # mypy refuses the attribute
         try:
             prepare()
         finally:
             setattr(module, "_InfiniteBarrier", original)  # noqa: B010
 
-    connector.prepare_data = prepare_once  # type: ignore[union-attr]
-    return True
+    return original is not None and wrap_method(connector, "prepare_data", prepare_once, consequence)
 
 
 def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
@@ -243,17 +236,12 @@ def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
         Whether the path could be taken over.
     """
     connector = getattr(trainer, "_checkpoint_connector", None)
-    resume = getattr(connector, "resume_start", None)
-    if connector is None or not callable(resume):
-        warn_once("_CheckpointConnector.resume_start", "each rank resumes from what it has found itself")
-        return False
 
-    def resume_once(checkpoint_path: Any = None, *arguments: Any, **named: Any) -> None:
-        vars(connector).pop("resume_start", None)
-        connector.resume_start(agree(checkpoint_path), *arguments, **named)
+    def resume_once(resume: Callable[..., None], path: Any = None, *arguments: Any, **named: Any) -> None:
+        restore_method(connector, "resume_start")
+        resume(agree(path), *arguments, **named)
 
-    connector.resume_start = resume_once
-    return True
+    return wrap_method(connector, "resume_start", resume_once, "each rank resumes from what it has found itself")
 
 
 def choose_checkpoints(choose: Callable[[Any, Any], Any]) -> bool:
@@ -268,23 +256,15 @@ def choose_checkpoints(choose: Callable[[Any, Any], Any]) -> bool:
     Returns:
         Whether the choice can be made.
     """
-    module = importlib.import_module("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    owner = getattr(module, "_CheckpointConnector", None)
-    select = getattr(owner, "_select_ckpt_path", None)
-    if owner is None or select is None:
-        warn_once("_CheckpointConnector._select_ckpt_path", 'ckpt_path="auto" and restarted scripts find no checkpoint')
-        return False
-    if not hasattr(select, "is_extended"):
+    module = importlib.import_module(f"{_CONNECTORS}.checkpoint_connector")
 
-        @functools.wraps(select)
-        def extended(connector: Any, state_fn: Any, ckpt_path: Any, *arguments: Any, **named: Any) -> Any:
-            if ckpt_path is not None or not getattr(connector, "_user_managed", False):
-                ckpt_path = choose(connector.trainer, ckpt_path)
-            return select(connector, state_fn, ckpt_path, *arguments, **named)
+    def selected(select: Any, connector: Any, state_fn: Any, ckpt_path: Any, *arguments: Any, **named: Any) -> Any:
+        if ckpt_path is not None or not getattr(connector, "_user_managed", False):
+            ckpt_path = choose(connector.trainer, ckpt_path)
+        return select(connector, state_fn, ckpt_path, *arguments, **named)
 
-        extended.is_extended = True  # type: ignore[attr-defined]
-        owner._select_ckpt_path = extended
-    return True
+    consequence = 'ckpt_path="auto" and restarted scripts find no checkpoint'
+    return wrap_class(getattr(module, "_CheckpointConnector", None), "_select_ckpt_path", selected, consequence)
 
 
 def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> bool:
@@ -300,22 +280,13 @@ def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> boo
         Whether the search was there to be extended.
     """
     owner = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
-    search = getattr(owner, "_find_last_checkpoints", None)
-    folder_of = getattr(owner, "_ModelCheckpoint__resolve_ckpt_dir", None)
-    if search is None or folder_of is None:
-        warn_once(
-            "ModelCheckpoint._find_last_checkpoints", 'ckpt_path="last" does not see what a killed save left aside'
-        )
-        return False
-    if not hasattr(search, "is_extended"):
+    consequence = 'ckpt_path="last" does not see what a killed save left aside'
+    folder_of = probed(owner, "_ModelCheckpoint__resolve_ckpt_dir", consequence)
 
-        @functools.wraps(search)
-        def extended(callback: Any, trainer: Any) -> set[str]:
-            return set(search(callback, trainer)) | find(callback, trainer, str(folder_of(callback, trainer)))
+    def search_more(search: Any, callback: Any, trainer: Any) -> set[str]:
+        return set(search(callback, trainer)) | find(callback, trainer, str(folder_of(callback, trainer)))
 
-        extended.is_extended = True  # type: ignore[attr-defined]
-        owner._find_last_checkpoints = extended
-    return True
+    return folder_of is not None and wrap_class(owner, "_find_last_checkpoints", search_more, consequence)
 
 
 def before_scripts_of_ranks(launcher: Any, call: Callable[[], None]) -> None:
@@ -343,6 +314,7 @@ def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> No
             ``strategies/launchers/multiprocessing.py``, ``_wrapping_function``).
         before: Told the Trainer before its ranks are forked.
     """
+    consequence = "a notebook shows no verdict on an error"
 
     def launch(inner: Any, function: Any, *arguments: Any, trainer: Any = None, **named: Any) -> Any:
         if trainer is not None:
@@ -353,15 +325,13 @@ def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> No
         try:
             return function(*arguments, **named)
         except BaseException as error:
-            interrupt = getattr(importlib.import_module("lightning.pytorch.trainer.call"), "_interrupt", None)
-            if interrupt is None:
-                warn_once("lightning.pytorch.trainer.call._interrupt", "a notebook shows no verdict on an error")
-            elif trainer is not None:
+            interrupt = probed(importlib.import_module("lightning.pytorch.trainer.call"), "_interrupt", consequence)
+            if interrupt is not None and trainer is not None:
                 interrupt(trainer, error)
             raise
 
     if launcher is not None and launcher.is_interactive_compatible:
-        wrap_method(launcher, "launch", launch, "a notebook shows no verdict on an error")
+        wrap_method(launcher, "launch", launch, consequence)
 
 
 def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
@@ -370,17 +340,13 @@ def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]
     Returns:
         Whether there was one to be replaced.
     """
-    if not callable(getattr(callback, "_link_checkpoint", None)):
-        if hasattr(callback, "save_last"):
-            warn_once("ModelCheckpoint._link_checkpoint", 'with save_last="link" there are moments without a link')
-        return False
-    callback._link_checkpoint = link
-    return True
+    consequence = 'with save_last="link" there are moments without a link'
+    return hasattr(callback, "save_last") and replace_method(callback, "_link_checkpoint", link, consequence)
 
 
 def restore_checkpoint_link(callback: Any) -> None:
     """Puts a ModelCheckpoint's own method back."""
-    vars(callback).pop("_link_checkpoint", None)
+    restore_method(callback, "_link_checkpoint")
 
 
 # -- signal handlers ---------------------------------------------------------------------------------------------------
@@ -397,18 +363,13 @@ def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) 
         Whether the handler was there to be replaced.
     """
     connector = getattr(trainer, "_signal_connector", None)
-    if not callable(getattr(connector, "_sigterm_notifier_fn", None)):
-        warn_once("_SignalConnector._sigterm_notifier_fn", "a SIGTERM may block this rank in a broadcast")
-        return False
-    connector._sigterm_notifier_fn = handler  # type: ignore[union-attr]
-    return True
+    return replace_method(connector, "_sigterm_notifier_fn", handler, "a SIGTERM may block this rank in a broadcast")
 
 
 def restore_sigterm_notifier(trainer: Any) -> None:
     """Puts Lightning's SIGTERM handler back."""
-    connector = getattr(trainer, "_signal_connector", None)
-    if connector is not None:
-        vars(connector).pop("_sigterm_notifier_fn", None)
+    if (connector := getattr(trainer, "_signal_connector", None)) is not None:
+        restore_method(connector, "_sigterm_notifier_fn")
 
 
 def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
@@ -424,19 +385,18 @@ def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
     Returns:
         Whether the registration was there to be kept off.
     """
-    connector = getattr(trainer, "_signal_connector", None)
-    if not callable(getattr(connector, "register_signal_handlers", None)):
-        warn_once("_SignalConnector.register_signal_handlers", "Lightning's own signal handlers stand before ours")
+    connector: Any = getattr(trainer, "_signal_connector", None)
+    name, consequence = "register_signal_handlers", "Lightning's own signal handlers stand before ours"
+    if not replace_method(connector, name, lambda: None, consequence):
         return False
 
     def teardown() -> None:
-        for name in ("register_signal_handlers", "teardown"):
-            vars(connector).pop(name, None)
+        restore_method(connector, name)
+        restore_method(connector, "teardown")
         restore()
 
-    connector.received_sigterm = False  # type: ignore[union-attr]
-    connector.register_signal_handlers = lambda: None  # type: ignore[union-attr]
-    connector.teardown = teardown  # type: ignore[union-attr]
+    connector.received_sigterm = False
+    connector.teardown = teardown
     return True
 
 
@@ -450,9 +410,9 @@ def add_to_worker_signals(also: Callable[[], None]) -> bool:
         Whether the place was there.
     """
     module = importlib.import_module(_WORKER_SIGNALS)
-    original = getattr(module, "_set_worker_signal_handlers", None)
-    if not callable(original):
-        warn_once(f"{_WORKER_SIGNALS}._set_worker_signal_handlers", "a SIGTERM to all processes ends data workers")
+    consequence = "a SIGTERM to all processes ends data workers"
+    original = probed(module, "_set_worker_signal_handlers", consequence)
+    if original is None:
         return False
 
     def set_handlers() -> None:
@@ -474,7 +434,6 @@ def restore_worker_signals() -> None:
 # -- data workers ------------------------------------------------------------------------------------------------------
 
 WorkerInit = Callable[[int], None]
-_HOME, _NAME = "torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter"
 
 
 def prepare_workers(prepare: Callable[[Any], WorkerInit | None]) -> Callable[[], None]:
@@ -485,9 +444,10 @@ def prepare_workers(prepare: Callable[[Any], WorkerInit | None]) -> Callable[[],
     Returns:
         What undoes it.
     """
-    iterator: Any = getattr(importlib.import_module(_HOME), _NAME, None)
+    consequence = "data workers that are not forked do not show their stacks when they hang"
+    module = importlib.import_module("torch.utils.data.dataloader")
+    iterator = probed(module, "_MultiProcessingDataLoaderIter", consequence)
     if iterator is None:
-        warn_once(f"{_HOME}.{_NAME}", "data workers that are not forked do not show their stacks when they hang")
         return lambda: None
     original = iterator.__init__
 

@@ -1,4 +1,4 @@
-"""The two ways to take hold of an upstream name, and the warning where it has vanished."""
+"""The ways to take hold of an upstream name, and the warning where it has vanished."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["replaced", "restore_method", "warn_once", "wrap_method", "wrapped"]
+__all__ = [
+    "probed",
+    "replace_method",
+    "replaced",
+    "restore_method",
+    "warn_once",
+    "wrap_class",
+    "wrap_method",
+    "wrapped",
+]
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +30,27 @@ def warn_once(name: str, consequence: str) -> None:
     if name not in _warned:
         _warned.add(name)
         log.warning("%s is not in this version of its library: %s. Training goes on.", name, consequence)
+
+
+def probed(owner: Any, name: str, consequence: str) -> Any:
+    """An attribute of an upstream object, class or module; None, and said once, where it is gone."""
+    found = getattr(owner, name, None)
+    if found is None:
+        warn_once(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", consequence)
+    return found
+
+
+def replace_method(owner: Any, name: str, method: Callable[..., Any], consequence: str) -> bool:
+    """Puts a function in the place of a method of this one object; returns whether the method was there."""
+    if probed(owner, name, consequence) is None:
+        return False
+    vars(owner)[name] = method
+    return True
+
+
+def restore_method(owner: Any, name: str) -> None:
+    """Undoes ``replace_method`` and ``wrap_method``."""
+    vars(owner).pop(name, None)
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:
@@ -35,34 +65,37 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence:
     Returns:
         Whether the method was there.
     """
-    inner = getattr(owner, name, None)
-    if not callable(inner):
-        warn_once(f"{type(owner).__name__}.{name}", consequence)
+    return replace_method(owner, name, functools.partial(wrapper, getattr(owner, name, None)), consequence)
+
+
+def wrap_class(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:
+    """Calls ``wrapper(method, self, *arguments)`` in the place of a class's method, for good; the first one stays."""
+    method = probed(owner, name, consequence)
+    if method is None:
         return False
-    vars(owner)[name] = functools.partial(wrapper, inner)
+    if not hasattr(method, "is_wrapped"):
+
+        @functools.wraps(method)
+        def extended(*arguments: Any, **named: Any) -> Any:
+            return wrapper(method, *arguments, **named)
+
+        extended.is_wrapped = True  # type: ignore[attr-defined]
+        setattr(owner, name, extended)
     return True
-
-
-def restore_method(owner: Any, name: str) -> None:
-    """Undoes ``wrap_method``."""
-    vars(owner).pop(name, None)
 
 
 @contextmanager
 def replaced(names: Iterable[str], attribute: str, value: Any, consequence: str) -> Iterator[None]:
     """Puts a value in the place of an attribute of each module in this block; says so where it is not there."""
-    originals = []
-    for module in map(importlib.import_module, names):
-        if hasattr(module, attribute):
-            originals.append((module, getattr(module, attribute)))
-        else:
-            warn_once(f"{module.__name__}.{attribute}", consequence)
-    for module, _ in originals:
+    found = map(importlib.import_module, names)
+    modules = [module for module in found if probed(module, attribute, consequence) is not None]
+    originals = [getattr(module, attribute) for module in modules]
+    for module in modules:
         setattr(module, attribute, value)
     try:
         yield
     finally:
-        for module, original in originals:
+        for module, original in zip(modules, originals, strict=True):
             setattr(module, attribute, original)
 
 

@@ -11,8 +11,8 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_crc32_options
 from torch.utils.serialization import config
 
-from lightning_distplus._compat.probing import warn_once
+from lightning_distplus._compat.probing import probed, replaced, warn_once
 
 __all__ = [
     "HashStore",
@@ -52,7 +52,6 @@ __all__ = [
     "tensor_parallel_size",
     "with_parameters_reversed",
     "without_crc",
-    "wrapper_tensor",
 ]
 
 # A torch.distributed.Store. Torch's stubs lack ``append`` and ``clone``, which every store has.
@@ -144,34 +143,25 @@ def _know_no_name(server: socket.socket) -> None:
 
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group of which this process is a member, the default group first."""
-    world = getattr(c10d, "_world", None)
-    if world is None or not hasattr(world, "pg_map"):
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", None)
+    if groups is None:
         warn_once("torch.distributed.distributed_c10d._world.pg_map", "only the default group gets our deadlines")
-        default = dist.group.WORLD
-        return [] if default is None else [default]
-    return list(world.pg_map)
+        groups = [group for group in (dist.group.WORLD,) if group is not None]
+    return list(groups)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Gives a live group another time-out; operations already in flight keep the old one."""
     for backend in _backends(group):
-        setter = getattr(backend, "_set_default_timeout", None)
-        if setter is None:
-            warn_once(
-                f"{type(backend).__name__}._set_default_timeout", "its groups keep the time-out of their creation"
-            )
-        else:
+        setter = probed(backend, "_set_default_timeout", "its groups keep the time-out of their creation")
+        if setter is not None:
             setter(timeout)
 
 
 def read_group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The time-out in force on a group; None where its backend does not tell."""
-    for backend in _backends(group):
-        options = getattr(backend, "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return next((timeout for timeout in timeouts if isinstance(timeout, timedelta)), None)
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
@@ -231,13 +221,10 @@ def default_store() -> Store:
 
 def num_collectives() -> int:
     """How many collectives this process has started on the default group; 0 where the group does not tell."""
-    group = dist.group.WORLD
-    count = getattr(group, "_get_sequence_number_for_group", None)
-    if count is None:
-        warn_once("ProcessGroup._get_sequence_number_for_group", "the numbers of collectives are not compared")
-        return 0
+    consequence = "the numbers of collectives are not compared"
+    count = probed(dist.group.WORLD, "_get_sequence_number_for_group", consequence)
     try:
-        return int(count())
+        return 0 if count is None else int(count())
     except RuntimeError:  # a backend without sequence numbers
         return 0
 
@@ -249,20 +236,12 @@ def default_group_timeout(timeout: timedelta | None) -> Iterator[None]:
     ``new_group`` does not inherit the time-out of the default group (torch 2.13, ``distributed_c10d.py`` 5980), so that
     the clone on which all ZeRO traffic runs, and the axes of a device mesh, keep torch's default otherwise.
     """
-    name = "_get_default_timeout"
-    original = getattr(c10d, name, None)
-    if timeout is None or original is None:
-        if original is None:
-            warn_once(
-                f"torch.distributed.distributed_c10d.{name}", "groups made during set-up wait for 30 minutes in it"
-            )
+    if timeout is None:
         yield
         return
-    setattr(c10d, name, lambda *_args, **_kwargs: timeout)
-    try:
+    consequence = "groups made during set-up wait for 30 minutes in it"
+    with replaced((c10d.__name__,), "_get_default_timeout", lambda *_args, **_kwargs: timeout, consequence):
         yield
-    finally:
-        setattr(c10d, name, original)
 
 
 # -- the Flight Recorder, and a last word ------------------------------------------------------------------------------
@@ -276,8 +255,7 @@ def flight_recorder_dumps(*, with_collectives: bool) -> list[dict[str, Any]]:
     The first call decides how many entries a recorder keeps, as a collective would.
     """
     module = importlib.import_module("torch._C._distributed_c10d")
-    if not hasattr(module, "_dump_fr_trace_json"):
-        warn_once("torch._C._distributed_c10d._dump_fr_trace_json", "a verdict does not know the ranks' collectives")
+    probed(module, "_dump_fr_trace_json", "a verdict does not know the ranks' collectives")
     dumpers = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return [json.loads(dump(with_collectives, False)) for dump in dumpers if dump is not None]
 
@@ -344,19 +322,16 @@ def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
     """Registers a DDP communication hook as Lightning does on CUDA."""
     module = importlib.import_module("lightning.pytorch.overrides.distributed")
-    register = getattr(module, "_register_ddp_comm_hook", None)
-    if register is None:
-        warn_once(f"{module.__name__}._register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
-        return
-    register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+    register = probed(module, "_register_ddp_comm_hook", "DDP runs without its communication hook on the CPU")
+    if register is not None:
+        register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
 
 
 @contextmanager
 def with_parameters_reversed() -> Iterator[None]:
     """Has a DDP that is built in this block number its parameters last to first, as backward comes to them."""
-    original = getattr(DistributedDataParallel, "_build_params_for_reducer", None)
+    original = probed(DistributedDataParallel, "_build_params_for_reducer", _NOT_SETTLED)
     if original is None:
-        warn_once("DistributedDataParallel._build_params_for_reducer", _NOT_SETTLED)
         yield
         return
 
@@ -376,17 +351,10 @@ def settle_ddp_buckets(model: DistributedDataParallel) -> None:
 
     Else DDP does so after the first step of a process, in the order in which gradients came.
     """
-    reducer = model.reducer
-    if not (hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")):
-        warn_once("Reducer._push_all_rebuilt_params", _NOT_SETTLED)
-        return
-    reducer._push_all_rebuilt_params()
-    reducer._rebuild_buckets()
-
-
-def wrapper_tensor(kind: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
-    """A tensor of a subclass that has a shape, and the dtype and device of another tensor, but no memory of its own."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+    reducer: Any = model.reducer
+    if all(probed(reducer, name, _NOT_SETTLED) for name in ("_push_all_rebuilt_params", "_rebuild_buckets")):
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
 
 
 # -- what torch.save adds to a file ------------------------------------------------------------------------------------
@@ -400,22 +368,20 @@ def without_crc() -> Iterator[None]:
 
     torch 2.13 has the setting for each thread; where it is one for all threads, nothing is changed.
     """
-    if not _is_of_one_thread():
-        yield
-        return
-    with config.patch(_SETTING, False):  # type: ignore[attr-defined]  # torch adds it to the module
+    # torch adds ``patch`` to the module
+    with config.patch(_SETTING, False) if _is_of_one_thread() else nullcontext():  # type: ignore[attr-defined]
         yield
 
 
 @functools.cache
 def _is_of_one_thread() -> bool:
-    if not hasattr(config, "patch"):
-        warn_once("torch.utils.serialization.config.patch", "shards are written with a CRC that nobody reads")
+    patch = probed(config, "patch", "shards are written with a CRC that nobody reads")
+    if patch is None:
         return False
     seen: list[bool] = []
     before = get_crc32_options()
     other = threading.Thread(target=lambda: seen.append(get_crc32_options()))
-    with config.patch(_SETTING, not before):
+    with patch(_SETTING, not before):
         other.start()
         other.join()
     return seen == [before]
@@ -441,16 +407,15 @@ def give_mesh(strategy: Any, model: Any, mesh: Any) -> None:
 
 # -- a process group that pretends -------------------------------------------------------------------------------------
 
-_MODULE = "torch.testing._internal.distributed.fake_pg"
-
 
 @contextmanager
 def fake_default_group(size: int) -> Iterator[bool]:
     """This process is rank 0 of ``size`` in this block; False where torch has no such group."""
+    name = "torch.testing._internal.distributed.fake_pg"
     try:
-        store = importlib.import_module(_MODULE).FakeStore()
+        store = importlib.import_module(name).FakeStore()
     except (ImportError, AttributeError):
-        warn_once(f"{_MODULE}.FakeStore", "no device mesh is there in a rehearsal")
+        warn_once(f"{name}.FakeStore", "no device mesh is there in a rehearsal")
         yield False
         return
     dist.init_process_group("fake", store=store, rank=0, world_size=size)

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
         newest_valid,
         read_manifest,
         remove,
-        rotate,
         state,
         verify,
         verify_or_raise,
     )
-    from lightning_distplus.checkpoint.commit import Gather, SaveInfo, gather_alone, info_like, quarantine
+    from lightning_distplus.checkpoint.commit import Gather, SaveInfo, gather_alone, info_like
     from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 
 __all__ = [
@@ -39,17 +38,15 @@ __all__ = [
     "is_committed",
     "is_last_valid",
     "newest_valid",
-    "quarantine",
     "read_manifest",
     "remove",
-    "rotate",
     "state",
     "verify",
     "verify_or_raise",
 ]
 
 _HOMES = {
-    "commit": ("Gather", "SaveInfo", "gather_alone", "info_like", "quarantine"),
+    "commit": ("Gather", "SaveInfo", "gather_alone", "info_like"),
     "manifest": ("FileEntry", "Manifest"),
 }  # the other names live in `catalog`
 

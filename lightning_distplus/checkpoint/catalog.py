@@ -29,6 +29,8 @@ from lightning_distplus.checkpoint.files import (
     digest_block,
     digest_file,
     discard,
+    fresh_beside,
+    in_role,
     is_aside,
     leftovers_of,
     list_files,
@@ -36,8 +38,6 @@ from lightning_distplus.checkpoint.files import (
     new_nonce,
     put_in_place,
     remove_tree,
-    trash_for,
-    trash_in,
 )
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
@@ -67,7 +67,6 @@ __all__ = [
     "read_manifest",
     "reference",
     "remove",
-    "rotate",
     "state",
     "verify",
     "verify_or_raise",
@@ -104,21 +103,16 @@ class FileFinding:
 
 @dataclass(frozen=True)
 class Report:
-    """What verification found out about one checkpoint.
-
-    Args:
-        path: The checkpoint.
-        state: What manifest and marker say.
-        manifest: Its manifest, where that can be read.
-        findings: What is wrong, in the order of the manifest.
-        manifest_xxh3_128: The digest of the manifest, where it is committed.
-    """
+    """What verification found out about one checkpoint."""
 
     path: Path
     state: CheckpointState
     manifest: Manifest | None
+    """Where it can be read."""
     findings: tuple[FileFinding, ...]
+    """What is wrong, in the order of the manifest."""
     manifest_xxh3_128: str | None = None
+    """The digest of the manifest, where it is committed."""
 
     @property
     def ok(self) -> bool:
@@ -173,13 +167,9 @@ def committed_in(directory: Path) -> list[Report]:
 
 
 def line_of_newest(found: Mapping[str, Manifest]) -> frozenset[str]:
-    """The digests of the manifests of the newest commit and, as far as they are there, of those before it in its run.
+    """Of manifests by digest, the newest commit and, as far as they are there, those before it in its run.
 
-    Args:
-        found: Manifests by digest.
-
-    Returns:
-        Empty where none says what was before it: early releases did not. Else one that does not is the first of a run.
+    Empty where none says what was before it: early releases did not. Else one that does not is the first of a run.
     """
     newest = max(found, key=lambda digest: (found[digest].committed_at, found[digest].global_step), default=None)
     if all(manifest.parent is None for manifest in found.values()):
@@ -217,10 +207,10 @@ def asides_without_target(directory: Path) -> list[Path]:
 
 
 def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], object] | None = None) -> Report:
-    """Compares a checkpoint with its manifest.
+    """Compares a checkpoint, file or directory, with its manifest.
 
     Args:
-        path: A checkpoint, file or directory.
+        path: The checkpoint.
         mode: "full" reads every byte, "size" compares sizes.
         on_bytes: Told how many bytes were read, for a progress bar.
     """
@@ -260,8 +250,7 @@ def read_manifest(path: str | Path) -> Manifest:
         CheckpointCorrupt: There is none, or it is malformed.
         CheckpointMismatch: It has another version.
     """
-    found = _inspect(Path(path)).manifest
-    if found is not None:
+    if (found := _inspect(Path(path)).manifest) is not None:
         return found
     file = meta_folder(_real(Path(path))) / MANIFEST
     try:
@@ -282,16 +271,14 @@ def remove(path: str | Path) -> None:
         remove_tree(path.parent)
     else:
         _remove_payload(path)
-        for folder in leftovers_of(path, "aside", "draft", "universal"):
+        for folder in [*leftovers_of(path, "aside", "draft", "universal"), *in_role(path.parent, "removed")]:
             remove_tree(folder)
-        for trash in trash_in(path.parent):
-            remove_tree(trash)
 
 
 def _remove_payload(path: Path) -> None:
     # The payload goes at once, by one call, so that no reader meets half a checkpoint; then what nobody looks for.
     if path.is_dir():
-        trash = trash_for(path.parent, path.name)
+        trash = fresh_beside(path, "removed")
         trash.parent.mkdir(exist_ok=True)
         try:
             path.rename(trash)
@@ -334,15 +321,10 @@ def _warn_of_line_left(chosen: Report, others: list[Report], line: Collection[st
     highest = max(left, key=lambda other: _age(other, line), default=None)
     if highest is None or chosen.manifest_xxh3_128 not in line or _age(highest, ()) <= _age(chosen, ()):
         return
-    assert highest.manifest is not None
-    assert chosen.manifest is not None
     logger.warning(
         "Checkpoint %s (step %d) is on the line of the newest commit and is taken; %s (step %d) is on a line that was "
         "left. To go on from there, give its path",
-        chosen.path,
-        chosen.manifest.global_step,
-        highest.path,
-        highest.manifest.global_step,
+        *(part for one in (chosen, highest) if one.manifest for part in (one.path, one.manifest.global_step)),
     )
 
 
@@ -381,29 +363,30 @@ def _whereabouts(path: Path) -> tuple[Any, ...]:
 
 
 def _inspect_once(path: Path) -> Report:
+    def report(
+        state: CheckpointState, file: Path, expected: str, found: str, manifest: Manifest | None = None
+    ) -> Report:
+        return Report(path, state, manifest, (FileFinding(str(file), expected, found),))
+
     real = _real(path)
     if not real.exists():
-        finding = FileFinding(str(path), "a checkpoint", "nothing")
-        return Report(path, CheckpointState.MISSING, None, (finding,))
+        return report(CheckpointState.MISSING, path, "a checkpoint", "nothing")
     meta = meta_folder(real)
-    if not any((meta / name).is_file() for name in (MANIFEST, MARKER)):
-        finding = FileFinding(str(meta / MANIFEST), "a manifest", "none (not saved through a Resilient strategy)")
-        return Report(path, CheckpointState.UNMANIFESTED, None, (finding,))
+    file, marker, torn = meta / MANIFEST, meta / MARKER, CheckpointState.TORN
+    if not (file.is_file() or marker.is_file()):
+        stranger = "none (not saved through a Resilient strategy)"
+        return report(CheckpointState.UNMANIFESTED, file, "a manifest", stranger)
     try:
-        content = (meta / MANIFEST).read_bytes()
-        manifest = Manifest.from_json(content, str(meta / MANIFEST))
+        content = file.read_bytes()
+        manifest = Manifest.from_json(content, str(file))
     except OSError as error:
-        return _torn(path, None, meta / MANIFEST, "a readable manifest", _reason(error))
+        return report(torn, file, "a readable manifest", _reason(error))
     except (CheckpointCorrupt, CheckpointMismatch) as error:
-        return _torn(path, None, meta / MANIFEST, "a manifest of a version known here", str(error))
-    found, expected = _read_marker(meta / MARKER), f"a marker for the manifest {bytes_digest(content)}"
-    if found != bytes_digest(content):
-        return _torn(path, manifest, meta / MARKER, expected, found)
+        return report(torn, file, "a manifest of a version known here", str(error))
+    found, digest = _read_marker(marker), bytes_digest(content)
+    if found != digest:
+        return report(torn, marker, f"a marker for the manifest {digest}", found, manifest)
     return Report(path, CheckpointState.COMMITTED, manifest, (), found)
-
-
-def _torn(path: Path, manifest: Manifest | None, file: Path, expected: str, found: str) -> Report:
-    return Report(path, CheckpointState.TORN, manifest, (FileFinding(str(file), expected, found),))
 
 
 def _read_marker(marker: Path) -> str:
@@ -436,17 +419,26 @@ def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | 
 
 
 def check_file(
-    file: Path, entry: FileEntry, mode: Mode, on_bytes: Callable[[int], object] | None = None
+    file: Path,
+    entry: FileEntry,
+    mode: Mode,
+    on_bytes: Callable[[int], object] | None = None,
+    *,
+    block: int | None = None,
 ) -> FileFinding | None:
-    """What is wrong with one file, if anything."""
+    """What is wrong with one file, or with one of its blocks, if anything."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
-        if mode == "full":
-            digest = digest_file(file, on_bytes=on_bytes)
-            if digest.xxh3_128 != entry.xxh3_128:
-                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest.xxh3_128)
+        if mode == "full" and block is None:
+            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
+            if digest != entry.xxh3_128:
+                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
+        elif block is not None and (digest := digest_block(file, block)) != (expected := entry.blocks_64_mib[block]):
+            begin = block * BLOCK_BYTES
+            where = f"in bytes {begin} to {begin + _size_bytes((entry, block))}"
+            return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
     except FileNotFoundError:
         return FileFinding(str(file), f"{entry.size_bytes} bytes", "no file")
     except OSError as error:
@@ -532,19 +524,12 @@ def place_of(path: Path) -> list[Any] | None:
 
 
 def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: int) -> list[FileFinding]:
-    """What is wrong with the bytes that this rank reads; the sizes of the files have been compared before.
-
-    Args:
-        path: The checkpoint.
-        manifest: Its manifest, the same on all ranks.
-        rank: This rank.
-        num_ranks: How many share the reading.
-    """
+    """What is wrong with the bytes that this one of the ranks reads; the sizes have been compared before."""
 
     def check(part: _Part) -> FileFinding | None:
         entry, block = part
         file = path / entry.path if path.is_dir() else path
-        return check_file(file, entry, "full") if block is None else _check_block(file, entry, block)
+        return check_file(file, entry, "full", block=block)
 
     with ThreadPoolExecutor(_NUM_READERS, "distplus-reader") as readers:
         found = readers.map(check, _shares(manifest, num_ranks)[rank])
@@ -578,18 +563,6 @@ def _size_bytes(part: _Part) -> int:
     return entry.size_bytes if block is None else min(BLOCK_BYTES, entry.size_bytes - block * BLOCK_BYTES)
 
 
-def _check_block(file: Path, entry: FileEntry, number: int) -> FileFinding | None:
-    expected = entry.blocks_64_mib[number]
-    try:
-        digest = digest_block(file, number)
-    except OSError as error:
-        return FileFinding(str(file), f"{entry.size_bytes} readable bytes", f"{type(error).__name__} ({error})")
-    if digest == expected:
-        return None
-    where = f"in bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + _size_bytes((entry, number))}"
-    return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
-
-
 # -- retention ---------------------------------------------------------------------------------------------------------
 
 
@@ -604,41 +577,6 @@ def is_last_valid(path: str | Path) -> bool:
     mine = path.absolute()
     others = (report for report in committed_in(path.parent) if report.path.absolute() != mine)
     return not any(verify(other.path, "size").ok for other in others)
-
-
-def rotate(directory: str | Path, *, keep_last: int, keep_every_n_steps: int | None = None) -> list[Path]:
-    """Removes the older checkpoints of a folder. Torn and unmanifested ones are left alone.
-
-    It works beside a ModelCheckpoint with ``save_top_k=-1``, which removes nothing itself. One process calls it.
-
-    Args:
-        directory: The folder; its direct children are looked at.
-        keep_last: How many of the newest valid ones stay, at least 1.
-        keep_every_n_steps: Those whose global step is a multiple of this stay for ever.
-
-    Returns:
-        What was removed, the oldest first.
-
-    Raises:
-        ValueError: A number is smaller than 1.
-    """
-    if keep_last < 1 or (keep_every_n_steps is not None and keep_every_n_steps < 1):
-        raise ValueError(
-            f"keep_last is {keep_last} and keep_every_n_steps is {keep_every_n_steps}; both are at least 1."
-        )
-    newest_first = committed_in(Path(directory))
-    valid = [report for report in newest_first if verify(report.path, "size").ok]
-    kept = {report.path for report in valid[:keep_last]}
-    kept |= {report.path for report in valid if keep_every_n_steps and _step(report) % keep_every_n_steps == 0}
-    removed = [report.path for report in reversed(valid) if report.path not in kept]
-    for path in removed:
-        remove(path)
-    return removed
-
-
-def _step(report: Report) -> int:
-    assert report.manifest is not None
-    return report.manifest.global_step
 
 
 # -- links, as save_last="link" wants them -----------------------------------------------------------------------------
@@ -679,12 +617,7 @@ _SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other f
 
 
 def newest_in(folder: Path, *, verify: Mode = "full", allow_fresh: bool = False) -> Path | None:
-    """The newest valid checkpoint of a folder; None where there is none yet.
-
-    Args:
-        folder: Holds the checkpoints.
-        verify: As ``newest_valid`` takes it.
-        allow_fresh: Return None also where checkpoints lie, of which none can be trusted.
+    """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to be trusted.
 
     Raises:
         CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
@@ -711,17 +644,14 @@ def _named(paths: Sequence[Path]) -> str:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """Direct children that are checkpoints, ours or not, sound or not, by name."""
-    if not directory.is_dir():
-        return []
-    children = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
-    return [path for path in children if _is_checkpoint(path)]
 
+    def is_checkpoint(path: Path) -> bool:
+        found = state(path)
+        is_stranger = found is CheckpointState.UNMANIFESTED
+        return path.suffix == _SUFFIX if is_stranger else found is not CheckpointState.MISSING
 
-def _is_checkpoint(path: Path) -> bool:
-    found = state(path)
-    if found is CheckpointState.UNMANIFESTED:
-        return path.suffix == _SUFFIX
-    return found is not CheckpointState.MISSING
+    children = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [path for path in children if not path.name.startswith(".") and is_checkpoint(path)]
 
 
 @dataclass(frozen=True)
@@ -729,30 +659,23 @@ class JobSaves:
     """What one fit of a job has saved, in all attempts so far, as the ledger tells it.
 
     A script may fit more than once: its second fit goes on from what second fits have saved.
-
-    Args:
-        paths: The checkpoints that the ledger names, the first one first; not all of them need be there still.
-        others: What other fits have saved to the same folders.
-        began_at: Unix time at which the job began.
     """
 
     paths: tuple[Path, ...]
+    """The first one first; not all of them need be there still."""
     others: frozenset[Path]
+    """What other fits have saved to the same folders."""
     began_at: float
+    """Unix time at which the job began."""
 
     @classmethod
     def of_fit(cls, home: Path, run_id: str, number: int | None = None) -> JobSaves:
-        """Reads it.
-
-        Args:
-            home: The folder of the run's artefacts.
-            run_id: The job.
-            number: Which fit of the script, counted from 1; None: the last one that has begun.
-        """
+        """Reads the ledger of a job; the fits of its script have numbers from 1 on, None is the last one that began."""
         events = read_events(home, run_id=run_id)
         fits = list(_with_numbers(events))
         number = max((fit for fit, _ in fits), default=0) if number is None else number
-        fit_of = {Path(event["path"]): fit for fit, event in fits if _names_a_checkpoint(event)}
+        named = [(event.get("path"), fit) for fit, event in fits if event["kind"] in ("saved", "preempted")]
+        fit_of = {Path(path): fit for path, fit in named if isinstance(path, str) and "://" not in path}
         mine = tuple(path for path, fit in fit_of.items() if fit == number)
         others = frozenset(path for path, fit in fit_of.items() if fit != number)
         return cls(mine, others, min((event["time"] for event in events), default=0.0))
@@ -795,11 +718,6 @@ def num_fits(home: Path, run_id: str, attempt: int, rank: int) -> int:
     """How many fits a rank has begun in an attempt, as the ledger tells it."""
     numbers = _with_numbers(read_events(home, run_id=run_id))
     return max((fit for fit, event in numbers if (event["attempt"], event["rank"]) == (attempt, rank)), default=0)
-
-
-def _names_a_checkpoint(event: Mapping[str, Any]) -> bool:
-    path = event.get("path") if event["kind"] in ("saved", "preempted") else None
-    return isinstance(path, str) and "://" not in path
 
 
 def _with_numbers(events: Collection[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
 from lightning_distplus.checkpoint.files import (
@@ -23,17 +23,16 @@ from lightning_distplus.checkpoint.files import (
     Sync,
     bytes_digest,
     discard,
+    fresh_beside,
     leftovers_of,
     list_files,
     list_folders,
     meta_folder,
     new_nonce,
     put_in_place,
-    quarantine_for,
     remove_tree,
     second_name,
     sync_folder,
-    trash_for,
     write_file,
 )
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
@@ -44,30 +43,21 @@ __all__ = [
     "Gather",
     "SaveInfo",
     "StagedSave",
-    "agree",
     "claim",
     "commit",
     "gather_alone",
     "info_like",
-    "is_damaged",
     "publish",
-    "quarantine",
     "stage",
 ]
 
-_MAX_ERROR_CHARACTERS = 4000
 
+Gather: TypeAlias = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+"""Collects one JSON-able value of each rank, on all ranks, in rank order, under a name.
 
-class Gather(Protocol):
-    """Collects one JSON-able value of each rank, on all ranks, in rank order.
-
-    A rank calls with the same sequence of names as the others; names come again in the next save. The implementation
-    has a deadline of its own and raises a `PeerError` when a rank does not answer.
-    """
-
-    def __call__(self, name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
-        """Returns the values of all ranks."""
-        ...
+A rank calls with the same sequence of names as the others; names come again in the next save. The implementation has a
+deadline of its own and raises a `PeerError` when a rank does not answer.
+"""
 
 
 def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
@@ -75,86 +65,14 @@ def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
     return [value]
 
 
-def agree(phase: str, action: Callable[[], object], *, target: Path, rank: int, gather: Gather) -> list[Any]:
-    """Runs the action; returns every rank's result, or raises on every rank if it failed on any.
-
-    Args:
-        phase: What the action is, for the message.
-        action: This rank's part.
-        target: The checkpoint that is not saved where it fails.
-        rank: This process's rank.
-        gather: How the ranks exchange their outcomes.
-
-    Raises:
-        SaveFailed: It failed somewhere.
-    """
-    failure: BaseException | None = None
-    result: Any = None
-    try:
-        result = action()
-    except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
-        failure = error
-    ballot = {"result": result} if failure is None else _lament(failure, rank)
-    try:
-        ballots = gather(f"checkpoint {phase}", ballot)
-    except Exception as lost:
-        if failure is None:
-            raise
-        raise lost from failure
-    failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
-    if not failed:
-        return [ballot.get("result") for ballot in ballots]
-    if isinstance(failure, KeyboardInterrupt | SystemExit):
-        raise failure
-    raise _error(phase, failed, target, rank, len(ballots)) from failure
-
-
-def _error(phase: str, failed: dict[int, dict[str, Any]], target: Path, rank: int, world_size: int) -> SaveFailed:
-    failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
-    first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
-    others = sorted(set(range(world_size)) - failed.keys())
-    error = SaveFailed(
-        f"The checkpoint {target} is not saved: rank {first} failed first, in phase '{phase}', with "
-        f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
-        "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
-        ranks=failed,
-    )
-    if rank in failed:
-        error.exit_code = ExitCode.FAILED  # the cause is here, not with a peer
-    return error
-
-
-def _lament(error: BaseException, rank: int) -> dict[str, Any]:
-    """A rank's ballot for its error.
-
-    torch's distributed checkpoint raises one error on all ranks, a `BaseException` that holds those of the ranks that
-    failed.
-    """
-    failures = getattr(error, "failures", None)
-    is_told = isinstance(failures, dict) and rank not in failures
-    if isinstance(failures, dict) and rank in failures:
-        error = failures[rank][0]
-    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
-    return {"error": text, "failed_at": time.time(), "is_told": is_told}
-
-
 # -- what a save tells its manifest about the run ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInfo:
-    """What the manifest says about the run at the moment of the save.
+    """What the manifest, which describes the fields, says about the run at the moment of the save.
 
     Args:
-        global_step: Completed optimizer steps.
-        epoch: Current epoch.
-        strategy: Class name of our strategy whose format it is.
-        data: Place in the data, JSON-able, or None.
-        packages: Versions by package name.
-        layout: How the ranks share data and model.
-        configuration: A digest of the configuration.
-        deadlines_s: What ``timeout="auto"`` has found, by phase, for the run that resumes.
-        parent: Path and manifest digest of the checkpoint before this one, as ``catalog.reference`` gives them.
         not_before: When the checkpoint before this one was committed, so that none is older than what it follows,
             whatever the clocks of the hosts say.
         committed_at: Of a copy, when its source was committed; None: it is committed now.
@@ -187,11 +105,8 @@ class SaveInfo:
 def info_like(source: Path, *, is_successor: bool = False) -> SaveInfo:
     """What the manifest of a copy of ``source`` says; step 0 where the source has none.
 
-    The copy counts as a little older, so that a run goes on from the source, and never from the copy of an older one.
-
-    Args:
-        source: A checkpoint.
-        is_successor: Whether a run is to go on from the copy instead: it counts as a little newer then.
+    The copy counts as a little older, so that a run goes on from the source, and never from the copy of an older one;
+    as a little newer where it is the successor, from which a run is to go on instead.
     """
     if not is_committed(source):
         return SaveInfo(global_step=0, epoch=0, strategy="unknown")
@@ -229,37 +144,18 @@ def set_torn_aside(target: Path) -> None:
         if not _owner_is_gone(folder):
             continue
         if any(child.name != META for child in folder.iterdir()):
-            folder.rename(quarantine_for(target))
+            folder.rename(fresh_beside(target, "torn"))
         else:
             remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
     for folder in leftovers_of(target, "aside"):
         if is_damaged(folder / target.name):
-            folder.rename(quarantine_for(target))
+            folder.rename(fresh_beside(target, "torn"))
 
 
 def is_damaged(path: Path) -> bool:
     """Whether a checkpoint of ours is not what its manifest says, as far as sizes tell."""
     report = verify(path, "size")
     return not report.ok and report.state in (CheckpointState.COMMITTED, CheckpointState.TORN)
-
-
-def quarantine(path: str | Path) -> Path:
-    """Moves a damaged checkpoint, with its manifest, out of the way of the next save under its name.
-
-    Returns:
-        Where it is kept; `verify` says there what is wrong with it.
-
-    Raises:
-        OSError: It cannot be moved.
-    """
-    path = Path(path)
-    kept = quarantine_for(path)
-    meta = meta_folder(path)
-    (kept / META).mkdir(parents=True)
-    if not path.is_dir() and meta.is_dir():
-        meta.rename(kept / META / path.name)
-    path.rename(kept / path.name)
-    return kept / path.name
 
 
 def _owner_is_gone(stage: Path) -> bool:
@@ -278,12 +174,9 @@ _META_OF_NEW, _OLD = "meta", "old"  # in a draft
 
 
 def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
-    """Makes the payload of ``stage`` the committed checkpoint at its target, in one step.
+    """Makes the payload of ``stage``, whose files are on the disk, the committed checkpoint at its target, in one step.
 
-    Args:
-        stage: A finished save whose files are on the disk.
-        manifest: Its manifest.
-        sync: Forces every move to the disk before the next one; None: nobody does.
+    ``sync`` forces every move to the disk before the next one.
 
     Raises:
         OSError: The checkpoint is not committed, and what was at the target is there.
@@ -371,14 +264,14 @@ def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
     """Clears away what saves of a committed target have left; keeps what is damaged, and what had no successor."""
     target = stage.target
     if old is not None and is_damaged(old):
-        old.parent.rename(quarantine_for(target))
+        old.parent.rename(fresh_beside(target, "torn"))
     for folder in strays:
         if verify(folder / target.name, "size").ok:
-            folder.rename(quarantine_for(target))
+            folder.rename(fresh_beside(target, "torn"))
     set_torn_aside(target)
     for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
         if folder.exists():
-            trash = trash_for(target.parent, target.name)
+            trash = fresh_beside(target, "removed")
             folder.rename(trash)  # at once, so that no reader meets half an aside
             remove_tree(trash)
 
@@ -387,8 +280,9 @@ def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
 
 # Paths are local (or on a mounted file system); a directory checkpoint needs a folder that all ranks share.
 
+_MAX_ERROR_CHARACTERS = 4000
 Count: TypeAlias = Callable[[], dict[str, Any]]
-"""Counts what this rank has saved of each tensor, as `fingerprints.sums_of_pieces` does."""
+"""Counts what this rank has saved of each tensor, as `tensors.sums_of_pieces` does."""
 
 
 def commit(
@@ -420,17 +314,11 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    digested = DigestedWrites(sync)
-    return stage(target, write, rank=rank, gather=gather, digested=digested).commit(info)
+    return stage(target, write, rank=rank, gather=gather, digested=DigestedWrites(sync)).commit(info)
 
 
 def stage(
-    target: Path,
-    write: Callable[[Path], object],
-    *,
-    rank: int,
-    gather: Gather,
-    digested: DigestedWrites,
+    target: Path, write: Callable[[Path], object], *, rank: int, gather: Gather, digested: DigestedWrites
 ) -> StagedSave:
     """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
 
@@ -471,9 +359,6 @@ class StagedSave:
             count: Counts what this rank has saved of each tensor.
             gather: How the ranks exchange their outcomes from now on.
 
-        Returns:
-            The manifest on rank 0, None on the others.
-
         Raises:
             SaveFailed, PeerError: As `commit` does.
         """
@@ -482,11 +367,11 @@ class StagedSave:
         with self.cleaning_up():
             if finish is not None:
                 self.agree("finish", finish)
-            lists = self.agree("list", self.list_stage)
+            lists = self.agree("list", self._list_stage)
             sizes = lists[0]["sizes"]
             written = {path: found for one in lists for path, found in one["written"].items()}
-            shares = self.agree("digest", lambda: self.digest_share(sizes, written, count))
-            self.agree("publish", lambda: self.publish(sizes, written, shares, info) if is_first else None)
+            shares = self.agree("digest", lambda: self._digest_share(sizes, written, count))
+            self.agree("publish", lambda: self._publish(sizes, written, shares, info) if is_first else None)
         return self.manifest
 
     @contextmanager
@@ -499,19 +384,56 @@ class StagedSave:
                 remove_tree(self.stage.folder)
             raise
 
+    def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
+        """Runs this rank's part of a phase; returns every rank's result, or raises on every rank if it failed on any.
+
+        Raises:
+            SaveFailed: It failed somewhere.
+        """
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = action()
+        except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
+            failure = error
+        ballot = {"result": result} if failure is None else _lament(failure, self._rank)
+        try:
+            ballots = self._gather(f"checkpoint {phase}", ballot)
+        except Exception as lost:
+            if failure is None:
+                raise
+            raise lost from failure
+        failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
+        if not failed:
+            return [ballot.get("result") for ballot in ballots]
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise failure
+        failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
+        first = min(failed, key=lambda rank: (failed[rank]["failed_at"], rank))
+        others = sorted(set(range(len(ballots))) - failed.keys())
+        refusal = SaveFailed(
+            f"The checkpoint {self.stage.target} is not saved: rank {first} failed first, in phase '{phase}', with "
+            f"{failed[first]['error']}. Failed ranks: {sorted(failed)}; ranks without an error: {others}. No "
+            "checkpoint was committed and the previous one is as it was. Remove the cause and save again.",
+            ranks=failed,
+        )
+        if self._rank in failed:
+            refusal.exit_code = ExitCode.FAILED  # the cause is here, not with a peer
+        raise refusal from failure
+
+    # -- the phases, in their order ----------------------------------------------------------------------------------
+
     def begin(self) -> None:
         """Makes the stage on rank 0 and adopts its place on all ranks."""
         stages = self.agree("begin", self._make_stage)
         self.stage = Stage(Path(stages[0]["target"]), stages[0]["nonce"])
         self._world_size = len(stages)
 
-    def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
-        """Runs a phase; returns every rank's result.
-
-        Raises:
-            SaveFailed: It failed somewhere.
-        """
-        return agree(phase, action, target=self.stage.target, rank=self._rank, gather=self._gather)
+    def _make_stage(self) -> dict[str, str]:
+        if self._rank == 0:
+            self.stage.folder.mkdir(parents=True)
+            claim(self.stage)
+        return {"target": str(self.stage.target), "nonce": self.stage.nonce}
 
     def probe(self) -> None:
         """Writes a byte into the stage and takes it away.
@@ -528,26 +450,21 @@ class StagedSave:
         """Runs the save itself; what it returns is of no interest to the other ranks."""
         write(self.stage.payload)
 
-    def list_stage(self) -> dict[str, Any]:
-        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well."""
-        sizes = self.list_payload() if self._rank == 0 else {}
-        return {"sizes": sizes, "written": self._digested.found(self._root)}
-
-    def list_payload(self) -> dict[str, int]:
-        """Sizes of the payload's files by relative path.
+    def _list_stage(self) -> dict[str, Any]:
+        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well.
 
         Raises:
             FileNotFoundError: The save left nothing.
         """
-        sizes = list_files(self.stage.payload) if self.stage.payload.exists() else {}
-        if not sizes:
+        sizes = self._seen() if self._rank == 0 else {}
+        if self._rank == 0 and not sizes:
             raise FileNotFoundError(
                 f"The save returned without an error and left no file at {self.stage.payload}. A checkpoint plugin "
                 "that writes in the background or ignores errors cannot be committed; remove it from the Trainer."
             )
-        return sizes
+        return {"sizes": sizes, "written": self._digested.found(self._root)}
 
-    def digest_share(self, sizes: dict[str, int], written: dict[str, dict[str, Any]], count: Count) -> dict[str, Any]:
+    def _digest_share(self, sizes: dict[str, int], written: dict[str, dict[str, Any]], count: Count) -> dict[str, Any]:
         """Digests of this rank's share of the other files, as far as it sees them; its fingerprints go into the stage.
 
         Args:
@@ -558,57 +475,58 @@ class StagedSave:
         Raises:
             FileNotFoundError: This rank wrote files that rank 0 does not see.
         """
-        seen = list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        seen = self._seen()
         if strange := sorted(seen.keys() - sizes.keys()):
             raise FileNotFoundError(
                 f"Rank {self._rank} sees {strange[0]} and {len(strange) - 1} more in {self.stage.payload}, which rank "
                 "0 does not see. Save to a folder that all hosts share."
             )
-        others = {path: size_bytes for path, size_bytes in sizes.items() if path not in written}
-        digests = self._digest([path for path in self._share(others) if path in seen], sizes)
-        return {"digests": digests, "has_tensors": self._leave_tensors(count)}
+        # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
+        others = sorted(sizes.keys() - written.keys(), key=lambda path: (-sizes[path], path))
+        mine = [path for path in others[self._rank :: self._world_size] if path in seen]
+        digests = self._digest(mine, sizes)
+        if counted := count():
+            write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
+        return {"digests": digests, "has_tensors": bool(counted)}
 
-    def publish(
+    def _publish(
         self,
         sizes: dict[str, int],
         written: dict[str, dict[str, Any]],
         shares: list[dict[str, Any]],
         info: SaveInfo,
     ) -> None:
-        """Writes the manifest and moves the stage in place, on rank 0.
-
-        Raises:
-            CheckpointCorrupt: What was read back is not what was counted.
-        """
+        """Writes the manifest and moves the stage in place, on rank 0."""
         digests = dict(written)
         for share in shares:
             digests.update(share["digests"])
         digests.update(self._digest([path for path in sizes if path not in digests], sizes))
         for path, size_bytes in sizes.items():
             self._require_size(path, size_bytes, digests[path]["size_bytes"])
-        tensors = self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]])
-        manifest = Manifest(
+        self.manifest = Manifest(
             **info.fields(),
             world_size=len(shares),
             files=tuple(
-                FileEntry(path, size_bytes, found["xxh3_128"], blocks_64_mib=tuple(found["blocks"]))
+                FileEntry(path, size_bytes, digests[path]["xxh3_128"], tuple(digests[path]["blocks"]))
                 for path, size_bytes in sizes.items()
-                for found in [digests[path]]
             ),
-            tensors=tensors,
+            tensors=self._collect_tensors([rank for rank, share in enumerate(shares) if share["has_tensors"]]),
         )
-        publish(self.stage, manifest, sync=self._digested.sync)
-        self.manifest = manifest
+        publish(self.stage, self.manifest, sync=self._digested.sync)
 
-    def _make_stage(self) -> dict[str, str]:
-        if self._rank == 0:
-            self.stage.folder.mkdir(parents=True)
-            claim(self.stage)
-        return {"target": str(self.stage.target), "nonce": self.stage.nonce}
+    def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
+        if not ranks:
+            return None
+        from lightning_distplus.checkpoint.tensors import add_up, describe
 
-    def _share(self, sizes: dict[str, int]) -> list[str]:
-        # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
-        return sorted(sizes, key=lambda path: (-sizes[path], path))[self._rank :: self._world_size]
+        return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
+
+    def _tensors_of(self, rank: int) -> Path:
+        """Where a rank leaves what it has counted of each tensor, for rank 0."""
+        return self.stage.folder / META / f"tensors-{rank}.json"
+
+    def _seen(self) -> dict[str, int]:
+        return list_files(self.stage.payload) if self.stage.payload.exists() else {}
 
     @property
     def _root(self) -> Path:
@@ -619,8 +537,7 @@ class StagedSave:
         """By path the digest of the file, and those of its blocks."""
         digests: dict[str, dict[str, Any]] = {}
         for path in paths:
-            file = self._root / path
-            found = self._digested.read(file)
+            found = self._digested.read(self._root / path)
             self._require_size(path, sizes[path], found.size_bytes)
             digests[path] = asdict(found)
         return digests
@@ -632,20 +549,16 @@ class StagedSave:
                 "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
             )
 
-    def _leave_tensors(self, count: Count) -> bool:
-        """Leaves what this rank has counted of each tensor in the stage, for rank 0; whether there is anything."""
-        counted = count()
-        if not counted:
-            return False
-        write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
-        return True
 
-    def _collect_tensors(self, ranks: list[int]) -> dict[str, str] | None:
-        if not ranks:
-            return None
-        from lightning_distplus.checkpoint.tensors import add_up, describe
+def _lament(error: BaseException, rank: int) -> dict[str, Any]:
+    """A rank's ballot for its error.
 
-        return describe(add_up(json.loads(self._tensors_of(rank).read_bytes()) for rank in ranks)) or None
-
-    def _tensors_of(self, rank: int) -> Path:
-        return self.stage.folder / META / f"tensors-{rank}.json"
+    torch's distributed checkpoint raises one error on all ranks, a `BaseException` that holds those of the ranks that
+    failed.
+    """
+    failures = getattr(error, "failures", None)
+    is_told = isinstance(failures, dict) and rank not in failures
+    if isinstance(failures, dict) and rank in failures:
+        error = failures[rank][0]
+    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+    return {"error": text, "failed_at": time.time(), "is_told": is_told}

@@ -34,7 +34,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -53,7 +53,8 @@ __all__ = [
     "digest_file",
     "discard",
     "exchange",
-    "forget",
+    "fresh_beside",
+    "in_role",
     "is_aside",
     "leftovers_of",
     "list_files",
@@ -61,14 +62,9 @@ __all__ = [
     "meta_folder",
     "new_nonce",
     "put_in_place",
-    "quarantine_for",
-    "quarantined_in",
     "remove_tree",
     "second_name",
     "sync_folder",
-    "trash_for",
-    "trash_in",
-    "universal_for",
     "write_file",
 ]
 
@@ -121,13 +117,6 @@ def sync_folder(folder: Path, *, sync: Sync | None) -> None:
         os.close(descriptor)
 
 
-def forget(file: Path) -> None:
-    """Has the page cache let go of what is on the disk, where the system can do that, so that it is read from there."""
-    if hasattr(os, "posix_fadvise"):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def read_ahead(file: IO[bytes]) -> None:
     """Has the system read more of a file at once, where it can do that: it is read from its begin to its end."""
     if hasattr(os, "posix_fadvise"):
@@ -153,13 +142,8 @@ def put_in_place(new: Path, target: Path, old: Path) -> Path | None:
 
     Where it cannot exchange names, a folder leaves ``target`` before the new one takes its place.
 
-    Args:
-        new: What is to be there, on the same file system.
-        target: Its place.
-        old: Where something may be moved that was there.
-
     Returns:
-        Where that lies now: at ``old``, or at ``new``; None where there was nothing.
+        Where that lies now which was there: at ``old``, or at ``new``; None where there was nothing.
 
     Raises:
         OSError: What was at ``target`` is there.
@@ -285,8 +269,9 @@ def meta_folder(path: Path, *, is_directory: bool | None = None) -> Path:
     if is_directory is None:
         for folder in leftovers_of(path, "aside"):
             meta = folder / META / path.name
-            if meta.is_dir() and _is_same_file(folder / path.name, path):
-                return meta
+            with suppress(OSError):
+                if meta.is_dir() and path.samefile(folder / path.name):
+                    return meta
     return path.parent / META / path.name
 
 
@@ -313,36 +298,17 @@ def leftovers_of(target: Path, *roles: str) -> list[Path]:
     return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
 
 
-def quarantine_for(target: Path) -> Path:
-    """A fresh folder in which a bad checkpoint called like ``target``, or a torn save of it, is kept."""
-    return target.parent / META / f"{target.name}.torn-{new_nonce()}"
+def fresh_beside(target: Path, role: str) -> Path:
+    """A new folder of ours for what belongs to ``target``, in one of the roles "torn", "removed" and "universal".
+
+    A bad checkpoint, or a torn save, is kept as "torn"; what is to be deleted file by file is "removed" before.
+    """
+    return target.parent / META / f"{target.name}.{role}-{new_nonce()}"
 
 
-def quarantined_in(directory: Path) -> list[Path]:
-    """Everything in ``directory`` that is in quarantine."""
-    return [folder for folder, _, role in _work_folders(directory) if role == "torn"]
-
-
-def universal_for(target: Path) -> Path:
-    """A fresh folder for a copy of ``target`` that another number of ranks can read."""
-    return target.parent / META / f"{target.name}.universal-{new_nonce()}"
-
-
-def trash_for(directory: Path, name: str) -> Path:
-    """A fresh place in ``directory`` to which something is moved before it is deleted file by file."""
-    return directory / META / f"{name}.removed-{new_nonce()}"
-
-
-def trash_in(directory: Path) -> list[Path]:
-    """Everything in ``directory`` whose deletion was begun, by whomever."""
-    return [folder for folder, _, role in _work_folders(directory) if role == "removed"]
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
+def in_role(directory: Path, role: str) -> list[Path]:
+    """Everything in ``directory`` in one role: "torn" is in quarantine, "removed" is what somebody began to delete."""
+    return [folder for folder, _, found in _work_folders(directory) if found == role]
 
 
 def _work_folders(directory: Path) -> Iterator[tuple[Path, str, str]]:
@@ -380,11 +346,7 @@ class FileDigest:
 
 
 class _Running:
-    """The digests of what has come so far.
-
-    Args:
-        with_blocks: Whether blocks get digests of their own.
-    """
+    """The digests of what has come so far, with those of its blocks on request."""
 
     def __init__(self, *, with_blocks: bool) -> None:
         import xxhash
@@ -424,13 +386,9 @@ def digest_file(
     on_bytes: Callable[[int], object] | None = None,
     with_blocks: bool = False,
 ) -> FileDigest:
-    """The digest of what can be read at ``path``.
+    """The digest of what can be read at ``path``, with those of its blocks on request; ``sync`` forces it to the disk.
 
-    Args:
-        path: The file.
-        sync: Forces its content to the disk as well; None: nobody does.
-        on_bytes: Told how many bytes were read, after each part.
-        with_blocks: Whether the blocks of a large file get digests of their own.
+    ``on_bytes`` is told how many bytes were read, after each part.
     """
     view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -40,7 +40,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any
@@ -106,11 +106,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "the manifest") -> Manifest:
-        """Reads what `to_json` wrote.
-
-        Args:
-            text: The content of the file.
-            source: The file's name, for error messages.
+        """Reads what `to_json` wrote; ``source`` is the file's name, for error messages.
 
         Raises:
             CheckpointCorrupt: The text is not JSON, or a field is missing or malformed; the message names it.
@@ -122,36 +118,24 @@ class Manifest:
             raise CheckpointCorrupt(f"{source}: expected a JSON document, found {error}. {_REMEDY}") from error
         if not isinstance(document, dict):
             raise CheckpointCorrupt(f"{source}: expected a JSON object, found a {type(document).__name__}. {_REMEDY}")
-        version = _take(document, source, "version", "a positive integer", lambda v: _is_integer(v, 1))
+        version = _take(document, source, "version", "a positive integer", partial(_is_integer, least=1))
         if version != VERSION:
             raise CheckpointMismatch(
                 f"{source}: the checkpoint has manifest version {version}; this release reads version {VERSION}. "
                 "Load it with the release of lightning-distplus that wrote it."
             )
-        return cls(
-            global_step=_take(document, source, "global_step", "an integer >= 0", _is_integer),
-            epoch=_take(document, source, "epoch", "an integer >= 0", _is_integer),
-            world_size=_take(document, source, "world_size", "an integer >= 1", lambda v: _is_integer(v, 1)),
-            strategy=_take(document, source, "strategy", "a string", lambda v: isinstance(v, str)),
-            committed_at=float(_take(document, source, "committed_at", "unix seconds, finite and >= 0", _is_time)),
-            packages=_take(document, source, "packages", "an object of strings", _is_text_map),
-            data=_take(document, source, "data", "an object or null", lambda v: v is None or isinstance(v, dict)),
-            # Manifests of before these fields were added have none.
-            layout=_take({"layout": {}, **document}, source, "layout", "an object", lambda v: isinstance(v, dict)),
-            configuration=_take(
-                {"configuration": None, **document}, source, "configuration", "a string or null", _is_text_or_null
-            ),
-            deadlines_s=_take(
-                {"deadlines_s": {}, **document}, source, "deadlines_s", "an object of seconds", _is_deadlines
-            ),
-            parent=_take(
-                {"parent": None, **document}, source, "parent", "null or an object with path and digest", _is_parent
-            ),
-            files=_take_files(document, source),
-            tensors=_take(
-                {"tensors": None, **document}, source, "tensors", "null or an object of fingerprints", _is_tensors
-            ),
-        )
+        # Early manifests have not all of the fields.
+        added: dict[str, Any] = {
+            "layout": {},
+            "configuration": None,
+            "deadlines_s": {},
+            "parent": None,
+            "tensors": None,
+        }
+        document = {**added, **document}
+        fields = {name: _take(document, source, name, *rule) for name, rule in _FIELDS.items()}
+        fields["committed_at"] = float(fields["committed_at"])
+        return cls(**fields, files=_take_files(document, source))
 
 
 @cache
@@ -169,6 +153,8 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 
+# -- what a field may be -----------------------------------------------------------------------------------------------
+
 _REMEDY = "Restore the file from a copy, or resume from another checkpoint."
 
 
@@ -182,9 +168,7 @@ def _take(document: dict[str, Any], where: str, name: str, rule: str, accept: Ca
 
 
 def _take_files(document: dict[str, Any], source: str) -> tuple[FileEntry, ...]:
-    items = _take(
-        document, source, "files", "a list of at least one file", lambda v: isinstance(v, list) and len(v) > 0
-    )
+    items = _take(document, source, "files", "a list of at least one file", lambda v: isinstance(v, list) and v != [])
     entries: dict[str, FileEntry] = {}
     for index, item in enumerate(items):
         where = f"{source}: files[{index}]"
@@ -193,54 +177,37 @@ def _take_files(document: dict[str, Any], source: str) -> tuple[FileEntry, ...]:
         path = _take(item, where, "path", "a relative posix path inside the checkpoint", _is_inner_path)
         if path in entries:
             raise CheckpointCorrupt(f"{where}: field 'path': expected each file once, found {path!r} again. {_REMEDY}")
-        entries[path] = FileEntry(
-            path=path,
-            size_bytes=_take(item, where, "size_bytes", "an integer >= 0", _is_integer),
-            xxh3_128=_take(item, where, "xxh3_128", "32 lower-case hex digits", _is_digest),
-            blocks_64_mib=_take_blocks(item, where),
-        )
+        size_bytes = _take(item, where, "size_bytes", "an integer >= 0", _is_integer)
+        digest = _take(item, where, "xxh3_128", "32 lower-case hex digits", _is_digest)
+        num_blocks = -(-size_bytes // BLOCK_BYTES)
+        rule, accept = f"a list of {num_blocks} digests", partial(_are_digests, numbers=(0, num_blocks))
+        blocks = _take({"blocks_64_mib": [], **item}, where, "blocks_64_mib", rule, accept)
+        entries[path] = FileEntry(path, size_bytes, digest, tuple(blocks))
     return tuple(entries.values())
-
-
-def _take_blocks(item: dict[str, Any], where: str) -> tuple[str, ...]:
-    num_blocks = -(-item["size_bytes"] // BLOCK_BYTES)
-
-    def fit(value: Any) -> bool:
-        return isinstance(value, list) and len(value) in (0, num_blocks) and all(map(_is_digest, value))
-
-    return tuple(_take({"blocks_64_mib": [], **item}, where, "blocks_64_mib", f"a list of {num_blocks} digests", fit))
 
 
 def _is_integer(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def _is_deadlines(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_time(seconds) and seconds > 0 for seconds in value.values())
-
-
 def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-
-
-def _is_text_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_parent(value: Any) -> bool:
-    return value is None or (_is_text_map(value) and "path" in value and _is_digest(value.get("manifest_xxh3_128")))
+    return isinstance(value, dict) and all(map(_is(str), value.values()))
 
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
-def _is_tensors(value: Any) -> bool:
-    return value is None or (_is_text_map(value) and all(_FINGERPRINT.fullmatch(text) for text in value.values()))
+def _are_digests(value: Any, numbers: tuple[int, int]) -> bool:
+    return isinstance(value, list) and len(value) in numbers and all(map(_is_digest, value))
 
 
 def _is_inner_path(value: Any) -> bool:
@@ -248,3 +215,29 @@ def _is_inner_path(value: Any) -> bool:
         return False
     path = PurePosixPath(value)
     return not path.is_absolute() and ".." not in path.parts and path.as_posix() == value and value != "."
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "global_step": ("an integer >= 0", _is_integer),
+    "epoch": ("an integer >= 0", _is_integer),
+    "world_size": ("an integer >= 1", partial(_is_integer, least=1)),
+    "strategy": ("a string", _is(str)),
+    "committed_at": ("unix seconds, finite and >= 0", _is_time),
+    "packages": ("an object of strings", _is_text_map),
+    "data": ("an object or null", _is(dict, type(None))),
+    "layout": ("an object", _is(dict)),
+    "configuration": ("a string or null", _is(str, type(None))),
+    "deadlines_s": (
+        "an object of seconds",
+        lambda v: isinstance(v, dict) and all(_is_time(s) and s > 0 for s in v.values()),
+    ),
+    "parent": (
+        "null or an object with path and digest",
+        lambda v: v is None or (_is_text_map(v) and "path" in v and _is_digest(v.get("manifest_xxh3_128"))),
+    ),
+    "tensors": (
+        "null or an object of fingerprints",
+        lambda v: v is None or (_is_text_map(v) and all(map(_FINGERPRINT.fullmatch, v.values()))),
+    ),
+}
+"""All but the files: what each field has to be, in words and as a test."""

@@ -35,11 +35,11 @@ from lightning_distplus.checkpoint import (
 )
 from lightning_distplus.checkpoint.catalog import FileFinding, Mode, check_unmanifested, checkpoints_in
 from lightning_distplus.checkpoint.commit import commit
-from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.files import in_role
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe
 
 if TYPE_CHECKING:
-    from lightning_distplus.checkpoint.foreign import Foreign
+    from lightning_distplus.checkpoint.formats import Foreign
 
 __all__ = ["run_export", "run_import", "run_verify"]
 
@@ -72,7 +72,7 @@ def run_verify(argv: Sequence[str]) -> int:
         print(json.dumps({"version": 1, "checkpoints": [_as_json(report) for report in reports]}, indent=2))
     else:
         _print(reports)
-        if kept := quarantined_in(folder):
+        if kept := in_role(folder, "torn"):
             print(f"{len(kept)} torn or damaged in quarantine; delete them when looked at:")
             print(*(f"  {path}" for path in kept), sep="\n")
     return 0 if all(report.ok for report in reports) else 1
@@ -110,7 +110,7 @@ class _Refusal(FileFinding):
 
 def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -> tuple[FileFinding, ...]:
     from lightning_distplus import _compat  # loads torch
-    from lightning_distplus.checkpoint.export import tensor_findings
+    from lightning_distplus.checkpoint.formats import tensor_findings
 
     if is_trusted:
         return tuple(tensor_findings(path, tensors, weights_only=False))
@@ -233,29 +233,29 @@ def run_export(argv: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace) -> None:
     import torch
 
-    from lightning_distplus.checkpoint import export
+    from lightning_distplus.checkpoint import formats
 
     source, target, weights_only = arguments.checkpoint, arguments.target, not arguments.trust
     if arguments.universal:
-        if not export.num_shards(source) or export.is_universal(source):
+        if not formats.num_shards(source) or formats.is_universal(source):
             raise CheckpointMismatch(
                 f"{source} holds no shards of DeepSpeed's ZeRO, so that there is nothing to convert. Leave --universal "
                 "out."
             )
-        export.convert(source, target)
+        formats.convert(source, target)
     elif arguments.to in ("hf", "litgpt"):
         _export_for(arguments.to, source, target, weights_only, arguments.config)
     elif arguments.to == "safetensors" or target.suffix == _WEIGHTS:
-        export.write_safetensors(target, *_weights_of(source, weights_only))
+        formats.write_safetensors(target, *_weights_of(source, weights_only))
     elif not source.is_dir():
         raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
     else:
 
         def write(stage: Path) -> None:
-            if export.is_sharded(source):
-                torch.save(export.read_sharded(source, weights_only=weights_only), stage)
+            if formats.is_sharded(source):
+                torch.save(formats.read_sharded(source, weights_only=weights_only), stage)
             else:
-                export.write_whole(source, stage)
+                formats.write_whole(source, stage)
 
         commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
 
@@ -293,13 +293,13 @@ def _check(source: Path) -> None:
 
 def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     """Names and shapes, and the same with content, some at a time."""
-    from lightning_distplus.checkpoint import export
+    from lightning_distplus.checkpoint import formats
 
     if not source.is_dir():
-        return export.weights_of_file(source, weights_only=weights_only)
-    if export.is_sharded(source):
-        return export.weights_of_shards(source)
-    weights = export.weights_of_zero(source)
+        return formats.weights_of_file(source, weights_only=weights_only)
+    if formats.is_sharded(source):
+        return formats.weights_of_shards(source)
+    weights = formats.weights_of_zero(source)
     return weights, iter([weights])
 
 
@@ -312,12 +312,11 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     import torch
     import yaml
 
-    from lightning_distplus.checkpoint import foreign
-    from lightning_distplus.checkpoint.export import config_in, write_in_files
+    from lightning_distplus.checkpoint import formats
 
-    config = configuration(named).get("config") if named else config_in(source, weights_only=weights_only)
+    config = configuration(named).get("config") if named else formats.config_in(source, weights_only=weights_only)
     weights, parts = _weights_of(source, weights_only)
-    if not config or not all(name.startswith(foreign.PREFIX) for name in weights):
+    if not config or not all(name.startswith(formats.PREFIX) for name in weights):
         raise CheckpointMismatch(
             f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "
             "configuration with --config, or export the weights alone: --to safetensors."
@@ -335,14 +334,14 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     try:
         fresh.chmod(0o755)
         if program == "hf":
-            names = {name: name.removeprefix(foreign.PREFIX) for name in weights}
-            (fresh / "config.json").write_text(json.dumps(foreign.hf_config(config), indent=2) + "\n")
+            names = {name: name.removeprefix(formats.PREFIX) for name in weights}
+            (fresh / "config.json").write_text(json.dumps(formats.hf_config(config), indent=2) + "\n")
             renamed = {names[name]: one for name, one in weights.items()}
-            write_in_files(fresh, renamed, parts)
+            formats.write_in_files(fresh, renamed, parts)
         else:
             whole = {name: one for part in parts for name, one in part.items()}
-            torch.save({"model": foreign.to_litgpt(whole)}, fresh / "lit_model.pth")
-            (fresh / "model_config.yaml").write_text(yaml.safe_dump(foreign.litgpt_config(config, target.name)))
+            torch.save({"model": formats.to_litgpt(whole)}, fresh / "lit_model.pth")
+            (fresh / "model_config.yaml").write_text(yaml.safe_dump(formats.litgpt_config(config, target.name)))
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -367,7 +366,7 @@ def run_import(argv: Sequence[str]) -> int:
         return 1
     import torch
 
-    from lightning_distplus.checkpoint.foreign import origin_of, read_foreign
+    from lightning_distplus.checkpoint.formats import origin_of, read_foreign
 
     origin = arguments.origin or origin_of(source)
     if origin is None:
@@ -460,8 +459,7 @@ def _of_llama(found: Foreign, config: Mapping[str, Any], run: Mapping[str, Any])
     """A checkpoint of Lightning for ``recipes.model.TinyLlama``."""
     import torch
 
-    from lightning_distplus.checkpoint.export import CONFIG
-    from lightning_distplus.checkpoint.foreign import parameter_order
+    from lightning_distplus.checkpoint.formats import CONFIG, parameter_order
 
     num_layers = sum(name.endswith("input_layernorm.weight") for name in found.weights)
     order = parameter_order(num_layers, found.weights)
@@ -516,7 +514,7 @@ def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
     import torch
 
     from lightning_distplus import _compat
-    from lightning_distplus.checkpoint.export import is_sharded, read_sharded
+    from lightning_distplus.checkpoint.formats import is_sharded, read_sharded
 
     with _compat.refusing_code(source, TRUST_BY_HAND):
         if is_sharded(source):

@@ -25,8 +25,7 @@ from lightning_distplus.report import artefacts_of, describe_runs, read_ledgers,
 from lightning_distplus.report.goodput import Window
 from lightning_distplus.report.run import step_parts
 from lightning_distplus.timeouts import parse_duration
-from lightning_distplus.watchdog.dumps import judge_dumps
-from lightning_distplus.watchdog.ending import duration_in_words
+from lightning_distplus.watchdog.verdict import duration_in_words, judge_dumps
 
 __all__ = ["LiveRun", "main", "run_top", "show_job"]
 

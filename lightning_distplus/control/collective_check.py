@@ -14,10 +14,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from lightning_distplus.control.exchange import SharedTally, Tally
+from lightning_distplus.control.exchange import GateRecord, SharedTally, StepGate, Tally
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.control.step_gate import GateRecord, StepGate
 from lightning_distplus.errors import DistplusError, DivergenceError
 from lightning_distplus.process import running_time
 from lightning_distplus.world import name_ranks
@@ -85,10 +84,6 @@ class Point:
         return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
     def __str__(self) -> str:
-        return self._text
-
-    @cached_property
-    def _text(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         structure = f" of {self.structure}" if self.structure else ""
         arguments = f" [{self.arguments}]" if self.arguments else ""
@@ -121,10 +116,6 @@ class Whereabouts:
     """How many gates it had begun when it began its last backward."""
     location: str | None = None
     """``file.py:line`` in the user's code from which a point was reached; a gate is Lightning's own call."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """The whereabouts as they are published."""
-        return asdict(self)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Whereabouts:
@@ -162,20 +153,20 @@ class Whereabouts:
 
 
 def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> DivergenceError:
-    """The error for ranks that stand where they cannot meet.
+    """The error for ranks that stand where they cannot meet; those in ``places`` have come.
 
     The majority is right. In a tie the step gate or the backward is: every step comes to it, the other call is the
     odd one. With nothing to decide, all that have come are named.
-
-    Args:
-        places: Where the ranks stand, as far as they have come.
-        world_size: The number of all ranks.
     """
     ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
     if 0 < len(ended) < len(places):
         return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
     kinds = {rank: (one.place, one.point) for rank, one in places.items()}
-    wrong = _wrong(kinds)
+    (common, count), *others = Counter(kinds.values()).most_common()
+    leading = [common, *(kind for kind, number in others if number == count)]
+    if len(leading) > 1:
+        leading = [kind for kind in leading if kind[0] in (Place.GATE, Place.BACKWARD)]
+    wrong = sorted(rank for rank, kind in kinds.items() if len(leading) != 1 or kind != leading[0])
     absent = sorted(set(range(world_size)) - set(places))
     late = f"; {name_ranks(absent)} elsewhere" if absent else ""
     blame = f"wrong: {name_ranks(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"
@@ -193,12 +184,7 @@ def disagreement(places: Mapping[int, Whereabouts], world_size: int) -> Divergen
 
 
 def ended_early(ended: Mapping[int, str], others: Mapping[int, str]) -> DivergenceError:
-    """The error for ranks that wait for what ranks that have ended will never come to; in a tie, these are wrong.
-
-    Args:
-        ended: What each of some ranks has ended, as it follows its name.
-        others: Where each of the others stands.
-    """
+    """The error for ranks that wait for what ranks that have ended will never come to; in a tie, these are wrong."""
     going_on = {rank: f"has not: {place}" for rank, place in others.items()}
     wrong = sorted(ended if len(ended) <= len(others) else others)
     return DivergenceError(
@@ -207,15 +193,6 @@ def ended_early(ended: Mapping[int, str], others: Mapping[int, str]) -> Divergen
         field="end",
         values={**ended, **going_on},
     )
-
-
-def _wrong(kinds: Mapping[int, tuple[Place, Point]]) -> list[int]:
-    (common, count), *others = Counter(kinds.values()).most_common()
-    leading = [common, *(kind for kind, number in others if number == count)]
-    if len(leading) > 1:
-        leading = [kind for kind in leading if kind[0] in (Place.GATE, Place.BACKWARD)]
-    right = leading[0] if len(leading) == 1 else None
-    return sorted(rank for rank, kind in kinds.items() if kind != right)
 
 
 def _kind_of_difference(places: Iterable[Whereabouts]) -> tuple[str, str]:
@@ -309,17 +286,19 @@ class Points:
         self._plane = plane
         self._patience = patience
         self._locate = locate
-        self._name = name or f"run-{next(_runs)}"
+        self.name = name or f"run-{next(_runs)}"
+        """Of the run, alike on all ranks."""
         self._thread = threading.get_ident()
-        self._tally: Tally | SharedTally = Tally(plane, f"points/{self._name}")
-        self._points = 0
+        self._tally: Tally | SharedTally = Tally(plane, f"points/{self.name}")
+        self.num_calls = 0
+        """How many points this rank has begun."""
         self.passed = 0
         """How many points all ranks have come to together."""
         self._gates = 0
         self._backward = ("", 0)
         """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
         self._place: Place | None = None  # None: this rank does not wait
-        self._point: Callable[[], Point] = _nowhere
+        self._point: Callable[[], Point] = lambda: _AT_END
         self._look_at_s = _ALONE_S
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
@@ -331,7 +310,7 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         global _active
-        self._tally = SharedTally.share(self._plane, f"points-{self._name}", self._patience()) or self._tally
+        self._tally = SharedTally.share(self._plane, f"points-{self.name}", self._patience()) or self._tally
         self._plane.on_wait = self._while_waiting
         _active = self
 
@@ -345,16 +324,6 @@ class Points:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
             return
-
-    @property
-    def name(self) -> str:
-        """Of the run, alike on all ranks."""
-        return self._name
-
-    @property
-    def num_calls(self) -> int:
-        """How many points this rank has begun."""
-        return self._points
 
     @property
     def are_due(self) -> bool:
@@ -375,15 +344,15 @@ class Points:
             DivergenceError: The ranks are in different calls; the error holds both sides.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        self._points += 1
+        self.num_calls += 1
         self._enter(Place.POINT, lambda: point)
-        self._tally.enter(self._points, point.digest)
+        self._tally.enter(self.num_calls, point.digest)
         try:
             self._plane.poll(self._all_agree, self._patience(), what=str(point), arrived=self._arrived)
         finally:
             self._place = None
-        self._tally.passed(self._points)
-        self.passed = self._points
+        self._tally.passed(self.num_calls)
+        self.passed = self.num_calls
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
@@ -402,12 +371,12 @@ class Points:
         here = Whereabouts(
             rank=self._plane.world.rank,
             place=Place.BACKWARD,
-            points=self._points,
+            points=self.num_calls,
             gates=self._gates,
             point=Point(operation=operation),
             backward_gate=gate,
         )
-        return {"run": self._name, **here.to_plain()}
+        return {"run": self.name, **asdict(here)}
 
     def leave_gate(self) -> None:
         """This rank has passed the gate, or has given up."""
@@ -419,7 +388,7 @@ class Points:
 
     def _arrived(self) -> set[int]:
         """The ranks that have come to this rank's point: whoever waits there for long has said so."""
-        here = {rank for rank, one in self._places().items() if one.points >= self._points}
+        here = {rank for rank, one in self._places().items() if one.points >= self.num_calls}
         return here | {self._plane.world.rank}
 
     # -- where the others are ------------------------------------------------------------------------------------------
@@ -455,8 +424,8 @@ class Points:
         self._publish()
         others = set(self._plane.world.ranks) - {self._plane.world.rank}
         places = self._places()
-        further = {rank for rank, one in places.items() if one.place is Place.POINT and one.points > self._points}
-        further |= self._have_passed(self._points, others - set(places))
+        further = {rank for rank, one in places.items() if one.place is Place.POINT and one.points > self.num_calls}
+        further |= self._have_passed(self.num_calls, others - set(places))
         here = {rank: one for rank, one in places.items() if rank not in further}
         if len({(one.place, one.point) for one in here.values()}) == 1:
             return len(here) + len(further) == self._plane.world.size
@@ -484,13 +453,13 @@ class Points:
     def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
         told = [beat["whereabouts"] for beat in self._beats(ranks).values() if beat.get("whereabouts") is not None]
-        found = [Whereabouts.from_plain(one) for one in told if one.pop("run") == self._name]
+        found = [Whereabouts.from_plain(one) for one in told if one.pop("run") == self.name]
         return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
 
     def _have_passed(self, number: int, ranks: Iterable[int]) -> set[int]:
         """Those that have been at this point with this rank and do not wait any more, by their last beats."""
         passed = {rank: beat.get("passed") or ["", 0] for rank, beat in self._beats(ranks).items()}
-        return {rank for rank, (name, count) in passed.items() if name == self._name and count >= number}
+        return {rank for rank, (name, count) in passed.items() if name == self.name and count >= number}
 
     def _beats(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         asked = list(ranks)
@@ -499,23 +468,21 @@ class Points:
 
     def _is_present(self, one: Whereabouts) -> bool:
         """Whether a word is of a place that this rank has not passed; every other one may be old."""
-        passed_points = self._points - (self._place is Place.POINT)
+        passed_points = self.num_calls - (self._place is Place.POINT)
         passed_gates = self._gates - (self._place is Place.GATE)
         if one.place is Place.POINT:
             return one.points > passed_points
         return one.place is Place.END or one.gates > passed_gates
 
     def ended(self, line: ControlPlane) -> dict[int, str]:
-        """Peers that have ended their run, or wait for this rank at the end of an epoch, and which; from any thread.
+        """Peers that have ended their run, or wait for this rank at the end of an epoch, and which.
 
-        Args:
-            line: A control plane with a connection of that thread's own.
+        From any thread, over a connection of its own.
         """
         found = {}
         for rank in self._some_others():
-            data = line.read(self._at(rank))
-            one = None if data is None else Whereabouts.from_plain(words_of(data))
-            if one is not None and (one.place is Place.END or one.points > self._points) and one.point.has_ended:
+            one = self._read(rank, line)
+            if one is not None and (one.place is Place.END or one.points > self.num_calls) and one.point.has_ended:
                 found[rank] = one.point.has_ended
         return found
 
@@ -533,35 +500,25 @@ class Points:
             self._own = Whereabouts(
                 rank=rank,
                 place=self._place,
-                points=self._points,
+                points=self.num_calls,
                 gates=self._gates,
                 point=self._point(),
                 backward_gate=self._backward[1],
                 location=self._locate() if self._place is Place.POINT else None,
             )
-            self._plane.send(self._at(rank), json.dumps(self._own.to_plain()).encode())
+            self._plane.send(self._at(rank), json.dumps(asdict(self._own)).encode())
         return self._own
 
-    def _read(self, rank: int) -> Whereabouts | None:
-        data = self._plane.read(self._at(rank))
+    def _read(self, rank: int, line: ControlPlane | None = None) -> Whereabouts | None:
+        data = (line or self._plane).read(self._at(rank))
         return None if data is None else Whereabouts.from_plain(words_of(data))
 
     def _at(self, rank: int) -> str:
-        return f"points/{self._name}/at/{rank}"
-
-
-def _nowhere() -> Point:
-    return Point(operation="")
+        return f"points/{self.name}/at/{rank}"
 
 
 class WatchedGate(StepGate):
-    """A step gate at which a rank that waits is seen by those that wait at a point, and sees them.
-
-    Args:
-        plane: The control plane.
-        points: The points of the run.
-        **arguments: Those of ``StepGate``.
-    """
+    """A step gate at which a rank that waits is seen by those that wait at a point, and sees them."""
 
     def __init__(self, plane: ControlPlane, *, points: Points, **arguments: object) -> None:
         super().__init__(plane, **arguments)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Small records of all ranks: over the store, or in memory that the ranks of a host share."""
+"""Small records of all ranks: the gate of each step, and the digests of a checked call.
+
+They stand in memory that the ranks of a host share, where all of them are on one; else in the store.
+"""
 
 from __future__ import annotations
 
@@ -10,87 +13,236 @@ import secrets
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from enum import IntFlag
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.control.secret import Entries
+from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id
 
-__all__ = ["BELL_BYTES", "HEAD_BYTES", "Bell", "CountedGate", "SharedRecords", "SharedTally", "Slots", "Tally"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-_NUM_SLOTS = 3
-_HEAD = struct.Struct("<II")  # the number of the gate, and the rank
-_NUMBERS = 1 << 32  # one key holds two neighbouring gates at most: their numbers differ in this as well
-HEAD_BYTES = _HEAD.size
+__all__ = [
+    "HEAD_BYTES",
+    "RECORD_BYTES",
+    "GateRecord",
+    "SharedRecords",
+    "SharedTally",
+    "Slots",
+    "StepGate",
+    "Tally",
+    "Wish",
+]
+
+# -- the record of a step ----------------------------------------------------------------------------------------------
+
+RECORD_VERSION = 5
 
 
-class Slots:
-    """One key per gate, to which every rank of the group appends its record; a look at all of them is one round trip.
+class Wish(IntFlag):
+    """What a rank wants, or says, at a gate. One rank's wish is enough for all; SAVED counts when all say it."""
 
-    A record carries its gate's number, so that it cannot pair with that of another gate. A rank enters gate n + 1 only
-    when all have entered gate n, so that three keys are enough: once all have entered gate n, nobody reads the key of
-    gate n - 1 any more, and nobody writes to it before its owner has entered gate n + 1. The owner empties it between.
+    NONE = 0
+    STOP = 1
+    PREEMPT = 2
+    SKIP = 4
+    FAILED = 8
+    SAVED = 16
+    LATE = 32
 
-    Every record is signed: what a stranger writes between them is skipped.
+
+class GateRecord(NamedTuple):
+    """What one rank says at a gate; at most 128 bytes on the wire. A field that a run does not fill stays 0."""
+
+    global_step: int
+    """Completed optimizer steps."""
+    micro_batch: int
+    """Index of the micro-batch in its epoch."""
+    epoch: int
+    wishes: int = 0
+    """What this rank wants, or says: bits of ``Wish``."""
+    decisions: int = 0
+    """Bits: what follows this step (validation, save, stop, last batch, accumulation boundary)."""
+    consumed_samples: int = 0
+    data_fingerprint: int = 0
+    """Order and content of the data, unsigned 64 bits."""
+    batch_structure: int = 0
+    """Tree, shapes and dtypes of the batch, unsigned 64 bits."""
+    collectives: int = 0
+    """Sequence numbers of all process groups, unsigned 64 bits."""
+    state_fingerprint: int = 0
+    """The step's window of the model state, unsigned 64 bits."""
+    settings: int = 0
+    """What the optimizers do: rates and counts of all groups, trainable parameters; unsigned 64 bits."""
+    batch_content: int = 0
+    """A sum of this rank's own samples, unsigned 64 bits; it never has to agree."""
+    learning_rate: float = 0.0
+    loss_scale: float = 0.0
+    lead_s: float = 0.0
+    """From the gate before to this rank's first backward, to three digits; it never has to agree."""
+    wait_s: float = 0.0
+    """How long this rank waited at the gate before, to three digits; it never has to agree."""
+    data_s: float = 0.0
+    """How long it waited for its batches since then, to three digits; it never has to agree, nor do the next two."""
+    forward_s: float = 0.0
+    """In ``training_step``."""
+    optimizer_s: float = 0.0
+    """In the optimizer, without forward and backward."""
+
+    def pack(self) -> bytes:
+        """The record as bytes."""
+        return _LAYOUT.pack(RECORD_VERSION, *self)
+
+    @staticmethod
+    def is_readable(data: bytes) -> bool:
+        """Whether this version of the package can unpack it."""
+        return data[:1] == bytes([RECORD_VERSION]) and len(data) == RECORD_BYTES
+
+    @classmethod
+    def unpack(cls, data: bytes, *, rank: int) -> GateRecord:
+        """Reads a record.
+
+        Raises:
+            DivergenceError: Another version of this package packed it.
+        """
+        if not cls.is_readable(data):
+            raise DivergenceError(
+                f"Rank {rank} runs another version of lightning_distplus: its step record has version {data[0]} and "
+                f"{len(data)} bytes, this one has version {RECORD_VERSION} and {_LAYOUT.size} bytes. "
+                "Install the same version everywhere.",
+                ranks=[rank],
+                field="record_version",
+            )
+        return cls._make(_LAYOUT.unpack(data)[1:])
+
+
+_LAYOUT = struct.Struct("<B QQI H H QQQQQQQ dd eeeee".replace(" ", ""))
+RECORD_BYTES = _LAYOUT.size
+
+
+# -- the gate of a step ------------------------------------------------------------------------------------------------
+
+
+class StepGate:
+    """Exchanges one record per rank and step.
+
+    Gates are numbered: a record cannot pair with the gate of another step, the ranks without one are named, and a gate
+    survives a time-out. Up to 64 ranks everybody reads all records; more ranks count equal ones.
 
     Args:
-        plane: The control plane.
-        name: What the keys begin with; the same on all ranks of the group.
-        is_owner: Whether this rank empties the keys; one rank of the group does.
+        plane: The control plane. All ranks create the gate with the same name, at the same point.
+        name: Keeps the gates of several runs in one process apart.
+        must_agree: The fields in which records that differ are read by all ranks, however many there are.
+        direct_ranks: Up to so many ranks read all records in any case.
     """
 
-    def __init__(self, plane: ControlPlane, name: str, *, is_owner: bool) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        name: str,
+        must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
+        direct_ranks: int = DIRECT_RANKS,
+    ) -> None:
         self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_SLOTS)]
-        self._entries: list[Entries | None] = [None] * _NUM_SLOTS
-        self._is_owner = is_owner
+        self._name = name
+        self._must_agree = tuple(must_agree)
         self._number = 0
-        self._unpacked: list[bytes] = []
-        self._records: dict[int, bytes] = {}
-        if is_owner:
-            for key in self._keys:
-                plane.send_unsigned(key, b"")
+        self._posted: GateRecord | None = None
+        self.reads_all = plane.world.size <= direct_ranks
+        self._gate: CountedGate | _DirectGate = (
+            _DirectGate(plane, f"gate/{name}")
+            if self.reads_all
+            else CountedGate(plane, f"gate/{name}", digest=self._digest)
+        )
+
+    def open(self, deadline: timedelta) -> None:
+        """Meets all ranks, so that every key is empty before the first record comes.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        if isinstance(self._gate, CountedGate):
+            self._plane.barrier(f"gate-{self._name}", deadline)
+        else:
+            self._gate.open(f"gate-{self._name}", deadline)
+
+    def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
+        """Posts this rank's record and collects everybody's, in rank order.
+
+        Of more than 64 ranks that agree in every field of ``must_agree`` and have the same wishes, each gets its own
+        record in the place of all others.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+            DivergenceError: A peer runs another version of this package.
+        """
+        self.post(record)
+        return self.collect(deadline)
+
+    def post(self, record: GateRecord) -> None:
+        """Enters the next gate with this rank's record; never waits."""
+        self._number += 1
+        self._posted = record
+        self._gate.post(self._number, record.pack())
+
+    def collect(self, deadline: timedelta) -> list[GateRecord]:
+        """Waits until all ranks have entered the gate, and returns their records; may be called again if it raised."""
+        packed = self._gate.collect(self._number, deadline, what=f"step gate {self._number} of {self._name}")
+        mine = packed[self._plane.world.rank]
+        if self._posted is not None and packed.count(mine) == len(packed):  # the common case
+            return [self._posted] * len(packed)
+        return [GateRecord.unpack(data, rank=rank) for rank, data in enumerate(packed)]
+
+    def _digest(self, packed: bytes) -> str:
+        """What must be equal in a record; all of it, where another version of this package packed it."""
+        if not GateRecord.is_readable(packed):
+            return xxhash.xxh3_64_hexdigest(packed)
+        record = GateRecord.unpack(packed, rank=self._plane.world.rank)
+        equal = [record.wishes, *(getattr(record, field) for field in self._must_agree)]
+        return xxhash.xxh3_64_hexdigest(repr(equal).encode())
+
+
+class _DirectGate:
+    """Lets all ranks through when all have come; everybody reads the records of all."""
+
+    def __init__(self, plane: ControlPlane, name: str) -> None:
+        self._plane = plane
+        self._slots: Slots | SharedRecords = Slots(plane, name, is_owner=plane.world.rank == 0)
+
+    def open(self, name: str, deadline: timedelta) -> None:
+        """Meets all ranks; those of one host show each other their records in memory from now on."""
+        self._slots = SharedRecords.share(self._plane, name, deadline) or self._slots
 
     def post(self, number: int, packed: bytes) -> None:
-        """Shows this rank's record; never waits."""
-        slot = number % _NUM_SLOTS
-        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank)
-        self._plane.append(self._keys[slot], self._entries_of(slot).entry(head + packed))
+        """Enters the gate with this rank's record; never waits."""
+        self._slots.post(number, packed)
 
-    def read(self, number: int) -> dict[int, bytes]:
-        """The record of each rank of the group that has entered the gate; never waits."""
-        slot = number % _NUM_SLOTS
-        entries = self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b"")
-        if number != self._number or entries[: len(self._unpacked)] != self._unpacked:  # another key, or written anew
-            self._number, self._unpacked, self._records = number, [], {}
-        for entry in entries[len(self._unpacked) :]:  # a rank that waits looks ten times and more
-            posted, rank = _HEAD.unpack_from(entry)
-            if posted == number % _NUMBERS:
-                self._records[rank] = entry[HEAD_BYTES:]
-        self._unpacked = entries[:]
-        return self._records
+    def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
+        """The records of all ranks, in rank order; the errors are those of ``ControlPlane.poll``."""
+        size = self._plane.world.size
+        self._plane.raise_if_launcher_gone()
+        posted = self._slots.linger(number)
 
-    def linger(self, number: int) -> dict[int, bytes]:
-        """Nothing wakes this rank when the others have come: it has to ask the store."""
-        return {}
+        def is_complete() -> bool:
+            posted.update(self._slots.read(number))
+            return len(posted) == size
 
-    def passed(self, number: int) -> None:
-        """All have entered the gate: the key of the one before it is emptied, for the one after the next."""
-        if self._is_owner:
-            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_SLOTS], b"")
-
-    def _entries_of(self, slot: int) -> Entries:
-        entries = self._entries[slot] = self._entries[slot] or self._plane.secret.entries(self._keys[slot])
-        return entries
+        if len(posted) < size:
+            self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
+        self._slots.passed(number)
+        return [posted[rank] for rank in range(size)]
 
 
 # -- equal records of many ranks, counted ------------------------------------------------------------------------------
-
 
 _LARGEST_GROUP = 64
 _EQUAL, _DIFFERENT = b"equal", b"different"
@@ -102,11 +254,6 @@ class CountedGate:
     The ranks of a node form a group. Its first rank reads the group's records, adds their number to the counter of
     their digest, and then to that of all; who brings the latter to the number of ranks opens the gate, and says whether
     one digest has them all. Only where the digests differ does every rank read the records of everybody.
-
-    Args:
-        plane: The control plane; all ranks create the gate at the same point.
-        name: What the keys begin with.
-        digest: Sums up what must be equal in a packed record.
     """
 
     def __init__(self, plane: ControlPlane, name: str, *, digest: Callable[[bytes], str]) -> None:
@@ -199,115 +346,79 @@ class CountedGate:
         return f"{self._name}/agreed/{number}/{digest}"
 
 
-# -- digests, added up in the store ------------------------------------------------------------------------------------
+# -- records in the store ----------------------------------------------------------------------------------------------
+
+_NUM_SLOTS = 3
+_HEAD = struct.Struct("<II")  # the number of the gate, and the rank
+_NUMBERS = 1 << 32  # one key holds two neighbouring gates at most: their numbers differ in this as well
+HEAD_BYTES = _HEAD.size
 
 
-_NUM_KEYS = 3
-_COUNTER_BITS = 63  # the store's counters are signed
+class Slots:
+    """One key per gate, to which every rank of the group appends its record; a look at all of them is one round trip.
 
+    A record carries its gate's number, so that it cannot pair with that of another gate. A rank enters gate n + 1 only
+    when all have entered gate n, so that three keys are enough: once all have entered gate n, nobody reads the key of
+    gate n - 1 any more, and nobody writes to it before its owner has entered gate n + 1. The owner empties it between.
 
-class Tally:
-    """Counts the ranks that have come to a number with the same digest.
-
-    The sum is this rank's digest times the number of ranks, as long as all say the same; the work of a look does not
-    grow with the ranks. The first look costs nothing: the store answers an addition with the sum.
-
-    A rank enters number n + 1 only when all have entered number n, so that three keys, used in turn, are enough: once
-    all have entered n, nobody looks at the key of n - 1 any more, and nobody adds to it before rank 0 has entered
-    n + 1. Rank 0 empties it between.
-
-    Args:
-        plane: The control plane.
-        name: What the keys begin with; the same on all ranks, and never used before.
+    Every record is signed: what a stranger writes between them is skipped.
     """
 
-    def __init__(self, plane: ControlPlane, name: str) -> None:
+    def __init__(self, plane: ControlPlane, name: str, *, is_owner: bool) -> None:
         self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._bits = _COUNTER_BITS - plane.world.size.bit_length()
-        self._key = ""
-        self._digest = 1
-        self._sum: int | None = None
+        self._keys = [f"{name}/{number}" for number in range(_NUM_SLOTS)]
+        self._entries: list[Entries | None] = [None] * _NUM_SLOTS
+        self._is_owner = is_owner
+        self._number = 0
+        self._unpacked: list[bytes] = []
+        self._records: dict[int, bytes] = {}
+        if is_owner:
+            for key in self._keys:
+                plane.send_unsigned(key, b"")
 
-    def enter(self, number: int, digest: bytes) -> None:
-        """Says this rank's part; never waits.
+    def post(self, number: int, packed: bytes) -> None:
+        """Shows this rank's record; never waits."""
+        slot = number % _NUM_SLOTS
+        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank)
+        self._plane.append(self._keys[slot], self._entries_of(slot).entry(head + packed))
 
-        Args:
-            number: Grows by one.
-            digest: At least 8 bytes.
-        """
-        self._key = self._keys[number % _NUM_KEYS]
-        # The highest bit is set: no digest is a multiple of another.
-        self._digest = int.from_bytes(digest[:8], "little") >> (64 - self._bits) | 1 << (self._bits - 1)
-        self._sum = self._plane.add(self._key, self._digest)
+    def read(self, number: int) -> dict[int, bytes]:
+        """The record of each rank of the group that has entered the gate; never waits."""
+        slot = number % _NUM_SLOTS
+        entries = self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b"")
+        if number != self._number or entries[: len(self._unpacked)] != self._unpacked:  # another key, or written anew
+            self._number, self._unpacked, self._records = number, [], {}
+        for entry in entries[len(self._unpacked) :]:  # a rank that waits looks ten times and more
+            posted, rank = _HEAD.unpack_from(entry)
+            if posted == number % _NUMBERS:
+                self._records[rank] = entry[HEAD_BYTES:]
+        self._unpacked = entries[:]
+        return self._records
 
-    def look(self) -> int | None:
-        """How many ranks have come, this one included; None where they do not all say the same; never waits."""
-        total = self._plane.add(self._key, 0) if self._sum is None else self._sum
-        self._sum = None
-        num_ranks, rest = divmod(total, self._digest)
-        return None if rest else num_ranks
+    def linger(self, number: int) -> dict[int, bytes]:
+        """Nothing wakes this rank when the others have come: it has to ask the store."""
+        return {}
 
     def passed(self, number: int) -> None:
-        """All have come: the key of the number before is emptied, for the one after the next."""
-        if self._plane.world.rank == 0:
-            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"0")
+        """All have entered the gate: the key of the one before it is emptied, for the one after the next."""
+        if self._is_owner:
+            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_SLOTS], b"")
+
+    def _entries_of(self, slot: int) -> Entries:
+        entries = self._entries[slot] = self._entries[slot] or self._plane.secret.entries(self._keys[slot])
+        return entries
 
 
-# -- a word of memory on which processes wait --------------------------------------------------------------------------
-
-
-BELL_BYTES = 8
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_WAIT, _WAKE = 0, 1
-_ALL = 0x7FFFFFFF
-_WORD_MASK = 0xFFFFFFFF
-
-
-class Bell:
-    """Wakes those who wait; one who waits costs no processor, and is awake sooner than the shortest sleep ends.
-
-    Args:
-        memory: Mapped by all of them.
-        offset: Of ``BELL_BYTES`` in it, a multiple of 8.
-    """
-
-    def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self._word = ctypes.c_uint32.from_buffer(memory, offset)
-        self._at = ctypes.byref(self._word)
-        self._call = ctypes.CDLL(None).syscall
-
-    @staticmethod
-    def is_available() -> bool:
-        """Whether this system has it, as far as we know its numbers."""
-        return _FUTEX is not None
-
-    @property
-    def rung(self) -> int:
-        """What it was last rung with."""
-        return self._word.value
-
-    def ring(self, number: int) -> None:
-        """Wakes everybody.
-
-        Args:
-            number: Differs from that before, so that one who is about to wait does not.
-        """
-        self._word.value = number & _WORD_MASK
-        self._call(_FUTEX, self._at, _WAKE, _ALL, None, None, 0)
-
-    def wait(self, rung: int, seconds: float) -> None:
-        """Waits for the next ring; returns at once if it rang since ``rung`` was read, and early for a signal."""
-        at_most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-        self._call(_FUTEX, self._at, _WAIT, ctypes.c_uint32(rung), at_most, None, 0)
-
-
-# -- memory that the ranks of a host share -----------------------------------------------------------------------------
-
+# -- records in memory that the ranks of a host share ------------------------------------------------------------------
 
 _NAME = "distplus-shared"
 _NUM_SETS = 2
 _LINGER_S = 0.02  # longer than ranks that train in step wait for each other
+# A futex: one who waits on it costs no processor, and is awake sooner than the shortest sleep ends.
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_BYTES = 8
+_WAIT, _WAKE = 0, 1
+_ALL = 0x7FFFFFFF
 
 
 class SharedRecords:
@@ -316,11 +427,6 @@ class SharedRecords:
     Each rank writes into a place of its own, in one of two sets that are used in turn: a rank enters gate n + 1 only
     when all have entered gate n, so that whoever still looks at n finds its records. One that is read while it is
     written does not fit its sum, and counts as not there yet. Nobody but this user can write.
-
-    Args:
-        memory: Shared by all ranks, and empty.
-        rank: This rank.
-        size: The number of ranks.
     """
 
     PLACE = struct.Struct("<QQH")  # the number of the gate, the sum of number and record, the length of the record
@@ -330,21 +436,24 @@ class SharedRecords:
         self._memory = memory
         self._rank = rank
         self._size = size
-        self._bell = Bell(memory, _NUM_SETS * size * self.PLACE_BYTES)
+        self._word = ctypes.c_uint32.from_buffer(memory, _NUM_SETS * size * self.PLACE_BYTES)
+        self._at = ctypes.byref(self._word)
+        self._syscall = ctypes.CDLL(None).syscall
 
     @classmethod
-    def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> SharedRecords | None:
-        """Meets all ranks; see ``share_memory``."""
-        memory = share_memory(plane, name, _NUM_SETS * plane.world.size * cls.PLACE_BYTES + BELL_BYTES, deadline)
+    def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> Self | None:
+        """Meets all ranks; None on all alike, where they run on several hosts, may not look at each other, or are many.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        """
+        memory = _share_memory(plane, name, _NUM_SETS * plane.world.size * cls.PLACE_BYTES + _FUTEX_BYTES, deadline)
         return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
 
     def post(self, number: int, packed: bytes) -> None:
         """Shows this rank's record; never waits."""
         place = self.PLACE.pack(number, _sum(number, packed), len(packed)) + packed
-        if len(place) > self.PLACE_BYTES:
-            raise ValueError(
-                f"A record has {len(packed)} bytes; it takes at most {self.PLACE_BYTES - self.PLACE.size}."
-            )
+        assert len(place) <= self.PLACE_BYTES
         start = self._start(number, self._rank)
         self._memory[start : start + len(place)] = place
 
@@ -362,14 +471,21 @@ class SharedRecords:
         return found
 
     def linger(self, number: int) -> dict[int, bytes]:
-        """Gives the others a moment to come; the records of those that have."""
-        found: dict[int, bytes] = {}
+        """Gives the others a moment to come; the records of those that have. Whoever comes last wakes the others.
 
-        def have_come() -> bool:
-            found.update(self.read(number))
-            return len(found) == self._size
-
-        _linger(self._bell, number, have_come)
+        Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the moment
+        passes.
+        """
+        until = time.monotonic() + _LINGER_S
+        rung = self._word.value  # before the look: a ring in between ends the wait at once
+        if len(found := self.read(number)) == self._size:
+            self._word.value = number & 0xFFFFFFFF
+            self._syscall(_FUTEX, self._at, _WAKE, _ALL, None, None, 0)
+        while len(found) < self._size and (left := until - time.monotonic()) > 0:
+            at_most = (ctypes.c_long * 2)(int(left), int(left % 1 * 1e9))
+            self._syscall(_FUTEX, self._at, _WAIT, ctypes.c_uint32(rung), at_most, None, 0)
+            rung = self._word.value
+            found = self.read(number)
         return found
 
     def passed(self, number: int) -> None:
@@ -383,21 +499,7 @@ def _sum(number: int, packed: bytes) -> int:
     return xxhash.xxh3_64_intdigest(packed, seed=number)
 
 
-def share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: timedelta) -> mmap.mmap | None:
-    """Meets all ranks; makes memory where all of them can map it.
-
-    Args:
-        plane: The control plane.
-        name: Of the meeting.
-        num_bytes: How much, all of it zero.
-        deadline: How long to wait for the slowest rank.
-
-    Returns:
-        None on all ranks alike, where they run on several hosts, may not look at each other, or are many.
-
-    Raises:
-        PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-    """
+def _share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: timedelta) -> mmap.mmap | None:
     if plane.world.size > DIRECT_RANKS:
         plane.barrier(name, deadline)
         return None
@@ -426,7 +528,7 @@ def _map(offer: dict[str, object], num_bytes: int) -> mmap.mmap | None:
     """The memory of an offer; None where it is of another host, or may not be looked at."""
     path = str(offer.get("path", ""))
     with suppress(OSError, ValueError):
-        is_here = bool(offer) and Bell.is_available() and offer["boot"] == boot_id()
+        is_here = bool(offer) and _FUTEX is not None and offer["boot"] == boot_id()
         # Another process may have that number here: what it holds open must not be touched.
         if is_here and str(Path(path).readlink()).startswith(f"/memfd:{offer['memory']}"):
             descriptor = os.open(path, os.O_RDWR)
@@ -437,88 +539,61 @@ def _map(offer: dict[str, object], num_bytes: int) -> mmap.mmap | None:
     return None
 
 
-def _linger(bell: Bell, number: int, have_come: Callable[[], bool]) -> None:
-    """Returns when all have come, or a moment has passed; whoever comes last wakes the others.
+# -- digests of all ranks ----------------------------------------------------------------------------------------------
 
-    Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the moment
-    passes.
-    """
-    until = time.monotonic() + _LINGER_S
-    rung = bell.rung
-    if have_come():
-        bell.ring(number)
-        return
-    while (left := until - time.monotonic()) > 0:
-        bell.wait(rung, left)
-        rung = bell.rung
-        if have_come():
-            return
+_NUM_KEYS = 3
+_COUNTER_BITS = 63  # the store's counters are signed
 
 
-# -- digests in memory that the ranks of a host share ------------------------------------------------------------------
+class Tally:
+    """Counts the ranks that have come to a number with the same digest.
 
+    The sum is this rank's digest times the number of ranks, as long as all say the same; the work of a look does not
+    grow with the ranks. The first look costs nothing: the store answers an addition with the sum.
 
-_RECORD = struct.Struct("<QQ")  # the digest; the digest and the number, mixed
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers are mixed alike
-_WORD = (1 << 64) - 1
-
-
-class SharedTally:
-    """Counts the ranks that have come to a number with the same digest; what ``Tally`` does over the store.
-
-    Each rank writes a record of its own, in one of two sets that are used in turn: a rank enters number n + 1 only when
-    all have entered number n, so that whoever still looks at n finds it. A record that is read while it is written
-    fits no number, and counts as not there yet.
-
-    Args:
-        memory: Shared by all ranks, and empty.
-        rank: This rank.
-        size: The number of ranks.
+    A rank enters number n + 1 only when all have entered number n, so that three keys, used in turn, are enough: once
+    all have entered n, nobody looks at the key of n - 1 any more, and nobody adds to it before rank 0 has entered
+    n + 1. Rank 0 empties it between. A ``name`` is used once.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
-        self._memory = memory
-        self._rank = rank
-        self._size = size
-        self._set_bytes = size * _RECORD.size
-        self._bell = Bell(memory, _NUM_SETS * self._set_bytes)
-        self._start = 0
-        self._digest = 0
-        self._mixed_in = 0
-        self._complete = b""
-
-    @classmethod
-    def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> SharedTally | None:
-        """Meets all ranks; see ``share_memory``."""
-        memory = share_memory(plane, name, _NUM_SETS * plane.world.size * _RECORD.size + BELL_BYTES, deadline)
-        return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
+    def __init__(self, plane: ControlPlane, name: str) -> None:
+        self._plane = plane
+        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
+        self._bits = _COUNTER_BITS - plane.world.size.bit_length()
+        self._key = ""
+        self._digest = 1
+        self._sum: int | None = None
 
     def enter(self, number: int, digest: bytes) -> None:
-        """Says this rank's part, and gives the others a moment to say theirs.
-
-        Args:
-            number: Grows by one.
-            digest: At least 8 bytes.
-        """
-        self._digest = int.from_bytes(digest[:8], "little")
-        self._mixed_in = number * _SPREAD & _WORD
-        self._start = number % _NUM_SETS * self._set_bytes
-        record = _RECORD.pack(self._digest, self._digest ^ self._mixed_in)
-        self._complete = record * self._size
-        own = self._start + self._rank * _RECORD.size
-        self._memory[own : own + _RECORD.size] = record
-        _linger(self._bell, number, lambda: self._records() == self._complete)
+        """Says this rank's part, a digest of at least 8 bytes, at a number that grows by one; never waits."""
+        self._key = self._keys[number % _NUM_KEYS]
+        # The highest bit is set: no digest is a multiple of another.
+        self._digest = int.from_bytes(digest[:8], "little") >> (64 - self._bits) | 1 << (self._bits - 1)
+        self._sum = self._plane.add(self._key, self._digest)
 
     def look(self) -> int | None:
         """How many ranks have come, this one included; None where they do not all say the same; never waits."""
-        records = self._records()
-        if records == self._complete:
-            return self._size
-        come = [digest for digest, mixed in _RECORD.iter_unpack(records) if digest ^ mixed == self._mixed_in]
-        return len(come) if all(digest == self._digest for digest in come) else None
+        total = self._plane.add(self._key, 0) if self._sum is None else self._sum
+        self._sum = None
+        num_ranks, rest = divmod(total, self._digest)
+        return None if rest else num_ranks
 
     def passed(self, number: int) -> None:
-        """All have come: nothing has to be emptied."""
+        """All have come: the key of the number before is emptied, for the one after the next."""
+        if self._plane.world.rank == 0:
+            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"0")
 
-    def _records(self) -> bytes:
-        return self._memory[self._start : self._start + self._set_bytes]
+
+class SharedTally(SharedRecords):
+    """Counts the ranks that have come to a number with the same digest; what ``Tally`` does over the store."""
+
+    def enter(self, number: int, digest: bytes) -> None:
+        """Says this rank's part at a number that grows by one, and gives the others a moment to say theirs."""
+        self._number, self._digest = number, digest
+        self.post(number, digest)
+        self.linger(number)
+
+    def look(self) -> int | None:
+        """How many ranks have come, this one included; None where they do not all say the same; never waits."""
+        come = self.read(self._number).values()
+        return len(come) if all(digest == self._digest for digest in come) else None

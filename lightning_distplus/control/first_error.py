@@ -120,11 +120,6 @@ class Listener:
     The thread waits for a key of its own rank, its bell; whoever reports an error sets that key for every rank. A ring
     is believed only where an error follows that this job has signed. The connection is made when the thread starts:
     most control planes of a process never listen, and one host serves those of all ranks.
-
-    Args:
-        store: The job's store; who reports, or ends the thread, does it over this connection.
-        world: This process.
-        secret: Signs this attempt's messages.
     """
 
     def __init__(self, store: Store, world: World, secret: Secret) -> None:
@@ -163,14 +158,9 @@ class Listener:
         self._thread = None
 
     def report(self, error: FirstError, *, is_host: bool) -> FirstError:
-        """Tells all ranks; the first report wins.
+        """Tells all ranks, and returns the error that won: the first one.
 
-        Args:
-            error: What this rank raised.
-            is_host: Whether this process serves the store: then it stays until the others have heard.
-
-        Returns:
-            The error that won.
+        A process that serves the store (``is_host``) stays until the others have heard.
         """
         winner = SignedStore(self._store, self._secret).claim(_KEY, json.dumps(asdict(error)).encode())
         self.heard = FirstError(**words_of(winner))

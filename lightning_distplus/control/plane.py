@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -69,7 +70,7 @@ _LOOK_AT_ROLL_PER_RANK_S = 0.02
 
 MAX_MESSAGE_BYTES = 1 << 20
 
-_COMBINED_BYTES = 4 << 20  # torch's store refuses values above 8 MiB
+_CHUNK_BYTES = 4 << 20  # torch's store refuses values above 8 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,9 @@ class Peer:
     host: str
     pid: int
     started: int | None = None
-    """``liveness.start_time`` of the process."""
+    """``process.start_time`` of the process."""
     boot: str = ""
-    """``liveness.boot_id`` of its host."""
+    """``process.boot_id`` of its host."""
     address: str = ""
     """Of its host, on the way to the job's store."""
 
@@ -112,9 +113,7 @@ class Peer:
 
     def state(self) -> ProcessState:
         """What this host's system says of it; UNKNOWN for a process of another host."""
-        if not self.is_here:
-            return ProcessState.UNKNOWN
-        return process_state(self.pid, self.started)
+        return process_state(self.pid, self.started) if self.is_here else ProcessState.UNKNOWN
 
     def ended_by(self) -> str:
         """The signal that has ended it, as long as its host's system knows."""
@@ -208,12 +207,7 @@ class ControlPlane:
         self._leave(key, [f"{key}/{part}" for part in ("arrived", "open")], deadline, what=what)
 
     def gather(self, name: str, value: bytes, deadline: timedelta) -> list[bytes]:
-        """Every rank's value, in rank order, on every rank.
-
-        Args:
-            name: What is gathered; the same on all ranks.
-            value: At most 1 MiB.
-            deadline: How long to wait for the slowest rank.
+        """Every rank's value, of at most 1 MiB, in rank order, on every rank.
 
         Raises:
             ValueError: The value is too large.
@@ -298,14 +292,8 @@ class ControlPlane:
         self.append(key, self.secret.entries(key).entry(_RANK.pack(self.world.rank)))
 
     def signed_in(self, key: str, entries: Entries | None = None) -> set[int]:
-        """The ranks that have signed a key.
-
-        Args:
-            key: The key.
-            entries: Of this key, where it is asked for often: then each rank is checked once.
-        """
-        found = (entries or self.secret.entries(key)).read(self.read_unsigned(key) or b"")
-        return _ranks_of(found)
+        """The ranks that have signed a key; with its ``entries``, where it is asked for often, each is checked once."""
+        return _ranks_of((entries or self.secret.entries(key)).read(self.read_unsigned(key) or b""))
 
     def delete(self, key: str) -> None:
         """Deletes a key, where it is."""
@@ -389,13 +377,7 @@ class ControlPlane:
     def poll(
         self, is_complete: Callable[[], bool], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]
     ) -> None:
-        """Asks until the answer is yes.
-
-        Args:
-            is_complete: Asks.
-            deadline: How long to wait.
-            what: What is waited for, for the message.
-            arrived: Called once the deadline has passed: the ranks that did come.
+        """Asks until the answer is yes; ``arrived`` tells, for the message, which ranks did come.
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: As for a barrier.
@@ -423,11 +405,7 @@ class ControlPlane:
             time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
 
     def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
-        """Raises when the process of a rank for which we wait is gone, as far as this host can tell.
-
-        Args:
-            what: What we wait for, for the message.
-            arrived: Asked where a process is gone: the ranks for which we do not wait.
+        """Raises when the process of a rank that has not ``arrived`` is gone, as far as this host can tell.
 
         Raises:
             PeerLost: ``.ranks`` names them.
@@ -557,21 +535,23 @@ class ControlPlane:
         """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N."""
         if self.world.rank == 0:
             values = self._read_all(keys, deadline, what)
-            chunks = _pack(values)
-            for number, chunk in enumerate(chunks):
-                self.send(f"{key}/chunk/{number}", chunk)
-            self.send(f"{key}/chunks", str(len(chunks)).encode())
+            whole = b"".join(values)
+            for chunk, start in _chunks(key, len(whole)):
+                self.send(chunk, whole[start : start + _CHUNK_BYTES])
+            self.send(f"{key}/sizes", json.dumps([len(value) for value in values]).encode())
             return values
-        count = b""
+        told = b""
 
         def is_complete() -> bool:
-            nonlocal count
-            count = self.read(f"{key}/chunks") or b""
-            return bool(count)
+            nonlocal told
+            told = self.read(f"{key}/sizes") or b""
+            return bool(told)
 
         self.poll(is_complete, deadline, what=what, arrived=lambda: self._relayed(keys))
-        parts = [f"{key}/chunk/{number}" for number in range(int(count))]
-        return _unpack(self._read_all(parts, deadline, what, arrived=lambda: self._relayed(keys)))
+        sizes = json.loads(told)
+        parts = [chunk for chunk, _ in _chunks(key, sum(sizes))]
+        whole = b"".join(self._read_all(parts, deadline, what, arrived=lambda: self._relayed(keys)) if parts else ())
+        return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
     def _relayed(self, keys: Sequence[str]) -> set[int]:
         """The ranks that have done their part; where all values are there, rank 0 has not passed them on."""
@@ -595,8 +575,8 @@ class ControlPlane:
             what=what,
             arrived=lambda: {0, *self.signed_in(left, entries)},
         )
-        chunks = range(int(self.read(f"{key}/chunks") or 0))
-        for used in [*keys, *(f"{key}/chunk/{number}" for number in chunks), f"{key}/chunks", left]:
+        chunks = [chunk for chunk, _ in _chunks(key, sum(json.loads(self.read(f"{key}/sizes") or b"[]")))]
+        for used in (*keys, *chunks, f"{key}/sizes", left):
             self.delete(used)
 
 
@@ -604,20 +584,9 @@ def _ranks_of(entries: Iterable[bytes]) -> set[int]:
     return {_RANK.unpack(entry)[0] for entry in entries}
 
 
-def _pack(values: Sequence[bytes]) -> list[bytes]:
-    """Length-prefixed values, cut into chunks that the store takes."""
-    whole = b"".join(len(value).to_bytes(4, "little") + value for value in values)
-    return [whole[start : start + _COMBINED_BYTES] for start in range(0, len(whole), _COMBINED_BYTES)]
-
-
-def _unpack(chunks: Iterable[bytes]) -> list[bytes]:
-    whole = b"".join(chunks)
-    values, start = [], 0
-    while start < len(whole):
-        size = int.from_bytes(whole[start : start + 4], "little")
-        values.append(whole[start + 4 : start + 4 + size])
-        start += 4 + size
-    return values
+def _chunks(key: str, num_bytes: int) -> list[tuple[str, int]]:
+    """The keys of what rank 0 passes on, each with the byte at which it begins."""
+    return [(f"{key}/chunk/{start}", start) for start in range(0, num_bytes, _CHUNK_BYTES)]
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------
@@ -626,10 +595,7 @@ def _unpack(chunks: Iterable[bytes]) -> list[bytes]:
 def part(plane: ControlPlane, deadline: timedelta, *, has_failed: bool) -> None:
     """Takes leave of the peers, so that nobody asks a store that is gone; never raises what a peer does.
 
-    Args:
-        plane: The control plane.
-        deadline: How long to wait for the peers.
-        has_failed: Whether this rank ends with an error: then nobody is waited for.
+    A rank that ends with an error waits for nobody.
     """
     if num_ignored := plane.secret.num_ignored:
         log.warning(
@@ -649,10 +615,7 @@ def part(plane: ControlPlane, deadline: timedelta, *, has_failed: bool) -> None:
 def end_together(plane: ControlPlane, deadline: timedelta, *, have_ended: Callable[[Collection[int]], bool]) -> bool:
     """Waits until the run has ended on all ranks: one that fails in its last hooks fails the others too.
 
-    Args:
-        plane: The control plane.
-        deadline: How long to wait for ranks that still work.
-        have_ended: Whether all of some ranks are known to have ended their run: they may leave before this one.
+    Ranks of which all ``have_ended`` their run, as far as is known, may leave before this one.
 
     Returns:
         Whether the others are there to take leave of.

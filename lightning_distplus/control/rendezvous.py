@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,7 @@ from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, 
 from lightning_distplus.control.plane import ControlPlane, Peer
 from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
-from lightning_distplus.launcher_link import launcher_has_ended, starter_has_ended
-from lightning_distplus.process import is_attended
+from lightning_distplus.process import is_attended, launcher_has_ended, starter_has_ended
 from lightning_distplus.world import LAUNCHER, World
 
 __all__ = [
@@ -600,13 +599,7 @@ def await_port(
 ) -> timedelta:
     """Tries until somebody listens; torch's own client overruns its time-out by seconds.
 
-    Args:
-        world: This process.
-        host: Where the store is.
-        port: Its port there.
-        deadline: How long to try.
-        unheard: Where rank 0 says that it cannot serve.
-        job: That of this rank; where it is known by the process that started this one, that has to be there.
+    Where the job is known by the process that started this one, that has to be there.
 
     Returns:
         The time left of the deadline, at least a second.
@@ -625,15 +618,15 @@ def await_port(
             socket.create_connection((host, port), timeout=min(max(left_s, 0.05), 1.0)).close()
             return timedelta(seconds=max(1.0, end - time.monotonic()))
         except OSError as error:
-            reason = explain_silence(world, host, port, error) if _is_silent(begin) else None
-            if reason is not None:
+            elapsed_s = time.monotonic() - begin
+            if elapsed_s >= SILENCE_S and (reason := explain_silence(world, host, port, error)):
                 raise RendezvousError(reason) from error
             if launcher_has_ended():
                 raise RendezvousError(
                     f"Rank {world.rank} on {world.host}: 'distplus launch', which has started this rank and served the "
                     f"store at {host}:{port}, has ended. Start it again."
                 ) from error
-            if told := unheard.look(time.monotonic() - begin):
+            if told := unheard.look(elapsed_s):
                 raise RendezvousError(explain_silence(world, host, port, error) or came_apart(told)) from error
             if time.monotonic() >= end:
                 raise PeerMissing(
@@ -655,10 +648,6 @@ def _without_starter(world: World) -> str:
 def came_apart(text: str) -> str:
     """What this rank says where another one cannot come, and has said why beside the store."""
     return f"The ranks cannot meet, because one process cannot reach the store. {text}"
-
-
-def _is_silent(since: float) -> bool:
-    return time.monotonic() - since >= SILENCE_S
 
 
 def join(world: World, host: str, port: int, deadline: timedelta) -> TCPStore:
@@ -715,11 +704,7 @@ def explain_silence(world: World, host: str, port: int, error: OSError) -> str |
     A refusal comes from a host that is up: rank 0 is only late, unless this is that host. In Kubernetes names and
     addresses appear when the pod of rank 0 does, so that nothing is certain there.
 
-    Args:
-        world: This process, not rank 0.
-        host: Where rank 0 should be.
-        port: Its port there.
-        error: How the last attempt to connect ended, after ``SILENCE_S`` of attempts.
+    ``error`` is how the last attempt to connect has ended, after ``SILENCE_S`` of attempts.
     """
     if world.num_nodes == 1 or env.KUBERNETES_SERVICE_HOST.get() is not None:
         return None
@@ -762,22 +747,12 @@ _EVERY_S_OF_MANY = 1.0  # every rank but 0 asks the file system while rank 0 is 
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class _Note:
-    text: str
-    id: str
-
-
 class Unheard:
     """The notes of one meeting, one file a rank.
 
     A note that was there before this rank began may be that of an earlier start: it counts at the deadline only. The
-    rank that has left it takes it away when it starts again.
-
-    Args:
-        folder: Where the run writes; None: nowhere.
-        meeting: Job, attempt and address, so that no other run's note is read.
-        rank: Rank of this process. Rank 0 looks for the notes of all others, and each of them for that of rank 0.
+    rank that has left it takes it away when it starts again. Rank 0 looks for the notes of all others, and each of them
+    for that of rank 0. A ``meeting`` is job, attempt and address, so that no other run's note is read.
     """
 
     def __init__(self, folder: Path | None, meeting: str, rank: int) -> None:
@@ -790,7 +765,7 @@ class Unheard:
         if folder is not None:
             with contextlib.suppress(OSError):
                 (folder / self._mine).unlink(missing_ok=True)
-        self._old = {note.id for note in self._read(self._awaited).values()}
+        self._old = {name for _, name in self._read(self._awaited).values()}
 
     def leave(self, text: str) -> None:
         """Leaves why this rank does not come; a folder that takes no file is no further trouble."""
@@ -809,30 +784,27 @@ class Unheard:
         if elapsed_s < self._look_at_s:
             return None
         self._look_at_s = elapsed_s + self._every_s
-        notes = self._read(self._awaited)
-        texts = {rank: note.text for rank, note in notes.items() if note.id not in self._old}
-        return _first(texts, has_come)
+        return self._first(self._awaited, has_come, but_for=self._old)
 
     def last_word(self, has_come: Callable[[int], bool]) -> str | None:
         """Called at the deadline: what a rank that has not come has said at any time."""
-        texts = {rank: note.text for rank, note in self._read(f"{self._stem}*.json").items()}
-        return _first(texts, has_come)
+        return self._first(f"{self._stem}*.json", has_come)
 
-    def _read(self, pattern: str) -> dict[int, _Note]:
-        """By rank; what cannot be read is no note."""
-        found: dict[int, _Note] = {}
+    def _first(self, pattern: str, has_come: Callable[[int], bool], *, but_for: Collection[str] = ()) -> str | None:
+        notes = sorted(self._read(pattern).items())
+        return next((text for rank, (text, name) in notes if name not in but_for and not has_come(rank)), None)
+
+    def _read(self, pattern: str) -> dict[int, tuple[str, str]]:
+        """Text and name of each note, by rank; what cannot be read is no note."""
+        found: dict[int, tuple[str, str]] = {}
         for path in [] if self._folder is None else sorted(self._folder.glob(pattern)):
             try:
                 note = words_of(path.read_text())
                 if note["version"] == _VERSION:
-                    found[int(path.stem.removeprefix(self._stem))] = _Note(str(note["text"]), str(note["id"]))
+                    found[int(path.stem.removeprefix(self._stem))] = str(note["text"]), str(note["id"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.debug("%s is no note: %s", path, error)
         return found
-
-
-def _first(texts: dict[int, str], has_come: Callable[[int], bool]) -> str | None:
-    return next((texts[rank] for rank in sorted(texts) if not has_come(rank)), None)
 
 
 # -- notes of processes that are refused, in the store -----------------------------------------------------------------
@@ -846,13 +818,7 @@ _READING_S = 4 * _LOOK_EVERY_S
 
 
 class Refusals:
-    """The note of the first process that was refused.
-
-    Args:
-        store: Of the job, with the keys of all attempts.
-        key: Where the note is, for this job and attempt.
-        serves_store: Whether this process may serve the store; it leaves after those who read in it.
-    """
+    """The note of the first process that was refused; who may serve the store leaves after those who read in it."""
 
     def __init__(self, store: SignedStore, key: str, *, serves_store: bool) -> None:
         self._store = store
@@ -866,9 +832,7 @@ class Refusals:
     def leave(self, text: str, *, is_certain: bool = False) -> None:
         """Leaves a note; the first one stays. Who serves the store stays too, until those who wait have read it.
 
-        Args:
-            text: Why the process was refused.
-            is_certain: Whether those who wait need not see first whether the ranks come all the same.
+        Where it ``is_certain``, those who wait need not see first whether the ranks come all the same.
         """
         self._store.claim(self._key, json.dumps({"text": text, "is_certain": is_certain}).encode())
         if self._serves_store:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_distplus.data import samplers
     from lightning_distplus.data.audit import SampleAudit
-    from lightning_distplus.data.map_datamodule import ResumableDataModule
+    from lightning_distplus.data.datamodule import ResumableDataModule
     from lightning_distplus.data.order import ORDER_VERSION, Mixture, permute
     from lightning_distplus.data.token_datamodule import TokenDataModule, document_mask
-    from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, TokenSource, dtype_for
+    from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, dtype_for
 
 __all__ = [
     "ORDER_VERSION",
@@ -22,7 +22,6 @@ __all__ = [
     "SampleAudit",
     "Source",
     "TokenDataModule",
-    "TokenSource",
     "document_mask",
     "dtype_for",
     "permute",
@@ -34,11 +33,10 @@ _HOMES = {
     "MegatronTokens": "token_files",
     "MegatronWriter": "token_files",
     "Mixture": "order",
-    "ResumableDataModule": "map_datamodule",
+    "ResumableDataModule": "datamodule",
     "SampleAudit": "audit",
     "Source": "token_files",
     "TokenDataModule": "token_datamodule",
-    "TokenSource": "token_files",
     "document_mask": "token_datamodule",
     "dtype_for": "token_files",
     "permute": "order",

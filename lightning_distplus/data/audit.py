@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -22,9 +21,10 @@ from lightning_distplus.data.batches import Quarantine, Request
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.order import EpochOrder, order_of
 from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
-from lightning_distplus.run_access import gather_bytes
 
-__all__ = ["AuditReport", "AuditWriter", "SampleAudit", "Sighting", "audit_folder", "read_audit", "sum_of_samples"]
+__all__ = ["AuditReport", "AuditWriter", "SampleAudit", "Sighting", "audit_folder", "read_audit"]
+
+Numbers = NDArray[np.int64]
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
@@ -32,66 +32,6 @@ __all__ = ["AuditReport", "AuditWriter", "SampleAudit", "Sighting", "audit_folde
 _HEAD = struct.Struct("<cBIqqd")
 _CRC = struct.Struct("<I")
 _HEADER, _BATCH, _END = b"H", b"B", b"E"
-_MULTIPLIERS = tuple(
-    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-)
-_SHIFT = np.uint64(32)
-_MAX_WAITING = 256  # micro-batches
-
-
-def sum_of_samples(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> int:
-    """The sum, modulo 2**64, of a hash of each sample: the order and the cut into batches do not matter to it.
-
-    Args:
-        epoch: The epoch of the positions.
-        positions: int64 of shape (num_samples,).
-        ids: int64 of shape (num_samples,) or (num_samples, numbers per id).
-    """
-    mixed = positions.astype(np.uint64) * _MULTIPLIERS[0]
-    mixed += np.uint64(epoch)
-    for column in ids.reshape(len(ids), -1).T:
-        mixed ^= mixed >> _SHIFT
-        mixed *= _MULTIPLIERS[1]
-        mixed ^= column.astype(np.uint64) * _MULTIPLIERS[3]
-    mixed ^= mixed >> _SHIFT
-    mixed *= _MULTIPLIERS[2]
-    mixed ^= mixed >> _SHIFT
-    return int(np.add.reduce(mixed))
-
-
-class SampleSum:
-    """A growing ``sum_of_samples``. It hashes many micro-batches at once: one alone costs 30 microseconds.
-
-    Args:
-        total: The sum so far.
-        num_samples: How many samples are in it.
-    """
-
-    def __init__(self, total: int = 0, num_samples: int = 0) -> None:
-        self._total = total
-        self._num_samples = num_samples
-        self._waiting: list[tuple[int, Request]] = []
-
-    def add(self, batches: Iterable[tuple[int, Request]]) -> None:
-        """Takes micro-batches, each with the epoch of its positions."""
-        self._waiting += batches
-        if len(self._waiting) >= _MAX_WAITING:
-            self._fold()
-
-    def value(self) -> tuple[int, int]:
-        """The sum, not reduced, and the number of samples."""
-        self._fold()
-        return self._total, self._num_samples
-
-    def _fold(self) -> None:
-        of_epoch: dict[int, list[Request]] = {}
-        for epoch, request in self._waiting:
-            of_epoch.setdefault(epoch, []).append(request)
-        for epoch, requests in of_epoch.items():
-            positions = np.concatenate([request.positions for request in requests])
-            self._total += sum_of_samples(epoch, positions, np.concatenate([request.ids for request in requests]))
-            self._num_samples += len(positions)
-        self._waiting = []
 
 
 class AuditWriter:
@@ -113,8 +53,8 @@ class AuditWriter:
         payload = json.dumps({**facts, "run": run, "rank": rank}).encode()
         self._write(_HEADER, 0, len(payload), 0, 0, payload)
 
-    def write(self, epoch: int, step: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-        """Appends one micro-batch; shapes as in ``sum_of_samples``."""
+    def write(self, epoch: int, step: int, positions: Numbers, ids: Numbers) -> None:
+        """Appends one micro-batch: positions of shape (num_samples,), ids of that or (num_samples, numbers per id)."""
         width = 1 if ids.ndim == 1 else ids.shape[1]
         self._write(_BATCH, width, len(positions), epoch, step, positions.tobytes() + ids.tobytes())
 
@@ -131,36 +71,33 @@ class AuditWriter:
         os.write(self._file, record + _CRC.pack(zlib.crc32(record)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditBatch:
-    """One micro-batch that went through ``training_step``."""
+class AuditBatch(NamedTuple):
+    """One micro-batch that went through ``training_step``.
+
+    Attributes:
+        epoch: Of the positions.
+        step: The optimizer step that it belongs to.
+        at: Unix time.
+        positions: int64 of shape (num_samples,).
+        ids: What the data set was asked for: int64 of shape (num_samples, numbers per id).
+        arrived: Likewise, as the batch carried them into ``training_step``; None where the records do not have them.
+    """
 
     epoch: int
     step: int
     at: float
-    positions: NDArray[np.int64]
-    """int64 of shape (num_samples,)."""
-    ids: NDArray[np.int64]
-    """int64 of shape (num_samples, numbers per id): what the data set was asked for."""
-    arrived: NDArray[np.int64] | None = None
-    """Likewise, as the batch carried them into ``training_step``; None where the records do not have them."""
-
-    def sum(self) -> int:
-        """The ``sum_of_samples`` of what was recorded."""
-        recorded = self.ids if self.arrived is None else np.concatenate([self.ids, self.arrived], axis=1)
-        return sum_of_samples(self.epoch, self.positions, recorded)
+    positions: Numbers
+    ids: Numbers
+    arrived: Numbers | None
 
 
 @dataclass(kw_only=True)
 class AuditFile:
     """The records of one rank in one run."""
 
-    path: Path
     facts: dict[str, Any]
     batches: list[AuditBatch] = field(default_factory=list)
     has_ended: bool = False
-    num_torn_bytes: int = 0
-    """Behind the last whole record: what a kill has cut off."""
 
 
 def read_audit(path: Path) -> AuditFile:
@@ -169,46 +106,39 @@ def read_audit(path: Path) -> AuditFile:
     Raises:
         ValueError: It does not begin with a header.
     """
-    data = path.read_bytes()
-    records = _records(data)
+    records = _records(path.read_bytes())
     first = next(records, None)
     if first is None or first[0] != _HEADER:
         raise ValueError(f"{path} does not begin with the header of an audit. Remove it, or restore it.")
-    found = AuditFile(path=path, facts=json.loads(first[-2]))
-    end = first[-1]
-    for kind, width, count, epoch, step, at, payload, after in records:
-        end = after
+    found = AuditFile(facts=json.loads(first[-1]))
+    for kind, width, count, epoch, step, at, payload in records:
         if kind == _END:
             found.has_ended = True
             continue
         numbers = np.frombuffer(payload, dtype=np.int64)
-        positions, ids = numbers[:count], numbers[count:].reshape(count, width)
-        arrived = None
+        positions, ids, arrived = numbers[:count], numbers[count:].reshape(count, width), None
         if found.facts.get("ids") == "arrived":
             ids, arrived = ids[:, : width // 2], ids[:, width // 2 :]
-        found.batches.append(AuditBatch(epoch=epoch, step=step, at=at, positions=positions, ids=ids, arrived=arrived))
-    found.num_torn_bytes = len(data) - end
+        found.batches.append(AuditBatch(epoch, step, at, positions, ids, arrived))
     return found
 
 
 def _records(data: bytes) -> Iterator[tuple[Any, ...]]:
-    """(kind, width, count, epoch, step, time, payload, place behind it) of each whole record."""
+    """(kind, width, count, epoch, step, time, payload) of each whole record."""
     start = 0
     while start + _HEAD.size + _CRC.size <= len(data):
-        kind, width, count, epoch, step, at = _HEAD.unpack_from(data, start)
+        kind, width, count, *rest = _HEAD.unpack_from(data, start)
         size = {_HEADER: count, _BATCH: 8 * count * (1 + width), _END: 0}.get(kind)
         if size is None or start + _HEAD.size + size + _CRC.size > len(data):
             return
         end = start + _HEAD.size + size
         if zlib.crc32(data[start:end]) != _CRC.unpack_from(data, end)[0]:
             return
-        yield kind, width, count, epoch, step, at, data[start + _HEAD.size : end], end + _CRC.size
+        yield kind, width, count, *rest, data[start + _HEAD.size : end]
         start = end + _CRC.size
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
-
-_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,14 +180,15 @@ class AuditReport:
         return not (self.repeated or self.missed or self.problems)
 
 
-@dataclass
 class _Run:
-    number: int
-    files: list[AuditFile]
+    """The files of all ranks in one run."""
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self.files[0].facts
+    def __init__(self, number: int, files: list[AuditFile]) -> None:
+        self.number = number
+        self.files = sorted(files, key=lambda one: one.facts["rank"])
+        self.facts = self.files[0].facts
+        self.quarantine = Quarantine()
+        self.quarantine.add(self.facts.get("quarantine", []))
 
     def last_finished_step(self) -> float:
         """Later steps may lack the records of some ranks, or some micro-batches."""
@@ -265,14 +196,19 @@ class _Run:
             return float("inf")
         return min(max((batch.step for batch in file.batches), default=-1) for file in self.files) - 1
 
-    def batches(self) -> Iterator[tuple[int, AuditBatch]]:
-        """(rank, batch); of tensor-parallel peers, which get the same samples, only the first."""
-        seen = set()
-        for file in sorted(self.files, key=lambda one: one.facts["rank"]):
-            place = file.facts["data_parallel"][0]
-            if place not in seen:
-                seen.add(place)
-                yield from ((file.facts["rank"], batch) for batch in file.batches)
+    def batches(self) -> Iterator["_Kept"]:
+        """Of tensor-parallel peers, which get the same samples, those of the first."""
+        of_place = {file.facts["data_parallel"][0]: file for file in reversed(self.files)}
+        for file in of_place.values():
+            yield from (_Kept(self, file.facts["rank"], batch) for batch in file.batches)
+
+
+class _Kept(NamedTuple):
+    """A micro-batch with where it comes from."""
+
+    run: _Run
+    rank: int
+    batch: AuditBatch
 
 
 def audit_folder(folder: str | Path) -> AuditReport:
@@ -283,101 +219,97 @@ def audit_folder(folder: str | Path) -> AuditReport:
     Raises:
         ValueError: A file is no audit.
     """
-    report = AuditReport()
-    runs = _runs(Path(folder), report)
-    kept: list[tuple[int, int, AuditBatch]] = []
+    by_name: dict[str, list[AuditFile]] = defaultdict(list)
+    for path in sorted(Path(folder).glob("*.audit")):
+        file = read_audit(path)
+        by_name[file.facts["run"]].append(file)
+    runs = [_Run(number, by_name[name]) for number, name in enumerate(sorted(by_name))]
+    report = AuditReport(num_runs=len(runs), problems=list(_missing_ranks(runs, folder)))
+    kept: list[_Kept] = []
     for run in runs:
-        first = run.facts["first_step"]
-        report.num_undone += sum(len(batch.positions) for _, _, batch in kept if batch.step >= first)
-        kept = [one for one in kept if one[2].step < first]
-        _compare_sum(run, kept, report)
+        undone = [one for one in kept if one.batch.step >= run.facts["first_step"]]
+        kept = [one for one in kept if one.batch.step < run.facts["first_step"]]
+        report.problems += _other_number(run, _num_samples(kept))
         last = run.last_finished_step() if run is runs[-1] else float("inf")
-        for rank, batch in run.batches():
-            if batch.step <= last:
-                kept.append((run.number, rank, batch))
-            else:
-                report.num_undone += len(batch.positions)
+        for one in run.batches():
+            (kept if one.batch.step <= last else undone).append(one)
+        report.num_undone += _num_samples(undone)
+    report.num_samples = _num_samples(kept)
+    report.num_arrived = _num_samples(one for one in kept if one.batch.arrived is not None)
+    report.num_steps = len({one.batch.step for one in kept})
     if runs:
-        report.num_samples = sum(len(batch.positions) for _, _, batch in kept)
-        report.num_arrived = sum(len(batch.positions) for _, _, batch in kept if batch.arrived is not None)
-        report.num_steps = len({batch.step for _, _, batch in kept})
-        _check(runs, kept, report)
+        _check_epochs(runs, kept, report)
     return report
 
 
-def _runs(folder: Path, report: AuditReport) -> list[_Run]:
-    by_name: dict[str, list[AuditFile]] = defaultdict(list)
-    for path in sorted(folder.glob("*.audit")):
-        file = read_audit(path)
-        by_name[file.facts["run"]].append(file)
-    report.num_runs = len(by_name)
-    runs = [_Run(number, files) for number, (_, files) in enumerate(sorted(by_name.items()))]
+def _num_samples(batches: Iterable[_Kept]) -> int:
+    return sum(len(one.batch.positions) for one in batches)
+
+
+def _missing_ranks(runs: list[_Run], folder: str | Path) -> Iterator[str]:
     for run in runs:
-        lacking = sorted(set(range(run.facts["world_size"])) - {file.facts["rank"] for file in run.files})
+        size = run.facts["world_size"]
+        lacking = sorted(set(range(size)) - {file.facts["rank"] for file in run.files})
         if lacking and any(file.batches for file in run.files):
-            report.problems.append(
-                f"run {run.number} had {run.facts['world_size']} ranks, and the records of rank(s) "
-                f"{', '.join(map(str, lacking))} are not in {folder}. Bring the files of all hosts together."
+            ranks = ", ".join(map(str, lacking))
+            yield (
+                f"run {run.number} had {size} ranks, and the records of rank(s) {ranks} are not in {folder}. Bring the "
+                "files of all hosts together."
             )
-    return runs
 
 
-def _compare_sum(run: _Run, kept: list[tuple[int, int, AuditBatch]], report: AuditReport) -> None:
-    """The checkpoint from which a run resumed holds the sum of what the runs before it have done."""
+def _other_number(run: _Run, num_samples: int) -> Iterator[str]:
+    """The checkpoint from which a run resumed tells how many samples the runs before it have done."""
+    first_step = run.facts["first_step"]
     loaded = next((file.facts["loaded"] for file in run.files if file.facts["loaded"]), None)
     if loaded is None:
-        if run.number > 0 and run.facts["first_step"] > 0:
-            report.problems.append(f"run {run.number} resumed from a checkpoint that holds no audit")
-        return
-    num_samples = sum(len(batch.positions) for _, _, batch in kept)
-    total = sum(batch.sum() for _, _, batch in kept) % _MODULUS
-    if (loaded["sum"], loaded["num_samples"]) != (f"{total:016x}", num_samples):
-        report.problems.append(
-            f"run {run.number} resumed at step {run.facts['first_step']} from a checkpoint of {loaded['num_samples']} "
-            f"samples (sum {loaded['sum']}); the records of the steps before it have {num_samples} samples "
-            f"(sum {total:016x})"
+        if run.number > 0 and first_step > 0:
+            yield f"run {run.number} resumed from a checkpoint that holds no audit"
+    elif loaded["num_samples"] != num_samples:
+        yield (
+            f"run {run.number} resumed at step {first_step} from a checkpoint of {loaded['num_samples']} samples; the "
+            f"records of the steps before it have {num_samples}"
         )
 
 
-def _check(runs: list[_Run], kept: list[tuple[int, int, AuditBatch]], report: AuditReport) -> None:
-    epochs: dict[int, list[tuple[int, int, AuditBatch]]] = defaultdict(list)
+def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> None:
+    """Each position once is each sample once only if the ids are those of the order."""
+    epochs: dict[int, list[_Kept]] = defaultdict(list)
     for one in kept:
-        epochs[one[2].epoch].append(one)
+        epochs[one.batch.epoch].append(one)
     first_epoch, first_position = runs[0].facts["first"]
     last_epoch = max(epochs, default=first_epoch)
     for epoch in range(first_epoch, last_epoch + 1):
-        batches = epochs.get(epoch, [])
-        start = first_position if epoch == first_epoch else 0
-        positions = np.concatenate([batch.positions for _, _, batch in batches] or [np.empty(0, dtype=np.int64)])
+        batches, start = epochs[epoch], first_position if epoch == first_epoch else 0
+        positions = np.concatenate([one.batch.positions for one in batches] or [np.empty(0, dtype=np.int64)])
         values, counts = np.unique(positions, return_counts=True)
         end = int(values[-1]) + 1 if len(values) else start
         if epoch < last_epoch:
-            facts = runs[batches[-1][0] if batches else -1].facts
-            end = max(end, facts["epoch_samples"])
+            end = max(end, (batches[-1].run if batches else runs[-1]).facts["epoch_samples"])
         lost = np.setdiff1d(np.arange(start, end, dtype=np.int64), values)
         for identity, places in _by_phase(runs, lost):
             ids = _expected_ids(identity, epoch, places)
-            rows = [()] * len(places) if ids is None else [tuple(row) for row in ids.tolist()]
+            rows = [()] * len(places) if ids is None else map(tuple, ids.tolist())
             report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
-        doubled = set(values[counts > 1].tolist())
-        _collect_repeated(batches, doubled, report)
-        _compare_ids(runs, epoch, batches, report)
+        report.repeated += _sightings(batches, set(values[counts > 1].tolist()))
+        for one in batches:
+            expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
+            if expected is not None:
+                report.num_apart += int(one.run.quarantine.holds(expected).sum())
+            report.problems += _other_ids(one, expected)
 
 
-def _collect_repeated(batches: list[tuple[int, int, AuditBatch]], doubled: set[int], report: AuditReport) -> None:
-    if not doubled:
-        return
+def _sightings(batches: list[_Kept], doubled: set[int]) -> list[list[Sighting]]:
     found: dict[int, list[Sighting]] = defaultdict(list)
-    for run, rank, batch in batches:
-        for row, position in enumerate(batch.positions.tolist()):
+    for run, rank, batch in batches if doubled else ():
+        for position, row in zip(batch.positions.tolist(), batch.ids.tolist(), strict=True):
             if position in doubled:
-                sample_id = tuple(batch.ids[row].tolist())
-                place = {"epoch": batch.epoch, "position": position, "step": batch.step}
-                found[position].append(Sighting(**place, sample_id=sample_id, rank=rank, run=run, at=batch.at))
-    report.repeated += [found[position] for position in sorted(found)]
+                place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
+                found[position].append(Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number))
+    return [found[position] for position in sorted(found)]
 
 
-def _by_phase(runs: list[_Run], positions: NDArray[np.int64]) -> Iterator[tuple[dict[str, Any], NDArray[np.int64]]]:
+def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, Any], Numbers]]:
     """The positions that each identity governs: a run that resumes ends the phases that began later."""
     phases: list[tuple[int, dict[str, Any]]] = []
     for run in runs:
@@ -389,46 +321,32 @@ def _by_phase(runs: list[_Run], positions: NDArray[np.int64]) -> Iterator[tuple[
         yield identity, positions[(positions >= begins) & (positions < end)]
 
 
-def _compare_ids(runs: list[_Run], epoch: int, batches: list[tuple[int, int, AuditBatch]], report: AuditReport) -> None:
-    """Each position once is each sample once only if the ids are those of the order."""
-    for run, rank, batch in batches:
-        _compare_arrived(run, rank, batch, report)
-        expected = _expected_ids(runs[run].facts["identity"], epoch, batch.positions)
-        if expected is None:
-            continue
-        is_apart = _in_quarantine(runs[run].facts, expected)
-        report.num_apart += int(is_apart.sum())
-        for row in np.flatnonzero(_in_quarantine(runs[run].facts, batch.ids)).tolist():
-            report.problems.append(
-                f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
-                f"sample {tuple(batch.ids[row].tolist())}, which is in quarantine"
-            )
-        for row in np.flatnonzero((expected != batch.ids).any(axis=1) & ~is_apart).tolist():
-            report.problems.append(
-                f"run {run}, rank {rank}, step {batch.step}: position {batch.positions[row]} of epoch {epoch} held "
-                f"sample {tuple(batch.ids[row].tolist())}, and the order says {tuple(expected[row].tolist())}"
-            )
+def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:
+    """What a micro-batch held against its order; a data set, or what collates, may give others than were asked for."""
+    run, rank, batch = one
+    where = f"run {run.number}, rank {rank}, step {batch.step}: "
 
+    def place(row: int) -> str:
+        return f"position {batch.positions[row]} of epoch {batch.epoch}"
 
-def _compare_arrived(run: int, rank: int, batch: AuditBatch, report: AuditReport) -> None:
-    """A data set, or what collates its samples, may give others than it was asked for."""
-    if batch.arrived is None:
+    def sample(ids: Numbers, row: int) -> str:
+        return f"sample {tuple(ids[row].tolist())}"
+
+    if batch.arrived is not None:
+        for row in np.flatnonzero((batch.arrived != batch.ids).any(axis=1)).tolist():
+            came = f"{tuple(batch.arrived[row].tolist())} reached training_step"
+            yield f"{where}for {place(row)} the data was asked for {sample(batch.ids, row)}, and {came}"
+    if expected is None:
         return
-    for row in np.flatnonzero((batch.arrived != batch.ids).any(axis=1)).tolist():
-        report.problems.append(
-            f"run {run}, rank {rank}, step {batch.step}: for position {batch.positions[row]} of epoch {batch.epoch} "
-            f"the data was asked for sample {tuple(batch.ids[row].tolist())}, and {tuple(batch.arrived[row].tolist())} "
-            "reached training_step"
-        )
+    for row in np.flatnonzero(run.quarantine.holds(batch.ids)).tolist():
+        yield f"{where}{place(row)} held {sample(batch.ids, row)}, which is in quarantine"
+    is_other = (expected != batch.ids).any(axis=1) & ~run.quarantine.holds(expected)
+    for row in np.flatnonzero(is_other).tolist():
+        says = tuple(expected[row].tolist())
+        yield f"{where}{place(row)} held {sample(batch.ids, row)}, and the order says {says}"
 
 
-def _in_quarantine(facts: dict[str, Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    quarantine = Quarantine()
-    quarantine.add(facts.get("quarantine", []))
-    return quarantine.holds(ids)
-
-
-def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+def _expected_ids(identity: dict[str, Any], epoch: int, positions: Numbers) -> Numbers | None:
     """The ids that the order assigns to positions, int64 of shape (num_positions, numbers per id); None: not known."""
     if identity.get("sampling") is not None or identity.get("parts"):
         return None  # weights, lengths or sampler are not in the records; several data sets are of earlier versions
@@ -442,8 +360,8 @@ def _expected_ids(identity: dict[str, Any], epoch: int, positions: NDArray[np.in
 
 # -- the callback ------------------------------------------------------------------------------------------------------
 
-
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, _VERSION)  # version 1 had a sum of hashes, too
 
 
 class SampleAudit(Callback):
@@ -452,9 +370,8 @@ class SampleAudit(Callback):
     By itself it knows what the data set was asked for: one that returns another sample passes. Where the batch carries
     the ids, name their place by ``ids``; then they are recorded too, and compared. The report says which it has.
 
-    A checkpoint holds the sum of a hash of every sample of its completed steps, over all ranks: ``distplus audit``
-    compares it with what the runs before it have written. In a save the ranks exchange their sums, without a
-    collective. List it before callbacks of your own that save; Lightning puts a ModelCheckpoint last by itself.
+    A checkpoint holds the number of samples of its completed steps: ``distplus audit`` compares it with what the runs
+    before it have written.
 
     Args:
         folder: For the records; None means ``<default_root_dir>/distplus/audit``. All runs of a job have the same.
@@ -472,16 +389,13 @@ class SampleAudit(Callback):
         self._request: Request | None = None
         self._step = 0
         self._is_stream = False
-        self._is_counted = True  # tensor-parallel peers get the same samples: the first of them counts
-        # Of the steps that are done, and of the one that is not, on this rank; the loaded part counts on rank 0 alone.
-        self._done = SampleSum()
-        self._window: list[tuple[int, Request]] = []
+        self._num_before = 0  # samples of the checkpoint, less those that its position counts
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses the Trainer of ``pytorch_lightning``."""
         refuse_other_trainer(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Opens this run's file."""
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, ExactDataModule):
@@ -499,11 +413,8 @@ class SampleAudit(Callback):
             )
         self._data, self._step = data, trainer.global_step
         loaded, self._loaded = self._loaded, None
-        is_first = trainer.is_global_zero
-        self._done = SampleSum(int(loaded["sum"], 16), loaded["num_samples"]) if loaded and is_first else SampleSum()
-        self._window = []
         position, geometry = data.position(), data.geometry
-        self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
+        self._num_before = (loaded["num_samples"] if loaded else 0) - position.consumed_samples
         self._is_stream = "sources" in data.identity
         facts = {
             "version": _VERSION,
@@ -521,68 +432,54 @@ class SampleAudit(Callback):
         run = trainer.strategy.broadcast(f"{time.time_ns():020d}")
         self._writer = AuditWriter(folder, run, trainer.global_rank, facts)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Notes the samples for the sum."""
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Notes the samples, and the step that they belong to."""
         assert self._data is not None
-        if (step := trainer.global_step) != self._step:
-            self._done.add(self._window)
-            self._window, self._step = [], step
-        request = self._request = self._data.delivered
+        self._step, request = trainer.global_step, self._data.delivered
         assert request is not None, "a batch was delivered"
         if self._place_of_ids is not None:
             arrived = self._arrived(batch, has_weights=request.weights is not None)
-            request = self._request = request._replace(ids=_side_by_side(request.ids, arrived))
-        if self._is_counted:
-            self._window.append((self._epoch(request), request))
+            request = request._replace(ids=_side_by_side(request.ids, arrived))
+        self._request = request
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Writes the record."""
         assert self._writer is not None
-        request = self._request
-        assert request is not None, "on_train_batch_start has run"
-        self._writer.write(self._epoch(request), self._step, request.positions, request.ids)
+        assert self._request is not None, "on_train_batch_start has run"
+        epoch = 0 if self._is_stream else self._request.epoch  # positions of a stream count over all epochs
+        self._writer.write(epoch, self._step, self._request.positions, self._request.ids)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes that the run ended by itself."""
         if self._writer is not None:
             self._writer.end()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Closes the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The sum over all ranks of all completed steps."""
+        """How many samples the completed steps have had, over all ranks."""
         if self._data is None:
             return dict(self._loaded or {})
-        if self._data.position().steps > self._step:
-            self._done.add(self._window)
-            self._window = []
-        mine = json.dumps(self._done.value()).encode()
-        everyone = gather_bytes(self._data.trainer.strategy, "sample-audit", mine)  # type: ignore[union-attr]
-        sums, counts = zip(*map(json.loads, everyone), strict=True)
-        return {"version": _VERSION, "sum": f"{sum(sums) % _MODULUS:016x}", "num_samples": sum(counts)}
+        return {"version": _VERSION, "num_samples": self._num_before + self._data.position().consumed_samples}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the sum of a checkpoint over.
+        """Takes the number of a checkpoint over.
 
         Raises:
             DatasetMismatch: It is of a version that this package does not know.
         """
-        if state_dict and state_dict.get("version") != _VERSION:
+        if state_dict and state_dict.get("version") not in _READABLE:
             raise DatasetMismatch(
                 f"The checkpoint's SampleAudit has version {state_dict.get('version')!r}; this lightning_distplus "
-                f"reads {_VERSION}. Resume with the version that wrote it, or without SampleAudit."
+                f"reads 1 and {_VERSION}. Resume with the version that wrote it, or without SampleAudit."
             )
         self._loaded = dict(state_dict) or None
 
-    def _arrived(self, batch: Any, *, has_weights: bool) -> NDArray[np.int64]:
+    def _arrived(self, batch: Any, *, has_weights: bool) -> Numbers:
         """The ids in a batch: int64 of shape (num_samples, numbers per id)."""
         carrier, place = batch[0] if has_weights else batch, self._place_of_ids
         try:
@@ -593,15 +490,11 @@ class SampleAudit(Callback):
                 f"SampleAudit(ids={place!r}): the batch carries no ids there, it is {what} ({error}). Name the key of "
                 "a dict or the place in a tuple that holds the index of each sample, or leave ids out."
             ) from error
-        ids: NDArray[np.int64] = found.detach().cpu().numpy().astype(np.int64)
+        ids: Numbers = found.detach().cpu().numpy().astype(np.int64)
         return ids.reshape(len(ids), -1) if ids.ndim else ids.reshape(1, 1)
 
-    def _epoch(self, request: Request) -> int:
-        """Positions of a stream count over all epochs."""
-        return 0 if self._is_stream else request.epoch
 
-
-def _side_by_side(asked: NDArray[np.int64], arrived: NDArray[np.int64]) -> NDArray[np.int64]:
+def _side_by_side(asked: Numbers, arrived: Numbers) -> Numbers:
     """What was asked for and what arrived, in a row of twice the numbers per id; -1 where nothing arrived."""
     asked = asked.reshape(len(asked), -1)
     rows, width = np.full_like(asked, -1), min(asked.shape[1], arrived.shape[1])

@@ -1,9 +1,10 @@
-"""A copy of the user's DataLoader that can begin inside a pass, with the indices and random numbers that belong there.
+"""Exact resume inside an epoch for the DataLoader that a script has already.
 
-What torch draws in a pass over map-style data follows from the sampler and from the random generators as they are when
-the pass begins. A checkpoint holds those, and how many batches the completed steps have used. A resume sets them, draws
-the same indices again, leaves out those that are done, and reads no data for them. What workers have fetched ahead does
-not count.
+A Resilient strategy gives the Trainer a copy of each training loader, in whose sampler's place stands an order that can
+begin inside a pass. What torch draws in a pass over map-style data follows from the sampler and from the random
+generators as they are when the pass begins. A checkpoint holds those, and how many batches the completed steps have
+used. A resume sets them, draws the same indices again, leaves out those that are done, and reads no data for them. What
+workers have fetched ahead does not count.
 
 Of iterable data a checkpoint holds the state after a batch, in each worker. A pass begins as torch begins it: with
 ``iter()`` of the data where they are, in workers that persist or in the training process; with the data as the
@@ -15,14 +16,17 @@ ended.
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +44,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_distplus import env
+from lightning_distplus.data.batches import (
+    AUGMENT,
+    Geometry,
+    as_it_is,
+    fetch_seeded,
+    generators_kept,
+    isolated,
+    seed_generators,
+)
 from lightning_distplus.data.iterable import (
     Item,
     Stateful,
@@ -47,26 +61,67 @@ from lightning_distplus.data.iterable import (
     StreamState,
     WorkerState,
     has_state,
+    pack,
     takes_the_position,
+    unpack,
 )
-from lightning_distplus.data.loader import as_it_is, generators_kept, gives_batches, seed_generators
-from lightning_distplus.data.state import Position
+from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.data.progress import (
+    Cursor,
+    InStep,
+    Position,
+    Timer,
+    data_parallel,
+    is_fitting,
+    refuse_changing_windows,
+    reopen_epoch,
+)
 from lightning_distplus.errors import DatasetMismatch
+from lightning_distplus.run_access import gather_bytes
 
-if TYPE_CHECKING:
-    from lightning_distplus.data.dataloader_resume import LoaderResume
+__all__ = ["LoaderResume", "after"]
 
-__all__ = ["ExactBatches", "ExactLoader", "StreamOrder", "after", "why_not"]
+_log = logging.getLogger(__name__)
 
-_COMPUTED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""The samplers whose indices can be left out without a look at them. Of all others a digest is kept."""
-_END = object()
+# -- which loaders -----------------------------------------------------------------------------------------------------
+
 _TWO_LINES = """Two lines make it exact, with a data set that has an index, or a state_dict and a load_state_dict:
     from lightning_distplus import ResumableDataModule
     trainer.fit(model, ResumableDataModule(dataset, batch_size=...))"""
 
-States = dict[str, Any]
-"""Of generators, by name."""
+
+def why_not(loader: Any) -> str | None:
+    """Why a loader cannot be resumed exactly, and what makes it so."""
+    name = type(loader).__qualname__
+    if isinstance(loader, ExactLoader):
+        return None
+    if not isinstance(loader, DataLoader):
+        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
+    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
+    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or _is_stateful(loader)):
+        return f"{name} iterates in a way of its own. {_TWO_LINES}"
+    data, data_name = loader.dataset, type(loader.dataset).__qualname__
+    is_stream = isinstance(data, IterableDataset)
+    if is_stream and takes_the_position(data):
+        return f"The state_dict() of {data_name} takes arguments: only its own loader can ask for it. {_TWO_LINES}"
+    if is_stream and not has_state(data) and not _is_stateful(loader):
+        return f"{data_name} is iterable and has no state_dict() with a load_state_dict(). {_TWO_LINES}"
+    if not is_stream and not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
+        return f"{data_name} has no __getitem__. {_TWO_LINES}"
+    if not loader.in_order:
+        return "With in_order=False workers deliver batches in any order. Leave it out."
+    for sampler in () if is_stream else (loader.batch_sampler, loader.sampler):
+        if hasattr(sampler, "state_dict") and _package(sampler) != "torchdata":
+            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
+    if not is_stream and sized_len(loader) is None:
+        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
+    return None
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether a loader iterates as torchdata's ``StatefulDataLoader`` does."""
+    module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
+    return module is not None and type(loader).__iter__ is module.StatefulDataLoader.__iter__
 
 
 class ExactLoader(DataLoader[Any]):
@@ -101,28 +156,23 @@ class ExactBatches(Iterator[Any]):
     def __init__(self, loader: ExactLoader, iterate: Callable[[], Iterator[Any]]) -> None:
         self.loader = loader
         self._iterate = iterate
-        self._batches: Iterator[Any] | None = None
         self._is_first = True
+        self.batches: Iterator[Any] | None = None
+        """Torch's iterator, once it has begun."""
         if not loader.distplus_order.fit.hold(self):
             self.begin(None)
 
     def begin(self, saved: Mapping[str, Any] | None) -> None:
         """Begins a new pass, or one of a checkpoint."""
-        self._batches = self.loader.distplus_order.begin(self._iterate, saved)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether torch's iterator is there."""
-        return self._batches is not None
+        self.batches = self.loader.distplus_order.begin(self._iterate, saved)
 
     def __next__(self) -> Any:
-        order = self.loader.distplus_order
         if self._is_first:
-            order.fit.begin(self)
+            self.loader.distplus_order.fit.begin(self)
             self._is_first = False
-            order.deliver()
-        assert self._batches is not None
-        return next(self._batches)
+            self.loader.distplus_order.deliver()
+        assert self.batches is not None
+        return next(self.batches)
 
 
 def _iterate_with(
@@ -138,50 +188,28 @@ def _iterate_with(
             vars(loader).update(shown)
 
 
-def why_not(loader: Any) -> str | None:
-    """Why a loader cannot be resumed exactly, and what makes it so."""
-    name = type(loader).__qualname__
-    if isinstance(loader, ExactLoader):
-        return None
-    if not isinstance(loader, DataLoader):
-        return f"{name} is no torch.utils.data.DataLoader. {_TWO_LINES}"
-    is_usual = {"dataset", "sampler", "batch_sampler"} <= vars(loader).keys()
-    if not is_usual or not (type(loader).__iter__ is DataLoader.__iter__ or _is_stateful(loader)):
-        return f"{name} iterates in a way of its own. {_TWO_LINES}"
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if is_stream and (why := _why_no_place(loader)) is not None:
-        return f"{why} {_TWO_LINES}"
-    if not is_stream and not isinstance(loader.dataset, Dataset) and not hasattr(loader.dataset, "__getitem__"):
-        return f"{type(loader.dataset).__qualname__} has no __getitem__. {_TWO_LINES}"
-    if not loader.in_order:
-        return "With in_order=False workers deliver batches in any order. Leave it out."
-    if is_stream:
-        return None
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata."):
-            return f"{type(sampler).__qualname__} has a state of its own, which is left to those who save it."
-    if sized_len(loader) is None:
-        return f"{type(loader.batch_sampler or loader.sampler).__qualname__} has no __len__. Define it."
-    return None
+class _ShownDataset(Dataset[Any]):
+    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
 
+    def __init__(self, dataset: Any, **own: Any) -> None:
+        vars(self).update(dataset=dataset, **own)
 
-def _is_stateful(loader: Any) -> bool:
-    """Whether a loader iterates as torchdata's ``StatefulDataLoader`` does."""
-    module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
-    return module is not None and type(loader).__iter__ is module.StatefulDataLoader.__iter__
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # asked for while it is copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
-
-def _why_no_place(loader: DataLoader[Any]) -> str | None:
-    """Why a loader of iterable data cannot go on inside a pass; None: it can."""
-    name = type(loader.dataset).__qualname__
-    if takes_the_position(loader.dataset):
-        return f"The state_dict() of {name} takes arguments: only its own loader can ask for it."
-    if not has_state(loader.dataset) and not _is_stateful(loader):
-        return f"{name} is iterable and has no state_dict() with a load_state_dict()."
-    return None
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
 
 
 # -- map-style data ----------------------------------------------------------------------------------------------------
+
+_COMPUTED = (SequentialSampler, RandomSampler, DistributedSampler)
+"""The samplers whose indices can be left out without a look at them. Of all others a digest is kept."""
+
+States = dict[str, Any]
+"""Of generators, by name."""
 
 
 @dataclass
@@ -218,6 +246,10 @@ class _Pass:
     def place(self) -> tuple[int, int]:
         return self.epoch, self.first_batch
 
+    def note(self, index: Any) -> Any:
+        self.num_drawn, self.digest = self.num_drawn + 1, xxhash.xxh3_64_intdigest(repr(index).encode(), self.digest)
+        return index
+
 
 class _Order:
     """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
@@ -236,7 +268,7 @@ class _Order:
         self._batches: Any = loader.batch_sampler
         if self._batches is None:
             self.batch_size, self.sampler = 1, loader.sampler
-        elif isinstance(self._batches, BatchSampler) and _is_of_torch(self._batches):
+        elif isinstance(self._batches, BatchSampler) and _package(self._batches) in ("torch", "torchdata"):
             self.batch_size, self.sampler = self._batches.batch_size, self._batches.sampler
         else:
             self.batch_size, self.sampler = None, self._batches
@@ -252,8 +284,6 @@ class _Order:
         self._has_begun = False  # a pass, in this process
         self._has_begun_before = False  # in an earlier one
 
-    # -- what a checkpoint holds
-
     def identity(self) -> dict[str, Any]:
         """What has to be equal inside an epoch."""
         return {
@@ -266,29 +296,27 @@ class _Order:
     def state(self, position: Position) -> dict[str, Any]:
         """What a resume at a position needs."""
         here = position.epoch, position.batches
-        found = [one for one in self._passes if one.epoch == position.epoch and one.place <= here]
+        found = [one for one in self._passes if one.epoch == position.epoch and one.place <= here][-1:]
         later = [one for one in self._passes if one.place > here]  # where micro-batches of a window are done again
+        passes = [
+            {
+                "epoch": one.epoch,
+                "number": one.number,
+                "batch": position.batches - one.first_batch if one in found else 0,
+                "at_iter": one.at_iter,
+                "at_draw": _states_of(self._own) if one.at_draw is None else one.at_draw,
+                "is_drawn": one.at_draw is not None,
+                "num_drawn": one.num_drawn,
+                "digest": one.digest,
+            }
+            for one in (*found, *later)
+        ]
         return {
             **self.identity(),
             "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
             "generators": _states_of(self._own),
             "has_begun": self._has_begun or self._has_begun_before,
-            "passes": [
-                *(self._state_of(one, position.batches - one.first_batch) for one in found[-1:]),
-                *(self._state_of(one, 0) for one in later),
-            ],
-        }
-
-    def _state_of(self, this: _Pass, skip: int) -> dict[str, Any]:
-        return {
-            "epoch": this.epoch,
-            "number": this.number,
-            "batch": skip,
-            "at_iter": this.at_iter,
-            "at_draw": _states_of(self._own) if this.at_draw is None else this.at_draw,
-            "is_drawn": this.at_draw is not None,
-            "num_drawn": this.num_drawn,
-            "digest": this.digest,
+            "passes": passes,
         }
 
     def place(self, state: Mapping[str, Any]) -> None:
@@ -297,8 +325,6 @@ class _Order:
             self.sampler.seed = state["seed"]
         self._has_begun_before = state["has_begun"]
         _set_states(self._own, state["generators"])
-
-    # -- a pass
 
     def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
         """Begins a pass as torch does, or one of a checkpoint, whose draws the generators of this process forget."""
@@ -317,9 +343,9 @@ class _Order:
             this.rewinds_to = _states_of(self._own | {"torch": torch.default_generator})
         self._has_begun = True
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if (seeds := self.fit.sample_seeds(self.loader, this.epoch, this.number)) is not None:
+        self._seeds = self.fit.sample_seeds(self.loader, this.epoch, this.number)
+        if self._seeds is not None:
             used["dataset"] = _SeededDataset(self.loader.dataset)
-        self._seeds = seeds
         return _iterate_with(used, self.loader, iterate, keeps_generators=saved is not None)
 
     def deliver(self) -> None:
@@ -342,43 +368,32 @@ class _Order:
         return self._draw(after(self.sampler if self._batches is None else self._batches, skip), this)
 
     def _draw(self, source: Iterator[Any], this: _Pass) -> Iterator[Any]:
-        saved, num_samples = this.saved, 0
-        ahead: deque[Any] = deque()
+        saved, drawn = this.saved, []
         with generators_kept() if saved is not None and saved["is_drawn"] else nullcontext():
             if saved is not None:
                 _set_states(self._drawn_from, saved["at_draw"])
             this.at_draw = _states_of(self._drawn_from)
             if self.is_computed:
-                num_samples = this.skip * (self.batch_size or 0)
-                ahead.extend(islice(source, 1))  # such a sampler draws with its first index
+                drawn = list(islice(source, 1))  # such a sampler draws with its first index
             elif saved is not None:
-                for index in islice(source, saved["num_drawn"]):
-                    self._note(this, index)
-                    if this.num_drawn > this.skip:
-                        ahead.append(index)
-                    else:
-                        num_samples += self._size(index)
+                drawn = [this.note(index) for index in islice(source, saved["num_drawn"])]
                 if (this.num_drawn, this.digest) != (saved["num_drawn"], saved["digest"]):
                     raise DatasetMismatch(_differs(self.sampler, saved["num_drawn"]))
-        seeds = self._seeds
-        while ahead or (index := next(source, _END)) is not _END:
-            if ahead:
-                index = ahead.popleft()
-            elif not self.is_computed:
-                self._note(this, index)
+        num_samples = this.skip * (self.batch_size or 0)
+        if not self.is_computed:
+            num_samples, drawn = sum(map(self._size, drawn[: this.skip])), drawn[this.skip :]
+        for index in chain(drawn, source if self.is_computed else map(this.note, source)):
             size = self._size(index)
-            yield index if seeds is None else _Asked(index, [seeds(num_samples + place) for place in range(size)])
+            seeds = self._seeds and [self._seeds(num_samples + place) for place in range(size)]
+            yield index if seeds is None else _Drawn(index, seeds)
             num_samples += size
-
-    def _note(self, this: _Pass, index: Any) -> None:
-        this.num_drawn, this.digest = this.num_drawn + 1, xxhash.xxh3_64_intdigest(repr(index).encode(), this.digest)
 
     def _size(self, index: Any) -> int:
         return 1 if self._batches is None else len(index)
 
 
-def _is_of_torch(sampler: Any) -> bool:
-    return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
+def _package(thing: Any) -> str:
+    return type(thing).__module__.partition(".")[0]
 
 
 def after(sampler: Any, skip: int) -> Iterator[Any]:
@@ -400,25 +415,7 @@ def _differs(sampler: Any, num_drawn: int) -> str:
     )
 
 
-# -- samples under random numbers of their own -------------------------------------------------------------------------
-
-
-class _ShownDataset(Dataset[Any]):
-    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
-
-    def __init__(self, dataset: Any) -> None:
-        vars(self)["dataset"] = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # asked for while it is copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
-
-
-class _Asked(NamedTuple):
+class _Drawn(NamedTuple):
     """What the sampler has drawn, an index or a batch of them, and a seed for each sample."""
 
     index: Any
@@ -432,27 +429,19 @@ class _SeededDataset(_ShownDataset):
         return len(self.dataset)
 
     def __getitem__(self, asked: Any) -> Any:
-        return self._seeded(lambda: self._sample(*asked)) if isinstance(asked, _Asked) else self.dataset[asked]
+        if not isinstance(asked, _Drawn):
+            return self.dataset[asked]
+        with _kept_here():
+            seed_generators(asked.seeds[0])
+            return self.dataset[asked.index]
 
-    def __getitems__(self, asked: _Asked) -> Any:
-        return self._seeded(lambda: self._batch(*asked))
-
-    def _sample(self, index: Any, seeds: list[int]) -> Any:
-        seed_generators(seeds[0])
-        return self.dataset[index]
-
-    def _batch(self, indices: Any, seeds: list[int]) -> Any:
-        if gives_batches(self.dataset):
-            seed_generators(seeds[0] if seeds else None)
-            return self.dataset.__getitems__(indices)
-        return [self._sample(index, [seed]) for index, seed in zip(indices, seeds, strict=True)]
-
-    def _seeded(self, fetch: Callable[[], Any]) -> Any:
-        with generators_kept() if get_worker_info() is None else nullcontext():  # the model must not notice
-            return fetch()
+    def __getitems__(self, asked: _Drawn) -> Any:
+        with _kept_here():
+            return fetch_seeded(self.dataset, asked.index, asked.seeds)
 
 
-# -- random generators -------------------------------------------------------------------------------------------------
+def _kept_here() -> Any:
+    return generators_kept() if get_worker_info() is None else nullcontext()  # the model must not notice
 
 
 def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -485,15 +474,12 @@ def _state_of(generator: Any) -> Any:
 
 
 def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    for name, generator in generators.items():
-        if name not in states:
-            continue
+    for name in generators.keys() & states.keys():
+        generator = generators[name]
         if isinstance(generator, np.random.Generator):
             generator.bit_generator.state = states[name]
-        elif hasattr(generator, "setstate"):
-            generator.setstate(states[name])
         else:
-            generator.set_state(states[name])
+            getattr(generator, "setstate" if hasattr(generator, "setstate") else "set_state")(states[name])
 
 
 # -- iterable data -----------------------------------------------------------------------------------------------------
@@ -551,10 +537,6 @@ class _Reader(StreamReader):
 
 
 class _ShownReader(_ShownDataset):
-    def __init__(self, dataset: Any, reader: _Reader) -> None:
-        super().__init__(dataset)
-        vars(self)["_reader"] = reader
-
     def __iter__(self) -> Iterator[Item]:
         return iter(vars(self)["_reader"])
 
@@ -595,8 +577,8 @@ class _Place(NamedTuple):
     last_worker: int = -1
     number: int = 0
 
-    def state(self) -> StreamState:
-        return StreamState(tuple(one.here for one in self.shares), self.last_worker)
+    def saved(self, at: tuple[int, int]) -> dict[str, Any]:
+        return _saved(at, StreamState(tuple(one.here for one in self.shares), self.last_worker), self.number)
 
 
 class StreamOrder:
@@ -633,10 +615,8 @@ class StreamOrder:
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a resume at a position needs."""
-        here, passes = (position.epoch, position.batches), []
-        is_over = self.fit.is_over(position)
-        if is_over:
-            here = (position.epoch + 1, 0)
+        is_over, passes = self.fit.is_over(position), []
+        here = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
         found = max((at for at in self._places if at[0] == here[0] and at <= here), default=None)
         saved = self._over(here[0]) if found is None else self._places[found]
         if is_over or saved["number"]:  # a ``CombinedLoader`` has to notice that an earlier pass is over
@@ -655,7 +635,8 @@ class StreamOrder:
             return iter(())
         if self._over_epoch == self.fit.epoch:
             return iter(())
-        at, place, start, is_over = self._next_pass() if saved is None else self._saved_pass(saved)
+        is_over = saved is not None and saved["stream"] is not None and saved["is_over"]
+        at, place, start = self._next_pass() if saved is None else self._saved_pass(saved)
         self._begins = at, place
         seed = self.fit.stream_seed(loader)
         reader = _Reader(
@@ -668,7 +649,7 @@ class StreamOrder:
             is_over=is_over,
         )
         used = {
-            "dataset": _ShownReader(loader.dataset, reader),
+            "dataset": _ShownReader(loader.dataset, _reader=reader),
             "batch_sampler": None,
             "drop_last": False,
             "collate_fn": as_it_is,
@@ -678,7 +659,7 @@ class StreamOrder:
         if saved is not None and not is_seeded and loader.generator is None:
             self.fit.note_seed()
         items = _iterate_with(used, loader, iterate, keeps_generators=is_seeded)
-        batches = self._batches(items, isolate=loader.num_workers == 0 and seed is not None)
+        batches = self._batches(isolated(items, loader.num_workers == 0 and seed is not None))
         return batches if saved is None or not saved["number"] else self._or_next_pass(batches, iterate)
 
     def deliver(self) -> None:
@@ -688,36 +669,30 @@ class StreamOrder:
         (at, place), self._begins = self._begins, None
         if at not in self._places:
             is_first = place.last_worker < 0 and not at[1]
-            saved = self._over(at[0]) if is_first else _saved(at, place.state(), place.number)
-            self._places[at] = {**saved, "is_seeded": True}
+            self._places[at] = {**(self._over(at[0]) if is_first else place.saved(at)), "is_seeded": True}
         self._at, self._here = at, place
 
-    # -- a pass
-
-    def _next_pass(self) -> tuple[tuple[int, int], _Place, StreamState, bool]:
-        loader, here, epoch = self.loader, self._here, self.fit.epoch
-        num_workers = max(1, loader.num_workers)
+    def _next_pass(self) -> tuple[tuple[int, int], _Place, StreamState]:
+        here, epoch = self._here, self.fit.epoch
         at = self._at if self._at[0] == epoch else (epoch, 0)
         if here is None:
-            start = StreamState((WorkerState(),) * num_workers)
-            return at, _Place(tuple(map(_Share.at, start.workers))), start, False
-        anew = [WorkerState(epoch=one.last.epoch + 1) for one in here.shares]
+            start = StreamState.at_beginning(self.loader.num_workers)
+            return at, _Place(tuple(map(_Share.at, start.workers))), start
+        anew = tuple(WorkerState(epoch=one.last.epoch + 1) for one in here.shares)
         begins = [one.last.begin_again() for one in here.shares] if self._goes_on else anew
-        number = here.number + 1 if at[1] else 0
-        return at, _Place(tuple(map(_Share.at, begins)), number=number), StreamState(tuple(anew)), False
+        return at, _Place(tuple(map(_Share.at, begins)), number=here.number + 1 if at[1] else 0), StreamState(anew)
 
-    def _saved_pass(self, saved: Mapping[str, Any]) -> tuple[tuple[int, int], _Place, StreamState, bool]:
+    def _saved_pass(self, saved: Mapping[str, Any]) -> tuple[tuple[int, int], _Place, StreamState]:
         if saved["stream"] is None:
-            before = WorkerState(epoch=saved["num_passes"] - 1)
-            self._here = _Place((_Share.at(before),) * max(1, self.loader.num_workers)) if saved["num_passes"] else None
+            before = _Share.at(WorkerState(epoch=saved["num_passes"] - 1))
+            self._here = _Place((before,) * max(1, self.loader.num_workers)) if saved["num_passes"] else None
             return self._next_pass()
         start = StreamState.closed(saved["stream"])
         shares = tuple(map(_Share.at, start.workers))
         if saved["is_over"]:
             self._here = _Place(shares)
-            at, place, _, _ = self._next_pass()
-            return at, place, start, True
-        return (saved["epoch"], saved["batch"]), _Place(shares, start.last_worker, saved["number"]), start, False
+            return (*self._next_pass()[:2], start)
+        return (saved["epoch"], saved["batch"]), _Place(shares, start.last_worker, saved["number"]), start
 
     @property
     def _goes_on(self) -> bool:
@@ -743,12 +718,8 @@ class StreamOrder:
         yield from first
         yield from batches
 
-    def _batches(self, items: Iterator[Item], *, isolate: bool) -> Iterator[Any]:
-        while True:
-            with generators_kept() if isolate else nullcontext():  # the model must not notice
-                item = next(items, None)
-            if item is None:
-                return
+    def _batches(self, items: Iterator[Item]) -> Iterator[Any]:
+        for item in items:
             assert self._here is not None
             shares = list(self._here.shares)
             shares[item.worker] = shares[item.worker].after(item, self.batch_size)
@@ -756,18 +727,390 @@ class StreamOrder:
             if item.kind == "batch":
                 self._here = self._here._replace(last_worker=item.worker)
                 self._at = (self._at[0], self._at[1] + 1)
-                self._places[self._at] = _saved(self._at, self._here.state(), self._here.number)
-                self._forget()
+                self._places[self._at] = self._here.saved(self._at)
+                if (position := self.fit.position()) is not None:
+                    here = position.epoch, position.batches
+                    oldest = max((at for at in self._places if at <= here), default=self._at)
+                    self._places = {at: one for at, one in self._places.items() if at >= oldest}
                 yield item.batch
-
-    def _forget(self) -> None:
-        position = self.fit.position()
-        if position is not None:
-            oldest = max((at for at in self._places if at <= (position.epoch, position.batches)), default=self._at)
-            for at in [one for one in self._places if one < oldest]:
-                del self._places[at]
 
 
 def _saved(at: tuple[int, int], stream: StreamState | None, number: int = 0) -> dict[str, Any]:
     place = {"epoch": at[0], "batch": at[1], "number": number, "stream": stream}
     return {**place, "is_over": False, "is_seeded": True}
+
+
+# -- loaders and loops in step -----------------------------------------------------------------------------------------
+
+_KEY = "lightning_distplus_dataloaders"  # in a checkpoint
+_VERSION = 1
+
+_ANEW = (
+    "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
+    "are missed"
+)
+_OF_RANK_0 = "will get the loader's state of rank 0 on every rank, as Lightning saves it"
+
+
+class LoaderResume(InStep):
+    """Keeps the training loaders of a fit and the Trainer's loops in step; a Resilient strategy adds it to the Trainer.
+
+    Args:
+        trainer: The Trainer of the fit.
+        seeds_samples: Whether python's, numpy's and torch's generators are seeded for each sample from its place.
+    """
+
+    def __init__(self, trainer: Any, *, seeds_samples: bool) -> None:
+        super().__init__(self)  # type: ignore[arg-type]  # it has what the callback asks of a data module
+        self.timer: Timer | None = None
+        self.receipt = ""
+        self._trainer = trainer
+        self._seeds_samples = seeds_samples
+        self._seed = int(env.PL_GLOBAL_SEED.get() or 0)
+        self._cursor: Cursor | None = None
+        self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
+        self._has_found = False  # where the loaders begin
+        self._position: Position | None = None  # where the Trainer will be placed
+        self._is_placed = False  # at a checkpoint, and has fetched nothing yet
+        self._early: list[ExactBatches] = []  # iterators that were made before that
+        self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
+        self._begun_epoch = -1
+        self._end = -1  # the number of micro-batches after which the latest epoch has ended
+        self._has_warned = False  # of a state that no checkpoint can hold
+        self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
+        self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
+
+    def take(self, loader: Any) -> Any:
+        """The loader in which a training loader resumes exactly, or what it was given."""
+        is_tuning = self not in self._trainer.callbacks  # the Tuner takes all of them out meanwhile
+        is_foreign = self._has_foreign_states and hasattr(loader, "load_state_dict")
+        if not self._trainer.training or is_tuning or is_foreign or why_not(loader) is not None:
+            return loader
+        return ExactLoader.of(loader, self)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a later resume of the fit that runs is exact."""
+        return self._cursor is not None
+
+    # -- what a loader asks for
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs, or comes next."""
+        return int(self._trainer.fit_loop.epoch_progress.current.processed)
+
+    @property
+    def batch(self) -> int:
+        """The batch of the epoch that is fetched now."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def position(self) -> Position | None:
+        """Where a run that is resumed now would go on; None before training starts."""
+        return None if self._cursor is None else self._cursor.position()
+
+    def hold(self, batches: ExactBatches) -> bool:
+        """Whether an iterator has to wait for the Trainer to be placed; it takes the place of an earlier one."""
+        for starts in self._starts.values():
+            while starts and starts[0]["epoch"] < self.epoch:
+                starts.popleft()
+        is_due = any(starts and starts[0]["epoch"] == self.epoch for starts in self._starts.values())
+        waits = self._loaded is not None or is_due
+        self._early = [one for one in self._early if one.loader is not batches.loader]
+        if waits or self._cursor is None:
+            self._early.append(batches)
+        return waits
+
+    def begin(self, batches: ExactBatches) -> None:
+        """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
+        if self._loaded is not None and not self._has_found and self._why_not() is None:
+            self._find_starts(self._loaded)
+        exact = self._exact()
+        early, self._early = [one for one in self._early if one.loader in exact], []
+        is_resumed, self._is_placed = self._is_placed, False
+        if self._cursor is not None and self.epoch != self._begun_epoch:
+            self._begun_epoch = self.epoch
+            self._cursor.begin_epoch()
+        if self.timer is not None:
+            self.timer.go_on()
+        starts = []
+        for one in early:
+            due = self._starts.get(exact.index(one.loader))
+            starts.append(due.popleft() if due and due[0]["epoch"] == self.epoch else None)
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
+            for one in early:
+                one.begin(None)  # as Lightning does where it makes loaders anew between two epochs
+        for one, start in zip(early, starts, strict=True):
+            if start is not None or is_resumed or one.batches is None:
+                one.begin(start)
+
+    def sample_seeds(self, loader: ExactLoader, epoch: int, number: int) -> Callable[[int], int] | None:
+        """The seed of each of this rank's samples in a pass; the same for a sample on any number of ranks."""
+        if not self._seeds_samples:
+            return None
+        ranks, sampler = data_parallel(self._trainer), loader.distplus_order.sampler
+        if isinstance(sampler, DistributedSampler):
+            ranks = replace(ranks, rank=sampler.rank, size=sampler.num_replicas)
+        key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
+        return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
+
+    def stream_seed(self, loader: ExactLoader) -> int | None:
+        """The seed of a loader's iterable data on this rank."""
+        ranks = data_parallel(self._trainer)
+        return derive_key(self._seed, AUGMENT, self._place_of(loader), ranks.rank) if self._seeds_samples else None
+
+    def note_seed(self) -> None:
+        """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
+        self._num_seeds += self._loaded is not None
+
+    def is_over(self, position: Position) -> bool:
+        """Whether nothing is left to fetch in the epoch of a position."""
+        return position.is_epoch_done or bool(position.batches >= self._trainer.num_training_batches)
+
+    def _place_of(self, loader: ExactLoader) -> int:
+        return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
+
+    def _exact(self) -> list[ExactLoader]:
+        return [one for one in _leaves(self._trainer.train_dataloader) if isinstance(one, ExactLoader)]
+
+    # -- Lightning's hooks, beside those that every data set needs
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the Trainer stands."""
+        assert self._cursor is not None, "it is made when training starts"
+        return self._cursor
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does.
+
+        Raises:
+            DatasetMismatch: It is of a version that this package does not know.
+        """
+        state = checkpoint.get(_KEY)
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._has_foreign_states = state is None and bool(loop.get("state_dict", {}).get("combined_loader"))
+        if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
+            return
+        self.timer = Timer()
+        if state["version"] != _VERSION:
+            raise DatasetMismatch(
+                f"The checkpoint's state of the DataLoader has version {state['version']!r}; this lightning_distplus "
+                f"reads {_VERSION}. Resume with the version of lightning_distplus that wrote the checkpoint."
+            )
+        self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
+        if not pl_module.automatic_optimization:
+            self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
+        max_epochs, position = trainer.max_epochs, Position(**self._loaded["position"])
+        is_past_end = state["ends_open"] and max_epochs is not None and 0 <= max_epochs <= position.epoch + 1
+        if not is_past_end:
+            reopen_epoch(checkpoint, position)
+        self.timer.pause()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the place in the data; all ranks of a save call it."""
+        if self._loaded is not None:
+            checkpoint[_KEY] = self._loaded
+        elif not self._is_fitted_by(trainer):
+            return
+        elif self.cursor.is_behind_step:  # the weights hold a step that the counters do not
+            if trainer.is_global_zero:
+                _log.warning("saved in the middle of a batch, without a place in the data; save in on_train_batch_end")
+        else:
+            position = self.cursor.position()
+            ranks = gather_bytes(trainer.strategy, "state of the DataLoader", self._packed(position))
+            if not all(ranks):
+                return
+            checkpoint[_KEY] = {
+                "version": _VERSION,
+                "position": asdict(position),
+                "ends_open": self.cursor.ends_open,
+                "is_at_end": self.is_over(position),
+                "cut": self._cut(),
+                "seed": self._seed,
+                "ranks": ranks[:1] if len(set(ranks)) == 1 else ranks,
+            }
+
+    def _packed(self, position: Position) -> bytes:
+        """The state of this rank's loaders; empty where a checkpoint cannot hold it."""
+        states = [one.distplus_order.state(position) for one in self._exact()]
+        for place, starts in self._starts.items():
+            if starts and position == self._position:  # nothing has been fetched since the resume
+                states[place]["passes"] = list(starts)
+        try:
+            return pack(states, owner="the DataLoader")
+        except TypeError as error:
+            if self._trainer.is_global_zero and not self._has_warned:
+                _log.warning("a run that is resumed inside an epoch %s. %s", _ANEW, error)
+            self._has_warned = True
+            return b""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Puts the loops at a loaded position; warns where a later resume would not be exact.
+
+        Raises:
+            DatasetMismatch: The checkpoint stands inside an epoch of other data, or of another order.
+        """
+        self._cursor, self._begun_epoch = None, -1
+        loaded, self._loaded = self._loaded, None
+        if (why := self._why_not()) is not None:
+            if loaded is not None and loaded["position"]["batches"]:
+                _refuse(why)
+            if trainer.is_global_zero:
+                has_state = any(hasattr(one, "load_state_dict") for one in _leaves(trainer.train_dataloader))
+                _log.warning("a run that is resumed inside an epoch %s. %s", _OF_RANK_0 if has_state else _ANEW, why)
+            return
+        orders = [one.distplus_order for one in self._exact()]
+        geometry = Geometry(
+            micro_batch=orders[0].batch_size or 1,
+            accumulation=trainer.accumulate_grad_batches,
+            ranks=data_parallel(trainer),
+        )
+        has_stream = any(isinstance(one, StreamOrder) for one in orders)
+        self._cursor = Cursor(trainer, geometry, is_end=(lambda number: number == self._end) if has_stream else None)
+        if loaded is not None:
+            if not self._has_found:
+                self._find_starts(loaded)
+            if self._position is not None:
+                self._end = self._position.total_batches if self._position.is_epoch_done else -1
+                self._cursor.place(self._position)
+            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this class
+        self._watch_steps(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Notes where the data end, if only they know; says once where the run has resumed."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            self._end = progress.total.ready
+        for _ in range(self._num_seeds):
+            torch.empty((), dtype=torch.int64).random_()
+        self._num_seeds = 0
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Notes where the data have ended."""
+        self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    def _is_fitted_by(self, trainer: Any) -> bool:
+        return is_fitting(trainer) and self._cursor is not None
+
+    def _why_not(self) -> str | None:
+        """Why a later resume of this fit would not be exact; None: it will be."""
+        trainer = self._trainer
+        if why := next(filter(None, map(why_not, _leaves(trainer.train_dataloader))), None):
+            return why
+        are_streams = {isinstance(one.distplus_order, StreamOrder) for one in self._exact()}
+        if len(are_streams) == 2 and trainer.num_training_batches == float("inf"):
+            return "Of one of several loaders no length is known, and another one is of map-style data."
+        if True in are_streams and trainer.reload_dataloaders_every_n_epochs:
+            return "reload_dataloaders_every_n_epochs asks for iterable data again, of which no place is known."
+        if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+            return "training_step takes as many batches from dataloader_iter as it likes."
+        try:
+            refuse_changing_windows(trainer, trainer.accumulate_grad_batches, trainer.num_training_batches)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    # -- going on at a checkpoint
+
+    def _find_starts(self, state: Mapping[str, Any]) -> None:
+        """Finds where each loader begins, and where the Trainer will be placed.
+
+        Raises:
+            DatasetMismatch: The data or their order are others; or only the data know how they are divided.
+        """
+        self._has_found, exact = True, self._exact()
+        position, cut = Position(**state["position"]), self._cut()
+        ranks = state["ranks"]
+        saved = unpack(ranks[self._trainer.global_rank if len(ranks) == self._trainer.world_size else 0])
+        passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
+        has_stream = any(start.get("stream") is not None for starts in passes.values() for start in starts)
+        if position.batches or has_stream:
+            self._require_same_order(saved)
+            if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
+                if has_stream:
+                    _refuse(f"{text}; of iterable data only the data know how they are divided")
+                if self._trainer.is_global_zero:
+                    _log.warning("the data of this epoch begin anew, as they do in Lightning: %s", text)
+                return
+        if cut != state["cut"] and not has_stream:
+            before, now, length = state["cut"]["accumulation"], cut["accumulation"], self._trainer.num_training_batches
+            batches = int(length) if state["is_at_end"] else position.batches // before * now
+            position = replace(position, batches=batches, total_batches=position.epoch * int(length) + batches)
+            for one in chain(*passes.values()):
+                one["batch"] = one["batch"] // before * now
+            self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
+        if len(exact) == len(saved):
+            for loader, one in zip(exact, saved, strict=True):
+                loader.distplus_order.place(one)
+        self._starts, self._is_placed, self._position = passes, True, position
+
+    def _cut(self) -> dict[str, Any]:
+        """How samples are cut into batches, and those into steps."""
+        return {
+            "batch_sizes": [one.distplus_order.batch_size for one in self._exact()],
+            "ranks": data_parallel(self._trainer).size,
+            "accumulation": self._trainer.accumulate_grad_batches,
+        }
+
+    def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
+        """Compares what the rest of an epoch depends on.
+
+        Raises:
+            DatasetMismatch: It differs; the message has both sides.
+        """
+        ours = [one.distplus_order.identity() for one in self._exact()]
+        lines = [
+            f"{name}: {before.get(name)!r} in the checkpoint, {value!r} in this run"
+            for before, now in zip(saved, ours, strict=False)
+            for name, value in now.items()
+            if before.get(name) != value
+        ]
+        if len(ours) != len(saved):
+            lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
+        if lines:
+            _refuse("\n".join(lines))
+
+    def _other_cut(self, before: Mapping[str, Any], now: Mapping[str, Any], *, num_states: int) -> str:
+        """How the order is cut in another way, in which a run cannot go on inside an epoch; empty: it can."""
+        orders = [one.distplus_order for one in self._exact()]
+        is_global = all(type(one.sampler) is DistributedSampler for one in orders)
+        may_change = is_global or (before["ranks"] == now["ranks"] and all(one.is_computed for one in orders))
+        if any(isinstance(one, StreamOrder) for one in orders):
+            before, now = {**before, "accumulation": 1}, {**now, "accumulation": 1}
+        if before != now and not (may_change and _global_batches(before) == _global_batches(now)):
+            return f"{_text(before)} in the checkpoint, {_text(now)} in this run"
+        size = self._trainer.world_size
+        if num_states not in (1, size):
+            return f"{num_states} ranks with an order of their own in the checkpoint, {size} in this run"
+        return ""
+
+
+def _refuse(why: str) -> None:
+    text = "\n".join(f"  {line}" for line in why.splitlines())
+    raise DatasetMismatch(
+        f"The checkpoint stands inside an epoch, and this run cannot go on there:\n{text}\n"
+        'Resume with the DataLoader of the checkpoint; or pass data="as_is" to the strategy, which begins the data '
+        "of the epoch anew, as Lightning does."
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """The loaders in what a ``CombinedLoader`` combines."""
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):
+        return [leaf for one in tree.values() for leaf in _leaves(one)]
+    return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list | tuple) else [tree]
+
+
+def _global_batches(cut: Mapping[str, Any]) -> list[Any]:
+    factors = (cut["ranks"], cut["accumulation"])
+    return [factors if size is None else size * factors[0] * factors[1] for size in cut["batch_sizes"]]
+
+
+def _text(cut: Mapping[str, Any]) -> str:
+    sizes = ", ".join("of the sampler" if size is None else str(size) for size in cut["batch_sizes"])
+    return f"batch size {sizes} x {cut['ranks']} data-parallel ranks x accumulation {cut['accumulation']}"

@@ -18,25 +18,26 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
-from lightning_distplus.data.loader import AUGMENT, WorkerOptions, as_it_is, generators_kept, seed_generators
+from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.state import Position
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
+if TYPE_CHECKING:
+    from lightning_distplus.data.datamodule import ResumableDataModule
+
 __all__ = [
     "Item",
-    "IterableOptions",
     "IterableTraining",
     "Stateful",
     "StreamPasses",
@@ -376,10 +377,6 @@ class StreamState(NamedTuple):
         """Whether every worker's pass is over."""
         return all(one.is_ended for one in self.workers)
 
-    def begin_again(self) -> StreamState:
-        """The beginning of the next pass."""
-        return StreamState(tuple(one.begin_again() for one in self.workers))
-
     def opened(self) -> dict[str, Any]:
         """The state as plain values, for a checkpoint."""
         workers = [{**one._asdict(), "data": Stateful.opened(one.data)} for one in self.workers]
@@ -507,54 +504,114 @@ def _seed(key: int | None, index: int) -> None:
         seed_generators(splitmix64(key ^ (index & (2**64 - 1))))
 
 
-# -- the loader --------------------------------------------------------------------------------------------------------
+# -- training data of one rank -----------------------------------------------------------------------------------------
 
 
-class StreamFit(Protocol):
-    """Where the training stands that reads iterable data; ``ResumableDataModule`` knows."""
-
-    def begin_stream(self) -> int | None:
-        """An iteration begins: the number of the next batch to train on; None: nothing is left of the epoch."""
-
-    def position(self) -> Position:
-        """Before its ``total_batches`` no checkpoint stands any more."""
-
-    @property
-    def num_trained(self) -> int:
-        """Micro-batches that the Trainer has processed."""
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether the data begins anew where it ends within an epoch."""
+def _dataloader(reader: StreamReader, workers: WorkerOptions, *, seed: int) -> DataLoader[Item]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(reader, batch_size=None, collate_fn=as_it_is, generator=generator, **asdict(workers))
 
 
-class StreamLoader:
-    """Numbered batches: batch b is the one before which the Trainer has processed b micro-batches, in the whole run.
-
-    Workers and Lightning run ahead of the training. So each batch comes with the state after it, which is kept until
-    the optimizer step that it belongs to is complete; and a batch that was fetched and not trained on when an epoch
-    ended, because Lightning looks one batch ahead, is the first of the next epoch.
+class StreamPasses:
+    """Iterable data for validation: every iteration is one pass, from the beginning.
 
     Args:
-        training: The data.
-        fit: Where the training stands.
-        state: Where to begin.
-        number: Of the first batch.
+        make_reader: Gives what the workers run.
+        workers: Workers and pinning.
     """
 
-    def __init__(self, training: IterableTraining, fit: StreamFit, *, state: StreamState, number: int) -> None:
-        self._training = training
-        self._fit = fit
-        self._state = state
-        self._is_checked = False
-        self._states = {number: state}
+    def __init__(self, make_reader: Callable[[], StreamReader], *, workers: WorkerOptions) -> None:
+        self._make_reader = make_reader
+        self._workers = replace(workers, persistent_workers=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(_dataloader(self._make_reader(), self._workers, seed=0))
+        for item in isolated(items, self._workers.num_workers == 0):
+            if item.kind == "batch":
+                yield item.batch
+
+
+class IterableTraining:
+    """The training data of one rank, as numbered batches, from the first to the last.
+
+    Batch b is the one before which the Trainer has processed b micro-batches, in the whole run. Each comes with the
+    state after it, which is kept until the optimizer step that it belongs to is complete. A batch that was fetched and
+    not trained on when an epoch ended, because Lightning looks one batch ahead, is the first of the next epoch.
+
+    Args:
+        data: See ``stateful``.
+        owner: Knows where the training stands.
+        ranks: The data-parallel ranks.
+        workers: Workers and pinning.
+        before: Of an earlier Trainer in this process, which may have moved the same data on.
+        **settings: Of ``owner``, by the names of its arguments; ``seed`` is None where samples are not seeded.
+
+    Raises:
+        ValueError: The data cannot be resumed exactly.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        owner: ResumableDataModule,
+        *,
+        ranks: DataParallel,
+        workers: WorkerOptions,
+        before: IterableTraining | None,
+        batch_size: int,
+        batched: bool,
+        uneven: str,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        seed: int | None,
+        allow_stateless: bool,
+    ) -> None:
+        if uneven == "error":
+            raise ValueError(
+                'uneven is "error" and the training data is iterable: where it ends is known only when it does. Use '
+                '"drop" or "pad".'
+            )
+        if uneven == "pad" and batched:
+            raise ValueError('uneven is "pad" and the data yields batches, passed on as they are. Use "drop".')
+        self.data = data
+        self._owner = owner
+        self._workers = workers
+        self._batch_size = batch_size
+        self._seed = seed
+        self._source, self._is_batched = stateful(
+            data,
+            batch_size=batch_size,
+            num_workers=workers.num_workers,
+            batched=batched,
+            ranks=ranks,
+            allow_stateless=allow_stateless,
+        )
+        if before is not None and before.data is data:
+            self._source.begin_where(before._source)
+        self._reader: dict[str, Any] = {
+            "batch_size": None if self._is_batched else batch_size,
+            "collate": collate_fn,
+            "rest": "pad" if uneven == "pad" else "drop",
+            "seed": None if seed is None else derive_key(seed, _STREAM, ranks.rank),
+        }
+        self._state = StreamState.at_beginning(workers.num_workers)
+        self._states: dict[int, StreamState] = {}  # before each batch that a checkpoint may stand before; while open
         self._batches: deque[tuple[int, Any]] = deque()
         self._inner: DataLoader[Item] | None = None
         self._items: Iterator[Item] | None = None
-        self._isolate = False
+        self._is_checked = False
+
+    def open(self, number: int) -> IterableTraining:
+        """Goes on where the data stands, with batch ``number``."""
+        self._states = {number: self._state}
+        return self
+
+    def close(self, number: int) -> None:
+        """Ends the workers; goes on before batch ``number`` when it is opened again."""
+        self._state = self._states.get(number, self._state)
+        self._states, self._batches, self._items, self._inner = {}, deque(), None, None
 
     def __iter__(self) -> Iterator[Any]:
-        first = self._fit.begin_stream()
+        first = self._owner.begin_stream()
         if first is None:
             return
         number = first
@@ -567,7 +624,7 @@ class StreamLoader:
         while True:
             if self._state.is_ended:
                 # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
-                if number > first and not self._fit.is_endless:
+                if number > first and not self._owner.is_endless:
                     return
                 if has_begun_again:
                     raise ValueError(
@@ -581,31 +638,33 @@ class StreamLoader:
                 number += 1
                 has_begun_again = False
 
-    def state_before(self, number: int) -> StreamState:
-        """The state in which batch ``number`` is the next one."""
-        return self._states[number]
-
     def is_end(self, number: int) -> bool:
-        """Whether the data is known to have ended before batch ``number``."""
-        state = self._states.get(number)
+        """Whether a pass over the data is known to have ended just before batch ``number``."""
+        state = self._states.get(number) if self._states else self._state
         return state is not None and state.is_ended
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._items = None
-        self._inner = None
 
     def _pull(self, number: int) -> bool:
         """Fetches batch ``number``; False: the data ends before it."""
-        self._forget(number)
-        for item in self._fetched():
+        oldest = min(self._owner.position().total_batches, number)
+        for old in [one for one in self._states if one < oldest]:
+            del self._states[old]
+        while self._batches and self._batches[0][0] < self._owner.num_trained:
+            self._batches.popleft()
+        # Without workers the data's random numbers are drawn in this process: the model must not notice.
+        isolate = self._workers.num_workers == 0 and self._seed is not None
+        if self._items is None:
+            if self._inner is None:
+                reader = StreamReader(self._source, begin=self._state, **self._reader)
+                self._inner = _dataloader(reader, self._workers, seed=derive_key(self._seed or 0, _STREAM))
+            self._items = isolated(iter(self._inner), isolate)
+        for item in self._items:
             state = self._state
             workers = (*state.workers[: item.worker], item.state, *state.workers[item.worker + 1 :])
             if item.kind == "batch":
                 self._state = self._states[number + 1] = StreamState(workers, item.worker)
                 self._batches.append((number, item.batch))
                 if not self._is_checked:
-                    self._training.pack(self._state)  # raises where a checkpoint could not hold it
+                    self._pack(self._state)  # raises where a checkpoint could not hold it
                     self._is_checked = True
                 return True
             self._state = StreamState(workers, state.last_worker)
@@ -613,147 +672,13 @@ class StreamLoader:
         self._states[number] = self._state
         return False
 
-    def _forget(self, number: int) -> None:
-        oldest = min(self._fit.position().total_batches, number)
-        for old in [one for one in self._states if one < oldest]:
-            del self._states[old]
-        while self._batches and self._batches[0][0] < self._fit.num_trained:
-            self._batches.popleft()
-
-    def _fetched(self) -> Iterator[Item]:
-        if self._items is None:
-            self._items = iter(self._loader())
-        while True:
-            with generators_kept() if self._isolate else nullcontext():
-                item = next(self._items, None)
-            if item is None:
-                return
-            yield item
-
     def _begin_again(self) -> None:
-        self._state = self._state.begin_again()
+        self._state = StreamState(tuple(one.begin_again() for one in self._state.workers))
         self._items = None
-        if not self._training.options.workers.persistent_workers:
+        if not self._workers.persistent_workers:
             self._inner = None
 
-    def _loader(self) -> DataLoader[Item]:
-        if self._inner is None:
-            options = self._training.options
-            # Without workers the data's random numbers are drawn in this process: the model must not notice.
-            self._isolate = options.workers.num_workers == 0 and options.seed is not None
-            generator_seed = derive_key(options.seed or 0, _STREAM)
-            self._inner = _dataloader(self._training.reader(self._state), options.workers, generator_seed)
-        return self._inner
-
-
-class StreamPasses:
-    """Iterable data for validation: every iteration is one pass, from the beginning.
-
-    Args:
-        make_reader: Gives what the workers run.
-        options: Workers and pinning.
-    """
-
-    def __init__(self, make_reader: Callable[[], StreamReader], *, options: WorkerOptions) -> None:
-        self._make_reader = make_reader
-        self._options = replace(options, persistent_workers=False)
-
-    def __iter__(self) -> Iterator[Any]:
-        items = iter(_dataloader(self._make_reader(), self._options, 0))
-        while True:
-            with generators_kept() if self._options.num_workers == 0 else nullcontext():
-                item = next(items, None)
-            if item is None:
-                return
-            if item.kind == "batch":
-                yield item.batch
-
-
-def _dataloader(reader: StreamReader, options: WorkerOptions, seed: int) -> DataLoader[Item]:
-    return DataLoader(
-        reader,
-        batch_size=None,
-        collate_fn=as_it_is,
-        generator=torch.Generator().manual_seed(seed),
-        num_workers=options.num_workers,
-        pin_memory=options.pin_memory,
-        persistent_workers=options.persistent_workers,
-        prefetch_factor=options.prefetch_factor,
-    )
-
-
-# -- training data of one rank -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class IterableOptions:
-    """How a rank reads iterable data; the names are those of ``ResumableDataModule``."""
-
-    batch_size: int
-    batched: bool
-    uneven: str
-    collate_fn: Callable[[list[Any]], Any] | None
-    seed: int | None
-    allow_stateless: bool
-    workers: WorkerOptions
-
-    def __post_init__(self) -> None:
-        if self.uneven == "error":
-            raise ValueError(
-                'uneven is "error" and the training data is iterable: where it ends is known only when it does. Use '
-                '"drop" or "pad".'
-            )
-        if self.uneven == "pad" and self.batched:
-            raise ValueError('uneven is "pad" and the data yields batches, passed on as they are. Use "drop".')
-
-
-class IterableTraining:
-    """The training data of one rank, from its first batch to its last.
-
-    Args:
-        data: See ``stateful``.
-        options: How it is read.
-        ranks: The data-parallel ranks.
-        before: Of an earlier Trainer in this process, which may have moved the same data on.
-
-    Raises:
-        ValueError: The data cannot be resumed exactly.
-    """
-
-    def __init__(
-        self, data: Any, options: IterableOptions, ranks: DataParallel, before: IterableTraining | None = None
-    ) -> None:
-        self.data = data
-        self.options = options
-        self._ranks = ranks
-        self._source, self._is_batched = stateful(
-            data,
-            batch_size=options.batch_size,
-            num_workers=options.workers.num_workers,
-            batched=options.batched,
-            ranks=ranks,
-            allow_stateless=options.allow_stateless,
-        )
-        if before is not None and before.data is data:
-            self._source.begin_where(before._source)
-        self._state = StreamState.at_beginning(options.workers.num_workers)
-        self._loader: StreamLoader | None = None
-
-    def loader(self, fit: StreamFit) -> StreamLoader:
-        """The loader, from where the data stands."""
-        self._loader = StreamLoader(self, fit, state=self._state, number=fit.position().total_batches)
-        return self._loader
-
-    def close(self, number: int) -> None:
-        """Ends the workers; a later loader goes on before batch ``number``."""
-        if self._loader is not None:
-            self._state = self._loader.state_before(number)
-            self._loader.close()
-            self._loader = None
-
-    def is_end(self, number: int) -> bool:
-        """Whether a pass over the data ended just before batch ``number``."""
-        return self._loader.is_end(number) if self._loader is not None else self._state.is_ended
+    # -- what a checkpoint holds
 
     def packed(self, number: int) -> bytes:
         """The state of this rank before batch ``number``.
@@ -761,14 +686,9 @@ class IterableTraining:
         Raises:
             TypeError: The data's state holds something that a checkpoint does not take.
         """
-        return self.pack(self._state if self._loader is None else self._loader.state_before(number))
+        return self._pack(self._states[number] if self._states else self._state)
 
-    def pack(self, state: StreamState) -> bytes:
-        """A state as a checkpoint holds it.
-
-        Raises:
-            TypeError: The data's state holds something that a checkpoint does not take.
-        """
+    def _pack(self, state: StreamState) -> bytes:
         return pack(state.opened(), owner=type(self._source.data).__qualname__)
 
     def to_checkpoint(self, states: Sequence[bytes]) -> dict[str, Any]:
@@ -776,8 +696,8 @@ class IterableTraining:
         return {
             "version": _VERSION,
             "has_state": self._source.has_state,
-            "num_workers": self.options.workers.num_workers,
-            "batch_size": self.options.batch_size,
+            "num_workers": self._workers.num_workers,
+            "batch_size": self._batch_size,
             "states": list(states),
         }
 
@@ -805,8 +725,7 @@ class IterableTraining:
         self._state = StreamState.closed(unpack(saved["states"][rank]))
 
     def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
-        ours, theirs = self.options.workers.num_workers, saved["num_workers"]
-        num_ranks = len(saved["states"])
+        ours, theirs, num_ranks = self._workers.num_workers, saved["num_workers"], len(saved["states"])
         why = (
             "Each rank and each worker has read its own part of an iterable data set, and only the data set knows how "
             "it is divided"
@@ -822,21 +741,9 @@ class IterableTraining:
                 f"The checkpoint holds the states of iterable data of {theirs} workers on each rank; this run has "
                 f"num_workers={ours}. {why}. Resume with num_workers={theirs}, {remedy}."
             )
-        if saved["batch_size"] != self.options.batch_size and (theirs > 1 or self._is_batched):
+        if saved["batch_size"] != self._batch_size and (theirs > 1 or self._is_batched):
             raise DatasetMismatch(
-                f"The checkpoint was written with batch_size={saved['batch_size']}; this run has "
-                f"{self.options.batch_size}, and workers take turns in batches, or the data makes them itself. "
-                f"Resume with batch_size={saved['batch_size']}."
+                f"The checkpoint was written with batch_size={saved['batch_size']}; this run has {self._batch_size}, "
+                "and workers take turns in batches, or the data makes them itself. Resume with "
+                f"batch_size={saved['batch_size']}."
             )
-
-    def reader(self, begin: StreamState) -> StreamReader:
-        """What the workers run, from where each of them begins."""
-        options, seed = self.options, self.options.seed
-        return StreamReader(
-            self._source,
-            batch_size=None if self._is_batched else options.batch_size,
-            collate=options.collate_fn,
-            rest="pad" if options.uneven == "pad" else "drop",
-            seed=None if seed is None else derive_key(seed, _STREAM, self._ranks.rank),
-            begin=begin,
-        )

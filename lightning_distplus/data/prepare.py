@@ -18,7 +18,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -27,7 +27,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from lightning_distplus.data.token_files import MegatronWriter, dtype_for
+from lightning_distplus.data.token_files import MegatronWriter, dtype_for, sync_folder
 from lightning_distplus.errors import refuse_unknown_arguments
 
 __all__ = ["END_OF_DOCUMENT", "PreparedTokens", "Progress", "prepare"]
@@ -122,7 +122,9 @@ def prepare(
     if tokenizer is not None and vocab_size is not None:
         raise ValueError("Both tokenizer and vocab_size are given; a given tokenizer has its own vocabulary. Drop one.")
     targets = [prefix.with_name(prefix.name + suffix) for suffix in (".tokenizer.json", ".bin", ".idx")]
-    _refuse_existing(targets if tokenizer is None else targets[1:], overwrite)
+    existing = [str(path) for path in (targets if tokenizer is None else targets[1:]) if path.exists()]
+    if existing and not overwrite:
+        raise FileExistsError(f"{', '.join(existing)} exists already. Choose another --output, or pass --overwrite.")
     corpus = _Corpus(inputs, format=format, text_key=text_key, max_bytes=max_bytes)
     with _stage(prefix) as folder:
         codec = _load_tokenizer(Path(tokenizer)) if tokenizer else _train(corpus, vocab_size, on_progress)
@@ -157,12 +159,6 @@ def prepare(
 # -- the target --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_existing(targets: Iterable[Path], overwrite: bool) -> None:
-    existing = [str(path) for path in targets if path.exists()]
-    if existing and not overwrite:
-        raise FileExistsError(f"{', '.join(existing)} exists already. Choose another --output, or pass --overwrite.")
-
-
 @contextmanager
 def _stage(prefix: Path) -> Iterator[Path]:
     """An empty folder beside the target, for one process at a time; removed at the end, or by the next one."""
@@ -193,22 +189,11 @@ def _publish(folder: Path, targets: list[Path]) -> None:
     targets[-1].unlink(missing_ok=True)
     for target in written:
         (folder / target.name).replace(target)
-    directory = os.open(targets[-1].parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_folder(targets[-1].parent)
 
 
 class _Shuffle:
-    """Shuffles documents in files: to one of some by lot, then each of these in memory.
-
-    Args:
-        folder: Where the files are.
-        seed: Of the lots.
-        dtype: Type of a token.
-        size_bytes: Of the inputs, from which the number of files follows.
-    """
+    """Shuffles documents in files, as many as the size of the inputs asks for: to one by lot, then each in memory."""
 
     def __init__(self, folder: Path, seed: int, dtype: type[np.integer[Any]], size_bytes: int) -> None:
         self._lots, self._dtype = random.Random(seed), dtype
@@ -409,7 +394,10 @@ def _list_files(inputs: Sequence[str | Path]) -> list[Path]:
 
 def _read_text(path: Path, text_key: str | None) -> Iterator[_Piece]:
     offset = seen = 0
-    document_bytes = path.stat().st_size if _compression_of(path) is None else sum(map(len, _lines_of(path)))
+    document_bytes = path.stat().st_size
+    if _compression_of(path) is not None:
+        with _opened(path) as (file, _):
+            document_bytes = sum(map(len, file))
     with _opened(path) as (file, num_read):
         while lines := file.readlines(_PIECE_BYTES):
             data = b"".join(lines)
@@ -427,10 +415,10 @@ def _read_text(path: Path, text_key: str | None) -> Iterator[_Piece]:
 def _read_jsonl(path: Path, text_key: str | None) -> Iterator[_Piece]:
     offset = seen = 0
     with _opened(path) as (file, num_read):
-        for line in file:
+        for number, line in enumerate(file, start=1):
             content = _decode(line, path, offset)
             if content.strip():
-                text_key, text = _text_of(content, text_key, path, offset)
+                text_key, text = _text_of(content, text_key, path, f"{path}, line {number}")
                 size, seen = num_read() - seen, num_read()
                 yield _Piece(text=text, size_bytes=size, document_bytes=len(line), begins=True, ends=True)
             offset += len(line)
@@ -459,13 +447,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[_Piece]:
 
 def _open_parquet(path: Path, column: str | None) -> tuple[Any, str]:
     """The file, and the name of its column of texts."""
-    try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is Parquet, and pyarrow is not installed. Run: pip install pyarrow",
-            name="pyarrow",
-        ) from error
+    arrow, parquet = _pyarrow(path, "Parquet"), _pyarrow(path, "Parquet", ".parquet")
     try:
         file = parquet.ParquetFile(path)
     except (arrow.ArrowInvalid, OSError) as error:
@@ -482,6 +464,14 @@ def _open_parquet(path: Path, column: str | None) -> tuple[Any, str]:
     return file, column
 
 
+def _pyarrow(path: Path, what: str, module: str = "") -> Any:
+    try:
+        return importlib.import_module(f"pyarrow{module}")
+    except ModuleNotFoundError as error:
+        text = f"{path} is {what}, and pyarrow, which reads it, is not installed. Run: pip install pyarrow"
+        raise ModuleNotFoundError(text, name="pyarrow") from error
+
+
 def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
         return data.decode("utf-8")
@@ -492,21 +482,19 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _text_of(line: str, text_key: str | None, path: Path, offset: int) -> tuple[str, str]:
+def _text_of(line: str, text_key: str | None, path: Path, place: str) -> tuple[str, str]:
     """The field that holds the text of a line, and that text."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{_place(path, offset)} is not JSON: {error}.") from None
+        raise ValueError(f"{place} is not JSON: {error}.") from None
     key = text_key or _text_key_in(record if isinstance(record, dict) else (), path)
     if not isinstance(record, dict) or key not in record:
         found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
-        where = _place(path, offset)
-        raise ValueError(f"{where} has no field {key!r}; found {found}. Name the field with --text_key.")
-    text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{_place(path, offset)}: field {key!r} is a {type(text).__name__}, not a string.")
-    return key, text
+        raise ValueError(f"{place} has no field {key!r}; found {found}. Name the field with --text_key.")
+    if not isinstance(record[key], str):
+        raise ValueError(f"{place}: field {key!r} is a {type(record[key]).__name__}, not a string.")
+    return key, record[key]
 
 
 def _text_key_in(names: Collection[str], path: Path) -> str:
@@ -515,13 +503,6 @@ def _text_key_in(names: Collection[str], path: Path) -> str:
     if len(found) > 1:
         raise ValueError(f"{path} has both {' and '.join(found)}. Name the one that holds the text with --text_key.")
     return found[0] if found else _TEXT_KEYS[0]
-
-
-def _place(path: Path, offset: int) -> str:
-    """The line that begins at ``offset``, for a message."""
-    with _opened(path) as (file, _):
-        number = sum(file.read(min(_PIECE_BYTES, offset - at)).count(b"\n") for at in range(0, offset, _PIECE_BYTES))
-    return f"{path}, line {number + 1}"
 
 
 # -- compressed files --------------------------------------------------------------------------------------------------
@@ -552,11 +533,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     with path.open("rb") as raw:
         file: Any = raw
         if kind == "zstd":
-            try:
-                arrow = importlib.import_module("pyarrow")
-            except ModuleNotFoundError as error:
-                text = f"{path} is zstd, and pyarrow, which reads it, is not installed. Run: pip install pyarrow"
-                raise ModuleNotFoundError(text, name="pyarrow") from error
+            arrow = _pyarrow(path, "zstd")
             file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"), _PIECE_BYTES)
         elif kind is not None:
             module = {"gzip": "gzip", "bzip2": "bz2", "xz": "lzma"}[kind]
@@ -567,8 +544,3 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
             if kind is None:
                 raise
             raise ValueError(f"{path} is damaged or cut off: {error}. Fetch it again, or leave it out.") from None
-
-
-def _lines_of(path: Path) -> Iterator[bytes]:
-    with _opened(path) as (file, _):
-        yield from file

@@ -1,10 +1,10 @@
-"""Where the Trainer's loops stand: read for a checkpoint, and set when a run is resumed.
+"""Where a run stands in its data: its position, how that is saved, and the Trainer's loops that are read and set.
 
 Lightning saves its counters as they are at the moment of the save: inside an accumulation window, before or after the
-validation, before or after the end of the epoch; and takes a different way back from each, of which some skip the
-validation, the end of the epoch, or a whole epoch. Here the counters are set to one of two states instead: before the
-first batch of an epoch, or after a completed window with what is still due after it. Lightning's loops are taken by
-their public attributes, as 2.6 defines them.
+validation or the end of the epoch; and takes a different way back from each, of which some skip the validation, the end
+of the epoch, or a whole epoch. Here the counters are set to one of two states instead: before the first batch of an
+epoch, or after a completed window with what is still due after it. Lightning's loops are taken by their public
+attributes, as 2.6 defines them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, RichProgressBar, TQDMProgressBar
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.data.batches import Geometry
-from lightning_distplus.data.state import Position
+from lightning_distplus.data.order import ORDER_VERSION, READABLE_ORDER_VERSIONS
 from lightning_distplus.errors import DatasetMismatch, PeerError
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.timeouts import Phase
@@ -35,21 +34,237 @@ if TYPE_CHECKING:
     from lightning_distplus.data.datamodule import ExactDataModule
 
 __all__ = [
+    "STATE_VERSION",
     "Cursor",
     "InStep",
+    "Position",
     "Timer",
+    "change_of_cut",
     "data_parallel",
+    "differences",
     "epoch_length",
     "is_fitting",
-    "is_overfitting",
-    "of_first_epoch",
+    "position_at",
+    "read_state",
     "refuse_changing_windows",
     "refuse_past_end",
     "reopen_epoch",
     "require_agreement",
+    "require_same_batch",
+    "require_same_data",
+    "state_of",
 ]
 
+
+STATE_VERSION = 2
+_READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
+
 _log = logging.getLogger(__name__)
+# What the state records of ignored differences, so that it stays below 1 KB.
+_MAX_IGNORED, _MAX_DIFFERENCES, _MAX_CHARACTERS = 2, 3, 40
+_GONE = {"schedule": "a schedule of global batches", "parts": "several data sets side by side (their sizes)"}
+"""What earlier versions saved, and this one cannot go on with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A place between two optimizer steps.
+
+    Attributes:
+        epoch: The Trainer's epoch.
+        batches: Micro-batches of this epoch that are done.
+        offset: Samples of this epoch that are done, over all ranks.
+        consumed_samples: Samples of all epochs that are done, over all ranks.
+        total_batches: Micro-batches of all epochs that are done.
+        steps: Optimizer steps done.
+        is_validated: Whether the validation that is due here, if any, has run.
+        validation_batches: Validation batches that have run in this epoch.
+        is_epoch_done: Whether iterable data ended here; with map-style data this follows from ``batches``.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    offset: int = 0
+    consumed_samples: int = 0
+    total_batches: int = 0
+    steps: int = 0
+    is_validated: bool = False
+    validation_batches: int = 0
+    is_epoch_done: bool = False
+
+
+def state_of(
+    position: Position, geometry: Geometry, identity: Mapping[str, Any], records: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is saved: less than 1 KB of plain values, equal on all ranks.
+
+    Args:
+        position: Where the run stands.
+        geometry: Batch sizes of the run.
+        identity: What must be equal for the same order.
+        records: What has changed before; what is empty is left out.
+    """
+    return {
+        "version": STATE_VERSION,
+        "order_version": ORDER_VERSION,
+        **identity,
+        "global_batch": geometry.global_batch,
+        "micro_step": geometry.micro_step,
+        "ranks": geometry.ranks.size,
+        "global_batch_changes": [],
+        **{name: record for name, record in records.items() if record},
+        **asdict(position),
+    }
+
+
+def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, num_steps: int) -> Position:
+    """The position at a sample of the global order, for a checkpoint that holds none.
+
+    Args:
+        sample: Samples that are done, over all ranks and epochs.
+        geometry: Batch sizes of the run.
+        num_batches: Micro-batches of an epoch.
+        num_steps: Optimizer steps that are done.
+
+    Raises:
+        ValueError: No optimizer step begins there, or iterable data would have to be read up to there.
+    """
+    num_windows, rest = divmod(sample, geometry.global_batch)
+    if rest or sample < 0:
+        raise ValueError(
+            f"start_sample={sample} is not where an optimizer step begins: the global batch is {geometry}. The step "
+            f"before begins at sample {max(0, sample - rest)}."
+        )
+    if sample and num_batches == float("inf"):
+        raise ValueError(f"start_sample={sample}: iterable training data begins at its beginning only, start_sample=0.")
+    done = num_windows * geometry.accumulation
+    epoch, batches = divmod(done, int(num_batches)) if sample else (0, 0)
+    return Position(
+        epoch=epoch,
+        batches=batches,
+        offset=batches * geometry.micro_step,
+        consumed_samples=sample,
+        total_batches=done,
+        steps=num_steps,
+    )
+
+
+def read_state(state: Mapping[str, Any]) -> Position:
+    """The position in a saved state.
+
+    Raises:
+        DatasetMismatch: The state or its order is of a version that this package does not know, or of a feature that
+            it no longer has.
+    """
+    for name, ours in (("version", _READABLE), ("order_version", READABLE_ORDER_VERSIONS)):
+        if state.get(name) not in ours:
+            raise DatasetMismatch(
+                f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads "
+                f"{' and '.join(map(str, ours))}. "
+                "Resume with the version of lightning_distplus that wrote the checkpoint."
+            )
+    for name, what in _GONE.items():
+        if state.get(name):
+            raise DatasetMismatch(
+                f"The checkpoint was written under {what}: {_text(state[name])}. This lightning_distplus does not read "
+                "data that way any more. Load its weights into a new run, or resume with the version that wrote it."
+            )
+    names = Position.__dataclass_fields__.keys() - {"is_epoch_done"}  # which older states lack
+    return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
+
+
+def _text(record: Any) -> str:
+    return str(record["text"] if isinstance(record, Mapping) else record)
+
+
+def require_same_data(
+    state: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    explain: Callable[[int], str],
+    ignore_fingerprint: bool,
+) -> list[list[Any]]:
+    """Compares what defines the data and its order.
+
+    Args:
+        state: The saved one.
+        ours: What defines them here.
+        names: Of our sources.
+        explain: What differs first inside a source of this number; empty where that is not known.
+        ignore_fingerprint: Go on with what differs.
+
+    Returns:
+        What was ignored here and in the resumes before, for the next state: from which sample on, and what differs.
+
+    Raises:
+        DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
+    """
+    found = differences({name: state.get(name) for name in ours}, ours, names, explain)
+    before = [list(record) for record in state.get("ignored", [])]
+    if not found:
+        return before
+    text = "\n".join(f"  {line}" for line in found)
+    if ignore_fingerprint:
+        _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
+        what = [*dict.fromkeys(line.split(": ", 1)[0][:_MAX_CHARACTERS] for line in found)]
+        return [*before, [state["consumed_samples"], *what[:_MAX_DIFFERENCES]]][-_MAX_IGNORED:]
+    raise DatasetMismatch(
+        f"The checkpoint was written with other data or another order:\n{text}\n"
+        "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module to "
+        "go on at the same position of the new order (samples may then repeat or be missed)."
+    )
+
+
+def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
+    """Compares the global batch.
+
+    Raises:
+        DatasetMismatch: They differ and ``allow_change`` is False.
+    """
+    if saved["global_batch"] != geometry.global_batch and not allow_change:
+        raise DatasetMismatch(
+            f"The checkpoint was written with a global batch of {saved['global_batch']} samples; this run has "
+            f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
+            "allow_global_batch_change=True."
+        )
+
+
+def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
+    """How the global batches are cut now and were cut before; empty where nothing has changed."""
+    saved = (state["global_batch"], state["micro_step"], state.get("ranks", geometry.ranks.size))
+    if saved == (geometry.global_batch, geometry.micro_step, geometry.ranks.size):
+        return ""
+    global_batch, micro_step, ranks = saved
+    before = Geometry(
+        micro_batch=micro_step // ranks, accumulation=global_batch // micro_step, ranks=DataParallel(size=ranks)
+    )
+    return f"; global batch {geometry}, before {before}"
+
+
+def differences(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
+) -> list[str]:
+    """One line for each thing that differs, with both sides; ``explain`` as in ``require_same_data``."""
+    lines = []
+    for name in sorted((saved.keys() | ours.keys()) - {"sources"}):
+        if saved.get(name) != ours.get(name):
+            lines.append(f"{name}: {saved.get(name)!r} in the checkpoint, {ours.get(name)!r} in this run")
+    old, new = saved.get("sources", []), ours.get("sources", [])
+    if len(old) != len(new):
+        return [*lines, f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run"]
+    for place, pair in enumerate(zip(old, new, strict=True)):
+        label = f"source {place} ({names[place]})" if names else f"source {place}"
+        for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
+            if before != now:
+                lines.append(f"{label}: {what}: {before!r} in the checkpoint, {now!r} in this run")
+            if before != now and what == "fingerprint" and (inside := explain(place)):
+                lines.append(f"{label}: {inside}")
+    return lines
+
+
+# -- the Trainer's loops -----------------------------------------------------------------------------------------------
+
 _MAX_FIELDS = 5  # of a message about ranks that differ
 _MAX_WIDTH = 200
 
@@ -316,16 +531,6 @@ def _set(tracker: Any, *, done: int, begun: int | None = None) -> None:
 # -- what a data module asks of a Trainer ------------------------------------------------------------------------------
 
 
-def is_overfitting(trainer: Any) -> bool:
-    """Whether every epoch has the batches of the first one."""
-    return bool(trainer.overfit_batches > 0)
-
-
-def of_first_epoch(position: Position) -> Position:
-    """The same place in the first epoch: its batches are those of every epoch."""
-    return replace(position, epoch=0, consumed_samples=position.offset)
-
-
 def data_parallel(trainer: Any) -> DataParallel:
     """The data-parallel place of this process; tensor-parallel peers have the same."""
     kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
@@ -399,27 +604,25 @@ def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
     """
     mine = json.dumps(place, sort_keys=True, default=repr).encode()
     everyone = gather_bytes(strategy, "place in the data", mine, phase=Phase.SETUP)
-    if len(set(everyone)) > 1:
-        with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
-            gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
-        lines = _differences([words_of(one) for one in everyone])
-        text = "\n".join(f"  {line}" for line in lines)
-        raise DatasetMismatch(
-            f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
-            "Give all ranks the same files, settings and checkpoint: a folder that is not shared, or one that is still "
-            "being written, is the usual cause."
-        )
-
-
-def _differences(states: Sequence[dict[str, Any]]) -> list[str]:
+    if len(set(everyone)) == 1:
+        return
+    with suppress(PeerError):  # all have read before the first one ends: each raises this error, and none its echo
+        gather_bytes(strategy, "difference in the data", b"", phase=Phase.SETUP)
+    places = [words_of(one) for one in everyone]
     lines = []
-    for name in sorted(set().union(*states)):
+    for name in sorted(set().union(*places)):
         ranks: dict[str, list[int]] = {}
-        for rank, state in enumerate(states):
-            ranks.setdefault(repr(state.get(name))[:_MAX_WIDTH], []).append(rank)
+        for rank, one in enumerate(places):
+            ranks.setdefault(repr(one.get(name))[:_MAX_WIDTH], []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items()))
-    return lines[:_MAX_FIELDS]
+            sides = "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            lines.append(f"  {name}: {sides}")
+    text = "\n".join(lines[:_MAX_FIELDS])
+    raise DatasetMismatch(
+        f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
+        "Give all ranks the same files, settings and checkpoint: a folder that is not shared, or one that is still "
+        "being written, is the usual cause."
+    )
 
 
 # -- the callback that keeps loops and data in step --------------------------------------------------------------------
@@ -433,9 +636,7 @@ class InStep(Callback):
         self._handles: list[RemovableHandle] = []
         self._windows: _Windows | None = None  # where several optimizers step by themselves
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint without a position, or with one that does not fit; reopens the epoch of the position.
 
         Raises:
@@ -455,15 +656,10 @@ class InStep(Callback):
                 "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
                 "order of this one (0: at its beginning); or load the weights into a new run."
             )
-        if not pl_module.automatic_optimization:
-            self.data.count_steps(checkpoint["global_step"])
-        self.data.require_fit()
-        if not self.data.is_past_end:
+        if self.data.require_fit(None if pl_module.automatic_optimization else checkpoint["global_step"]):
             reopen_epoch(checkpoint, self.data.position())
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what the data saves beside its state.
 
         Raises:
@@ -482,7 +678,7 @@ class InStep(Callback):
             self._windows = None
         self.data.extend_checkpoint(checkpoint)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position, and says how large the batches are.
 
         Raises:
@@ -498,9 +694,7 @@ class InStep(Callback):
             if trainer.is_global_zero:
                 _log.info("global batch %s%s", cut, self.data.uneven_end())
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Says once, on rank 0, where the run has resumed."""
         timer = self.data.timer
         if timer is None or not self._is_fitted_by(trainer):
@@ -515,16 +709,14 @@ class InStep(Callback):
         if batch_idx > 0:
             _show_epoch(trainer, pl_module, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts the batch, where the module decides when its optimizers step."""
         if not pl_module.automatic_optimization and self._is_fitted_by(trainer):
             self.data.cursor.end_batch()
             if self._windows is not None:
                 self._windows.end_batch(batch_idx)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Has schedulers that wait for a plateau step at the end of a resumed epoch too, where they have their metric.
 
         Lightning leaves them out there, because a checkpoint holds no metrics (lightning 2.6.6, ``fit_loop.py`` 483).
@@ -533,17 +725,17 @@ class InStep(Callback):
         if self._is_fitted_by(trainer) and all(one.monitor in trainer.callback_metrics for one in plateaus):
             trainer.fit_loop.on_iteration_done()  # it follows anyway, behind the schedulers
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Notes that a validation begins."""
         if self._is_fitted_by(trainer) and not trainer.sanity_checking:
             self.data.cursor.begin_validation()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes that it has run."""
         if self._is_fitted_by(trainer) and not trainer.sanity_checking:
             self.data.cursor.end_validation()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes its hooks from the optimizers."""
         self._release_optimizers()
 
@@ -552,7 +744,7 @@ class InStep(Callback):
             handle.remove()
         self._handles, self._windows = [], None
 
-    def _watch_steps(self, trainer: pl.Trainer) -> None:
+    def _watch_steps(self, trainer: Any) -> None:
         self._release_optimizers()
         optimizers = [one for one in map(_of_torch, trainer.optimizers) if isinstance(one, Optimizer)]
         self._handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
@@ -585,9 +777,6 @@ class _Windows:
     A position lies behind the last batch in which an optimizer has stepped. What another one has summed up by then is
     in no checkpoint and is not done again. A few numbers of each gradient are copied, on their device, when its
     optimizer steps and at the end of that batch. A save compares them, so that no step waits.
-
-    Args:
-        optimizers: Of manual optimization.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -613,38 +802,32 @@ class _Windows:
     def left_out(self) -> str:
         """Says what a save now leaves out; empty where that is nothing."""
         for place, (step, end) in enumerate(zip(self._at_step, self._at_end, strict=True)):
-            pairs = zip(end, step or [None] * len(end), strict=False)
-            if any(now is not None and _is_summed(before, now) for now, before in pairs):
-                return (
-                    f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
-                    f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another one "
-                    "has stepped meanwhile: a run that resumes there takes the next step of the first without them. "
-                    "Save where the windows of all optimizers end in the same batch"
-                )
+            for now, before in zip(end, step or [None] * len(end), strict=False):
+                if now is not None and now.any() and (before is None or not torch.equal(before, now)):
+                    return (
+                        f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
+                        f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another "
+                        "one has stepped meanwhile: a run that resumes there takes the next step of the first without "
+                        "them. Save where the windows of all optimizers end in the same batch"
+                    )
         return ""
 
 
 def _probes(optimizer: Optimizer) -> list[torch.Tensor | None]:
     """Some numbers of the gradients of some parameters; None where there is no gradient."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return [_numbers(one.grad) for one in parameters[:: max(1, len(parameters) // _NUM_PROBES)][:_NUM_PROBES]]
+    gradients = [one.grad for one in parameters[:: max(1, len(parameters) // _NUM_PROBES)][:_NUM_PROBES]]
+    return [None if one is None else _numbers(one) for one in gradients]
 
 
-def _numbers(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     gradient = getattr(gradient, "to_local", gradient.detach)()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return gradient.reshape(-1)[:: max(1, gradient.numel() // _PROBE)][:_PROBE].clone()
 
 
-def _is_summed(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    """Whether a gradient holds what its optimizer has not stepped with."""
-    return bool(now.any()) and (before is None or not torch.equal(before, now))
-
-
-def _show_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
+def _show_epoch(trainer: Any, pl_module: Any, batch_idx: int) -> None:
     """Gives the progress bar of an epoch that is resumed inside the length that it gets where an epoch starts."""
     bar = trainer.progress_bar_callback
     if not isinstance(bar, TQDMProgressBar | RichProgressBar) or bar.is_disabled:

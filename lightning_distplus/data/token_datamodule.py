@@ -1,18 +1,39 @@
-"""The data module for pretraining: weighted mixtures of token files, made into batches for a language model."""
+"""The data module for pretraining: weighted mixtures of token files, made into batches for a language model.
+
+A source is identified by the fingerprint of its content. Beside the position a checkpoint holds one record of the files
+of all sources. It decides nothing: where fingerprints differ it tells in which file, and where they agree it tells of a
+large file, of which only samples are compared, that somebody has written to it. In plain values, format version 2:
+
+    {"version": 2, "sources": [{
+        "facts": {"format": "npy", "dtype": "uint16", ...},    what else the fingerprint depends on
+        "num_files": 2,
+        "files": [[name, bytes, digest, modified], ...]        digest: 16 hex digits, "" where only the size is compared
+    }]}                                                        modified: st_mtime_ns, 0 where all bytes are compared
+
+Version 1 had no ``modified``. Of more than 4,096 files there are no rows.
+"""
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_distplus.data.batches import EpochPlan, Geometry, Order, Request, SequentialPlan, num_global_batches
+from lightning_distplus.data.batches import (
+    EpochPlan,
+    Geometry,
+    Order,
+    Request,
+    SequentialPlan,
+    WorkerOptions,
+    num_global_batches,
+)
 from lightning_distplus.data.datamodule import ExactDataModule
-from lightning_distplus.data.loader import WorkerOptions
 from lightning_distplus.data.order import (
     Mixture,
     MixturePhase,
@@ -22,7 +43,7 @@ from lightning_distplus.data.order import (
     past_mixture,
     permute,
 )
-from lightning_distplus.data.state import Position, first_difference, inventory, rewritten
+from lightning_distplus.data.progress import Position
 from lightning_distplus.data.token_files import Source, TokenStream, open_source
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
@@ -180,6 +201,100 @@ def _positions(documents: NDArray[np.int32]) -> NDArray[np.int32]:
     np.copyto(begins[:, 1:], places[:, 1:], where=documents[:, 1:] != documents[:, :-1])
     result: NDArray[np.int32] = places - np.maximum.accumulate(begins, axis=1)
     return result
+
+
+# -- the record of the files -------------------------------------------------------------------------------------------
+
+_VERSION = 2
+_READABLE = (1, _VERSION)
+
+
+def inventory(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The record of a checkpoint, from the ``contents`` of each source."""
+    return {"version": _VERSION, "sources": [dict(source) for source in sources]}
+
+
+def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
+    """The first thing in which a source differs from that of a checkpoint, with both sides.
+
+    Args:
+        record: The checkpoint's, of any version, or None.
+        place: Number of the source.
+        now: This run's ``contents`` of that source.
+
+    Returns:
+        One line; empty where the record is not there, is newer, or holds nothing that differs.
+    """
+    if not (before := _source_of(record, place)):
+        return ""
+    old, new = before["facts"], now["facts"]
+    for name in dict.fromkeys((*new, *old)):
+        if old.get(name) != new.get(name):
+            return f"{name}: {old.get(name)!r} in the checkpoint, {new.get(name)!r} in this run"
+    rows, here = before["files"], now["files"]
+    if before["num_files"] != now["num_files"]:
+        text = f"number of files: {before['num_files']} in the checkpoint, {now['num_files']} in this run"
+        known, present = {row[0] for row in rows}, {row[0] for row in here}
+        lost = [f"; {name} ({size} bytes) is missing in this run" for name, size, *_ in rows if name not in present]
+        found = [f"; {name} ({size} bytes) is not in the checkpoint" for name, size, *_ in here if name not in known]
+        return text + "".join([*lost, *found][:1] if known & present else [])
+    if len(rows) != len(here):
+        return ""
+    differing = [place for place, (was, is_) in enumerate(zip(rows, here, strict=True)) if was[1:3] != is_[1:3]]
+    if not differing:
+        return ""
+    also = f" ({len(differing)} of {len(here)} differ)" if len(differing) > 1 else ""
+    return _changed(differing[0], rows[differing[0]], here[differing[0]]) + also
+
+
+def _changed(place: int, before: list[Any], now: list[Any]) -> str:
+    name = now[0] if before[0] == now[0] else f"{before[0]} in the checkpoint and {now[0]} in this run"
+    if before[1] != now[1]:
+        return f"file {place + 1}, {name}: {before[1]} bytes in the checkpoint, {now[1]} in this run"
+    sides = f"content {before[2]} in the checkpoint, {now[2]} in this run"
+    return f"file {place + 1}, {name}: {sides}, {now[1]} bytes each"
+
+
+def rewritten(record: Any, place: int, now: Mapping[str, Any]) -> str:
+    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed.
+
+    Args:
+        record: As for ``first_difference``.
+        place: Number of the source.
+        now: This run's ``contents`` of that source, whose fingerprint is that of the checkpoint.
+
+    Returns:
+        One line that says what was compared and what was not; empty where there is no such file.
+    """
+    old, new = _source_of(record, place).get("files", []), now["files"]
+    if len(old) != len(new):
+        return ""
+    pairs = enumerate(zip(old, new, strict=True), 1)
+    found = [(number, was, here) for number, (was, here) in pairs if was[3:] and was[3] != here[3]]
+    if not found:
+        return ""
+    number, was, (name, size, digest, modified) = found[0]
+    more = f" (and {len(found) - 1} more of {len(new)} files)" if found[1:] else ""
+    compared = (
+        f"its size ({size} bytes) and the samples of its content have not changed; what lies between the samples was "
+        "not compared"
+        if digest
+        else f"its size ({size} bytes) has not changed; its content was not compared"
+    )
+    times = f"was modified at {_time(modified)}, and at {_time(was[3])} when the checkpoint was written"
+    return f"file {number}, {name} {times}{more}: {compared}"
+
+
+def _time(modified_ns: int) -> str:
+    return f"{datetime.fromtimestamp(modified_ns / 1e9, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _source_of(record: Any, place: int) -> Mapping[str, Any]:
+    """One source of a record; empty where there is none, or the record is not there or newer."""
+    if not isinstance(record, Mapping) or record.get("version") not in _READABLE:
+        return {}
+    sources: Sequence[Mapping[str, Any]] = record["sources"]
+    return sources[place] if place < len(sources) else {}
 
 
 # -- the data module ---------------------------------------------------------------------------------------------------
@@ -353,12 +468,10 @@ class TokenDataModule(ExactDataModule):
     def _explain(self, place: int) -> str:
         return first_difference(self._files_before, place, self._contents_of(place))
 
-    def _warn_of_rewritten(self) -> None:
-        if not self.trainer.is_global_zero:  # type: ignore[union-attr]
-            return
+    def _warnings_of_resume(self) -> Iterator[str]:
         for place, name in enumerate(self.source_names()):
             if text := rewritten(self._files_before, place, self._contents_of(place)):
-                _log.warning("source %d (%s): %s", place, name, text)
+                yield f"source {place} ({name}): {text}"
 
     def _contents_of(self, place: int) -> dict[str, Any]:
         if place not in self._contents:
@@ -379,13 +492,13 @@ class TokenDataModule(ExactDataModule):
         wanted, present = self._global_batch_size, int(trainer.accumulate_grad_batches)
         if wanted is None:
             return present
-        accumulation, rest = divmod(wanted, self._micro_batch * ranks.size)
+        accumulation, rest = divmod(wanted, self.micro_batch * ranks.size)
         if rest or not accumulation:
-            raise ValueError(_no_fit(wanted, self._micro_batch, ranks))
+            raise ValueError(_no_fit(wanted, self.micro_batch, ranks))
         if present not in (1, accumulation):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={present}) contradicts global_batch_size={wanted}, which takes "
-                f"{accumulation} ({self._micro_batch} samples on {ranks.size} ranks). Leave one of the two out."
+                f"{accumulation} ({self.micro_batch} samples on {ranks.size} ranks). Leave one of the two out."
             )
         if accumulation > 1 and not trainer.lightning_module.automatic_optimization:
             raise ValueError(
@@ -418,7 +531,7 @@ class TokenDataModule(ExactDataModule):
         sizes = self._num_samples("val")
         if not sizes:
             return None
-        return SequentialPlan(num_samples=sum(sizes), micro_batch=self._micro_batch, ranks=ranks, uneven="drop")
+        return SequentialPlan(num_samples=sum(sizes), micro_batch=self.micro_batch, ranks=ranks, uneven="drop")
 
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         ends = np.cumsum(self._num_samples("val"))

@@ -5,43 +5,167 @@ import array
 import glob
 import os
 import struct
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal, NamedTuple, Protocol
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_distplus.data.state import digest_file, digest_files, rows_of_files
-
 __all__ = [
     "MegatronTokens",
     "MegatronWriter",
     "Source",
-    "TokenSource",
     "TokenStream",
     "detect",
     "dtype_for",
     "open_source",
-    "size_of",
+    "sync_folder",
 ]
+
+Tokens = NDArray[np.integer[Any]]
+Split = tuple[float, float]
+
+_WHOLE: Split = (0.0, 1.0)
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
+_MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
+
+# -- what is at a path -------------------------------------------------------------------------------------------------
+
+SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy"]
+
+_MAX_LOOKED_AT = 64  # files of a folder
+_REMOVED = ("ds", "litdata", "arrow", "parquet")
+_INSTEAD = (
+    "read it by its own library, as a data set or iterable of ResumableDataModule, or write a Megatron pair of its "
+    "text by `distplus prepare`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One source of a mixture."""
+
+    path: str
+    """A file, a folder, or the beginning of file names, as the format has it."""
+    weight: float = 1.0
+    """Share of the samples, relative to the other sources."""
+    name: str | None = None
+    """Shown in messages; the path by default."""
+    format: SourceFormat = "auto"
+    """What is at the path; "auto" looks."""
+    dtype: str | None = None
+    """Type of a token where the files do not say it (raw), for example "uint16"."""
+    split: tuple[float, float] = (0.0, 1.0)
+    """The share that is read, from and to: (0.0, 0.99) to train and (0.99, 1.0) to validate have no token in common."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", tuple(self.split))
+        what = f"format of source {self.path} is {self.format!r}"
+        if self.format in _REMOVED:
+            raise ValueError(f"{what}, which is not read in place: {_INSTEAD}.")
+        if self.format not in _READERS and self.format != "auto":
+            raise ValueError(f"{what}; it is auto, {', '.join(_READERS)}.")
+        if self.dtype is not None and self.dtype not in _INTEGERS:
+            raise ValueError(f"dtype of source {self.path} is {self.dtype!r}; it is one of {', '.join(_INTEGERS)}.")
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or self.path
+
+
+def open_source(source: Source, seq_len: int) -> "TokenStream":
+    """Opens and checks a source.
+
+    Raises:
+        ValueError: It is missing, empty, damaged or ambiguous; or is not what ``format`` and ``dtype`` say; or the
+            share holds no whole sample.
+    """
+    format_ = detect(source.path) if source.format == "auto" else source.format
+    stream = _READERS[format_](source, seq_len)
+    if source.dtype is not None and np.dtype(source.dtype).type is not stream.dtype:
+        raise ValueError(
+            f"{source.path} ({format_}) holds {np.dtype(stream.dtype).name}, and the source says dtype="
+            f"{source.dtype!r}. Leave dtype out: this format says it by itself."
+        )
+    return stream
+
+
+def detect(path: str) -> str:
+    """The format of what is at ``path``.
+
+    Raises:
+        ValueError: It could be more than one, or nothing that is known.
+    """
+    place = Path(path)
+    is_pair = _pair(place)[1].is_file()
+    if is_pair and place.suffix in (".bin", ".idx"):
+        return "megatron"  # the pair is named by one of its files
+    is_packed = any(map(_is_packed, _packed_files(place)[:_MAX_LOOKED_AT]))
+    looks = {
+        "litpkds": is_packed,
+        "megatron": is_pair,
+        "npy": any(one.suffix == ".npy" for one in _files(place, ".npy")),
+        "raw": not is_packed and not _is_litdata(place) and any(map(_is_lone_bin, _files(place, ".bin"))),
+    }
+    found = [name for name, is_so in looks.items() if is_so]
+    if len(found) > 1:
+        raise ValueError(
+            f"{path} is ambiguous: it could be {' or '.join(found)}. Say format=..., or name a narrower path."
+        )
+    if found:
+        return found[0]
+    if not place.exists():
+        return "megatron"  # and its reader names the file that is missing
+    inside = sorted(one.name for one in place.iterdir())[:3] if place.is_dir() else []
+    holds = f" (it holds {', '.join(inside) or 'nothing'})" if place.is_dir() else ""
+    raise ValueError(
+        f"{path}{holds} is in no format that is known by its look: {', '.join(_READERS)}. Name it with format=..., or "
+        f"{_INSTEAD}."
+    )
+
+
+def _files(path: Path, suffix: str) -> list[Path]:
+    """The file itself, or the visible files of a folder with that suffix."""
+    if path.is_file():
+        return [path]
+    return _visible(path, f"*{suffix}") if path.is_dir() else []
+
+
+def _packed_files(path: Path) -> list[Path]:
+    """A folder's files, or those whose names begin with the last part of the path, as in TinyLlama's train_slim*."""
+    if path.is_file() or path.is_dir():
+        return _files(path, ".bin")
+    return _visible(path.parent, f"{glob.escape(path.name)}*.bin") if path.parent.is_dir() else []
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    return sorted(one for one in folder.glob(pattern) if one.is_file() and not one.name.startswith("."))
+
+
+def _is_lone_bin(path: Path) -> bool:
+    return path.suffix == ".bin" and not path.with_suffix(".idx").exists()
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_PACKED_MAGIC)) == _PACKED_MAGIC
+
+
+def _is_litdata(path: Path) -> bool:
+    """Whether a folder has an index like litdata's: its chunks end in .bin, and are not raw."""
+    index = path / "index.json"
+    return index.is_file() and b'"chunks"' in index.read_bytes()[:4096]
+
 
 # -- blocks cut out of files -------------------------------------------------------------------------------------------
 
-Split = tuple[float, float]
-WHOLE: Split = (0.0, 1.0)
-INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
-_MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Consecutive tokens in one file."""
 
     path: Path
@@ -59,6 +183,7 @@ class TokenStream:
     Args:
         parts: Where the tokens are.
         name: For messages.
+        format: Of the files.
         dtype: Stored token type.
         seq_len: Number of targets in a sample.
         is_blocked: See above.
@@ -69,22 +194,21 @@ class TokenStream:
         ValueError: ``seq_len`` or ``split`` is senseless, or the share holds no whole sample.
     """
 
-    format = "tokens"
-    is_each_file_alone = False  # in the fingerprint
-
     def __init__(
         self,
         parts: Sequence[Part],
         *,
         name: str,
+        format: str,  # noqa: A002 - the word of the sources
         dtype: np.dtype[Any],
         seq_len: int,
         is_blocked: bool = False,
-        split: Split = WHOLE,
+        split: Split = _WHOLE,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}; a sample has at least 1 token.")
         self.name = name
+        self.format = format
         self.seq_len = seq_len
         self._dtype = dtype
         self._parts = list(parts)
@@ -93,31 +217,26 @@ class TokenStream:
         lengths = np.array([part.num_tokens for part in parts], dtype=np.int64)
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
-        self._maps: OrderedDict[int, NDArray[np.integer[Any]]] = OrderedDict()
+        self._maps: OrderedDict[int, Tokens] = OrderedDict()
         self._mapped: dict[int, os.stat_result] = {}  # the file of each map, as it was then
         self._documents: NDArray[np.int64] | None = None
         if is_blocked:
             counts = lengths // (seq_len + 1)
             self._block_ends = np.cumsum(counts)
             self._block_starts = self._block_ends - counts
-        self._first, self._num_samples = self._share()
+        self._first, self.num_samples = self._share()
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the files."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._ends[-1])
 
     @property
     def dtype(self) -> type[np.integer[Any]]:
         """The stored token type."""
         return self._dtype.type
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in the share that is read."""
-        return self._num_samples
-
-    def gather(self, indices: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
+    def gather(self, indices: NDArray[np.int64]) -> Tokens:
         """The samples at ``indices``, in the stored dtype: shape (len(indices), seq_len + 1)."""
         width = self.seq_len + 1
         blocks = np.empty((len(indices), width), dtype=self.dtype)
@@ -159,22 +278,22 @@ class TokenStream:
     def fingerprint(self) -> str:
         """16 hex digits over format, type, share and content (of much data: some spread samples of 4 KiB)."""
         digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name}".encode())
-        digest_files(digest, self._paths())
+        _digest_files(digest, self._paths())
         return self._sealed(digest)
 
     def contents(self) -> dict[str, Any]:
         """What the fingerprint is made of, file by file: a record of ``inventory``."""
         paths = self._paths()
-        facts = {"format": self.format, "dtype": np.dtype(self.dtype).name, **self._facts()}
-        rows = rows_of_files(paths, each_alone=self.is_each_file_alone)
-        return {"facts": facts, "num_files": len(set(paths)), "files": rows}
+        facts: dict[str, Any] = {"format": self.format, "dtype": np.dtype(self.dtype).name}
+        if self._split != _WHOLE:
+            facts["split"] = list(self._split)
+        return {"facts": facts, "num_files": len(paths), "files": self._rows(paths)}
 
-    def _facts(self) -> dict[str, Any]:
-        """What else the fingerprint depends on."""
-        return {} if self._split == WHOLE else {"split": list(self._split)}
+    def _rows(self, paths: list[Path]) -> list[list[Any]]:
+        return _rows_of_files(paths, _samples_of_files(paths))
 
     def _sealed(self, digest: xxhash.xxh3_64) -> str:
-        if self._split != WHOLE:
+        if self._split != _WHOLE:
             digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
         return digest.hexdigest()
 
@@ -184,14 +303,14 @@ class TokenStream:
         if not 0 <= begin < end <= 1:
             raise ValueError(f"split of {self.name} is {list(self._split)}; it is [from, to] with 0 <= from < to <= 1.")
         if self._is_blocked:
-            num_blocks = int(self._block_ends[-1]) if len(self._block_ends) else 0
+            num_blocks = int(self._block_ends[-1])
             first, last = round(begin * num_blocks), round(end * num_blocks)
             num_samples = last - first
         else:
             first, last = self._token_at(begin), self._token_at(end)
             num_samples = (last - first - 1) // self.seq_len
         if num_samples < 1:
-            share = "" if self._split == WHOLE else f" in the share {list(self._split)}"
+            share = "" if self._split == _WHOLE else f" in the share {list(self._split)}"
             number = f"{self.num_tokens if self._is_blocked else last - first} tokens"
             raise ValueError(
                 f"{self.name} holds {number}{share}, and one sample of seq_len {self.seq_len} takes "
@@ -200,9 +319,7 @@ class TokenStream:
         return first, num_samples
 
     def _token_at(self, fraction: float) -> int:
-        if fraction in WHOLE:
-            return round(fraction * self.num_tokens)
-        begins = self._document_starts()
+        begins = None if fraction in _WHOLE else self._document_starts()
         if begins is None:
             return round(fraction * self.num_tokens)
         number = round(fraction * len(begins))
@@ -219,7 +336,7 @@ class TokenStream:
 
     def _paths(self) -> list[Path]:
         """The files whose content is that of the source."""
-        return list(dict.fromkeys(part.path for part in self._parts))
+        return [part.path for part in self._parts]
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part in which each sample begins, and its first token, counted over all parts."""
@@ -230,7 +347,7 @@ class TokenStream:
         starts = self._first + indices * self.seq_len
         return np.searchsorted(self._ends, starts, side="right"), starts
 
-    def _across(self, part: int, start: int) -> NDArray[np.integer[Any]]:
+    def _across(self, part: int, start: int) -> Tokens:
         """A sample that continues in the next parts."""
         pieces, missing = [], self.seq_len + 1
         while missing:
@@ -240,12 +357,18 @@ class TokenStream:
             part, start = part + 1, 0
         return np.concatenate(pieces)
 
-    def _tokens(self, part: int) -> NDArray[np.integer[Any]]:
+    def _tokens(self, part: int) -> Tokens:
         if part not in self._maps:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.popitem(last=False)
-            self._maps[part] = self._open(self._parts[part])
-            self._mapped[part] = self._parts[part].path.stat()
+            path, offset, num_tokens = self._parts[part]
+            # A plain array over the map: slices of a np.memmap cost 5 microseconds more each.
+            self._maps[part] = (
+                np.asarray(np.memmap(path, dtype=self._dtype, mode="r", offset=offset, shape=(num_tokens,)))
+                if num_tokens
+                else np.empty(0, dtype=self._dtype)
+            )
+            self._mapped[part] = path.stat()
         return self._maps[part]
 
     def _require_whole(self, part: int) -> None:
@@ -265,27 +388,13 @@ class TokenStream:
                 "this run opened it. Restore the file and resume; write new data under a new name."
             )
 
-    def _open(self, part: Part) -> NDArray[np.integer[Any]]:
-        if not part.num_tokens:
-            return np.empty(0, dtype=self._dtype)
-        # A plain array over the map: slices of a np.memmap cost 5 microseconds more each.
-        shape = (part.num_tokens,)
-        return np.asarray(np.memmap(part.path, dtype=self._dtype, mode="r", offset=part.offset_bytes, shape=shape))
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_maps": OrderedDict(),
-            "_mapped": {},
-            "_documents": None,
-        }  # a worker process opens files by itself
+        # A worker process opens files by itself.
+        return self.__dict__ | {"_maps": OrderedDict(), "_mapped": {}, "_documents": None}
 
 
-def size_of(path: Path, remedy: str) -> int:
-    """Bytes of a file.
-
-    Raises:
-        ValueError: It is missing or empty.
-    """
+def _size_of(path: Path, remedy: str) -> int:
+    """Bytes of a file that must be there and not be empty."""
     if not path.is_file():
         raise ValueError(f"{path} is missing. {remedy}")
     if size := path.stat().st_size:
@@ -293,12 +402,22 @@ def size_of(path: Path, remedy: str) -> int:
     raise ValueError(f"{path} is empty (0 bytes). {remedy}")
 
 
+def _require_size(path: str, found: int, expected: int, described_by: str, remedy: str = "") -> None:
+    if found != expected:
+        what = "truncated" if found < expected else "too long"
+        raise ValueError(f"{path} is {what}: it has {found} bytes, and {described_by} describes {expected}.{remedy}")
+
+
+def _known_types() -> str:
+    return ", ".join(f"{code} = {stored.__name__}" for code, stored in _TYPE_CODES.items())
+
+
 # -- Megatron-LM -------------------------------------------------------------------------------------------------------
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document marks
 _MEGATRON_VERSION = 1
-_MEGATRON_DTYPES: dict[int, type[np.integer[Any]]] = {
+_TYPE_CODES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
@@ -306,20 +425,6 @@ _MEGATRON_DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
-
-
-class TokenSource(Protocol):
-    """Blocks of ``seq_len + 1`` tokens that can be read in any order."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of blocks."""
-
-    def gather(self, indices: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
-        """The blocks at ``indices``: integers of shape (len(indices), seq_len + 1)."""
-
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the tokens, and not with where they are stored."""
 
 
 def dtype_for(vocab_size: int) -> type[np.integer[Any]]:
@@ -330,9 +435,8 @@ def dtype_for(vocab_size: int) -> type[np.integer[Any]]:
 class MegatronTokens(TokenStream):
     """Megatron-LM's indexed dataset ``<prefix>.bin`` and ``<prefix>.idx``, read as one stream of tokens.
 
-    Sample i is tokens[i * seq_len : i * seq_len + seq_len + 1]: neighbours share one token, so that every token but
-    the first is a target once. Blocks run across documents; documents keep the order in which they were written.
-    Header and sizes of both files are checked here, so that a damaged file never shows up in the middle of a run.
+    Blocks run across documents; documents keep the order in which they were written. Header and sizes of both files are
+    checked here, so that a damaged file never shows up in the middle of a run.
 
     Args:
         prefix: Path of the pair, with or without ``.bin`` or ``.idx``.
@@ -343,42 +447,32 @@ class MegatronTokens(TokenStream):
         ValueError: A file is missing, empty, truncated, too long or of another format; or holds no whole sample.
     """
 
-    format = "megatron"
-    is_each_file_alone = True
-
-    def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = WHOLE) -> None:
-        self._bin, self._idx = megatron_pair(prefix)
-        self._index = _read_index(self._idx, self._bin)
-        super().__init__(
-            [Part(self._bin, 0, self._index.num_tokens)],
-            name=str(self._bin),
-            dtype=np.dtype(self._index.dtype),
-            seq_len=seq_len,
-            split=split,
-        )
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents in the file."""
-        return self._index.num_documents
+    def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = _WHOLE) -> None:
+        self._bin, self._idx = _pair(prefix)
+        dtype, num_tokens, self._num_sequences, self.num_documents = _read_index(self._idx, self._bin)
+        parts = [Part(self._bin, 0, num_tokens)]
+        super().__init__(parts, name=str(self._bin), format="megatron", dtype=dtype, seq_len=seq_len, split=split)
 
     def fingerprint(self) -> str:
         """16 hex digits over format, sizes and content (of large files: 64 spread samples of 4 KiB each)."""
         digest = xxhash.xxh3_64(f"megatron {_MEGATRON_VERSION} {self.dtype.__name__}".encode())
         for path in self._paths():
-            digest_file(digest, path)
+            _digest_file(digest, path)
         return self._sealed(digest)
+
+    def _rows(self, paths: list[Path]) -> list[list[Any]]:
+        return _rows_of_files(paths, {})
 
     def _paths(self) -> list[Path]:
         return [self._idx, self._bin]
 
     def _read_document_starts(self) -> NDArray[np.int64]:
         """Mark k is the first sequence of document k, and pointers say where sequences begin."""
-        num_sequences = self._index.num_sequences
+        num_sequences = self._num_sequences
         with self._idx.open("rb") as stream:
             stream.seek(_MEGATRON_HEADER.size + 4 * num_sequences)
             pointers = np.fromfile(stream, dtype="<i8", count=num_sequences)
-            marks = np.fromfile(stream, dtype="<i8", count=self._index.num_documents)
+            marks = np.fromfile(stream, dtype="<i8", count=self.num_documents)
         if len(marks) and (marks.min() < 0 or marks.max() > num_sequences):
             raise ValueError(f"{self._idx} is damaged: a document begins past its {num_sequences} sequences.")
         # Empty documents at the end begin where the data ends.
@@ -386,6 +480,53 @@ class MegatronTokens(TokenStream):
         if (np.diff(starts) < 0).any() or (len(starts) and (starts[0] or starts[-1] > self.num_tokens)):
             raise ValueError(f"{self._idx} is damaged: its documents do not follow one another from token 0 on.")
         return starts
+
+
+def _pair(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The paths of ``.bin`` and ``.idx``; the prefix may end in either."""
+    text = os.fspath(prefix)
+    if text.endswith((".bin", ".idx")):
+        text = text[:-4]
+    return Path(text + ".bin"), Path(text + ".idx")
+
+
+def _read_index(idx: Path, bin_: Path) -> tuple[np.dtype[Any], int, int, int]:
+    """Token type, tokens, sequences and documents of a pair, checked in constant time: the index is not read whole."""
+    remedy = f"A Megatron source is the pair {bin_.name} and {idx.name}; `distplus prepare` writes one."
+    size, found = _size_of(idx, remedy), _size_of(bin_, remedy)
+    with idx.open("rb") as stream:
+        head = stream.read(_MEGATRON_HEADER.size)
+        if len(head) < _MEGATRON_HEADER.size:
+            raise ValueError(f"{idx} is truncated: its header has {len(head)} of {_MEGATRON_HEADER.size} bytes.")
+        magic, version, code, num_sequences, num_marks = _MEGATRON_HEADER.unpack(head)
+        if magic != _MEGATRON_MAGIC:
+            raise ValueError(f"{idx} is no Megatron index: it begins with {magic!r}, expected {_MEGATRON_MAGIC!r}.")
+        if version != _MEGATRON_VERSION:
+            raise ValueError(f"{idx} has format version {version}; only version {_MEGATRON_VERSION} can be read.")
+        if code not in _TYPE_CODES:
+            raise ValueError(f"{idx} has the token type code {code}; token files have one of: {_known_types()}.")
+        _check_index_size(idx, size, num_sequences, num_marks)
+        # The last sequence says where the data ends: its length in tokens, and the byte where it begins.
+        stream.seek(_MEGATRON_HEADER.size + 4 * (num_sequences - 1))
+        (length,) = struct.unpack("<i", stream.read(4))
+        stream.seek(8 * (num_sequences - 1), os.SEEK_CUR)
+        (pointer,) = struct.unpack("<q", stream.read(8))
+    dtype = np.dtype(_TYPE_CODES[code])
+    num_bytes = pointer + length * dtype.itemsize
+    _require_size(str(bin_), found, num_bytes, idx.name)
+    return dtype, num_bytes // dtype.itemsize, num_sequences, num_marks - 1
+
+
+def _check_index_size(idx: Path, size: int, num_sequences: int, num_marks: int) -> None:
+    expected = _MEGATRON_HEADER.size + 12 * num_sequences + 8 * num_marks
+    if size == expected + num_sequences and num_sequences:
+        raise ValueError(f"{idx} is a multimodal index (it holds sequence modes); only text can be read.")
+    if size != expected or not num_sequences or not num_marks:
+        what = "truncated" if size < expected else "damaged"
+        raise ValueError(
+            f"{idx} is {what}: {num_sequences} sequences and {num_marks} document marks take {expected} bytes, "
+            f"and the file has {size}."
+        )
 
 
 class MegatronWriter:
@@ -402,13 +543,13 @@ class MegatronWriter:
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.integer[Any]] = np.uint16) -> None:
-        codes = {stored: code for code, stored in _MEGATRON_DTYPES.items()}
+        codes = {stored: code for code, stored in _TYPE_CODES.items()}
         if dtype not in codes:
             raise ValueError(f"Tokens are stored as one of {', '.join(t.__name__ for t in codes)}; not as {dtype}.")
         self._code = codes[dtype]
         self._dtype = dtype
         self._limits = (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
-        self._bin, self._idx = megatron_pair(prefix)
+        self._bin, self._idx = _pair(prefix)
         self._refuse_existing()
         self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._lengths = array.array("i")
@@ -419,7 +560,7 @@ class MegatronWriter:
         """Number of documents so far."""
         return len(self._lengths)
 
-    def add_document(self, tokens: Iterable[int] | NDArray[np.integer[Any]]) -> None:
+    def add_document(self, tokens: Iterable[int] | Tokens) -> None:
         """Appends one document.
 
         Raises:
@@ -443,14 +584,15 @@ class MegatronWriter:
         if not self._lengths:
             self.discard()
             raise ValueError(f"No document was written to {self._bin}; the input is empty.")
-        _sync(self._stream)
+        with self._stream as stream:
+            _sync(stream)
         with _aside(self._idx).open("wb") as stream:
             self._write_index(stream)
             _sync(stream)
         self._refuse_existing()
-        _aside(self._bin).replace(self._bin)
-        _aside(self._idx).replace(self._idx)
-        _sync_directory(self._bin.parent)
+        for path in (self._bin, self._idx):
+            _aside(path).replace(path)
+        sync_folder(self._bin.parent)
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -477,80 +619,11 @@ class MegatronWriter:
     def __enter__(self) -> "MegatronWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             self.discard()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Index:
-    dtype: type[np.integer[Any]]
-    num_tokens: int
-    num_sequences: int
-    num_documents: int
-
-
-def megatron_pair(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The paths of ``.bin`` and ``.idx``; the prefix may end in either."""
-    text = os.fspath(prefix)
-    if text.endswith((".bin", ".idx")):
-        text = text[:-4]
-    return Path(text + ".bin"), Path(text + ".idx")
-
-
-def _read_index(idx: Path, bin_: Path) -> _Index:
-    """Checks header and sizes in constant time: the whole index is never read."""
-    remedy = f"A Megatron source is the pair {bin_.name} and {idx.name}; `distplus prepare` writes one."
-    size, found = size_of(idx, remedy), size_of(bin_, remedy)
-    with idx.open("rb") as stream:
-        head = stream.read(_MEGATRON_HEADER.size)
-        if len(head) < _MEGATRON_HEADER.size:
-            raise ValueError(f"{idx} is truncated: its header has {len(head)} of {_MEGATRON_HEADER.size} bytes.")
-        magic, version, code, num_sequences, num_marks = _MEGATRON_HEADER.unpack(head)
-        if magic != _MEGATRON_MAGIC:
-            raise ValueError(f"{idx} is no Megatron index: it begins with {magic!r}, expected {_MEGATRON_MAGIC!r}.")
-        if version != _MEGATRON_VERSION:
-            raise ValueError(f"{idx} has format version {version}; only version {_MEGATRON_VERSION} can be read.")
-        if code not in _MEGATRON_DTYPES:
-            known = ", ".join(f"{k} = {t.__name__}" for k, t in _MEGATRON_DTYPES.items())
-            raise ValueError(f"{idx} has the token type code {code}; token files have one of: {known}.")
-        _check_index_size(idx, size, num_sequences, num_marks)
-        dtype = _MEGATRON_DTYPES[code]
-        num_bytes = _end_of_data(stream, num_sequences, np.dtype(dtype).itemsize)
-    if found != num_bytes:
-        what = "truncated" if found < num_bytes else "too long"
-        raise ValueError(f"{bin_} is {what}: it has {found} bytes, and {idx.name} describes {num_bytes}.")
-    return _Index(
-        dtype=dtype,
-        num_tokens=num_bytes // np.dtype(dtype).itemsize,
-        num_sequences=num_sequences,
-        num_documents=num_marks - 1,
-    )
-
-
-def _check_index_size(idx: Path, size: int, num_sequences: int, num_marks: int) -> None:
-    expected = _MEGATRON_HEADER.size + 12 * num_sequences + 8 * num_marks
-    if size == expected + num_sequences and num_sequences:
-        raise ValueError(f"{idx} is a multimodal index (it holds sequence modes); only text can be read.")
-    if size != expected or not num_sequences or not num_marks:
-        what = "truncated" if size < expected else "damaged"
-        raise ValueError(
-            f"{idx} is {what}: {num_sequences} sequences and {num_marks} document marks take {expected} bytes, "
-            f"and the file has {size}."
-        )
-
-
-def _end_of_data(stream: IO[bytes], num_sequences: int, item_bytes: int) -> int:
-    """Byte at which the last sequence ends."""
-    stream.seek(_MEGATRON_HEADER.size + 4 * (num_sequences - 1))
-    (length,) = struct.unpack("<i", stream.read(4))
-    stream.seek(_MEGATRON_HEADER.size + 4 * num_sequences + 8 * (num_sequences - 1))
-    (pointer,) = struct.unpack("<q", stream.read(8))
-    return int(pointer) + int(length) * item_bytes
 
 
 def _aside(path: Path) -> Path:
@@ -560,12 +633,10 @@ def _aside(path: Path) -> Path:
 def _sync(stream: IO[bytes]) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-    stream.close()
 
 
-def _sync_directory(path: Path) -> None:
-    if sys.platform == "win32":
-        return
+def sync_folder(path: Path) -> None:
+    """Forces the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -573,90 +644,68 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-# -- raw and .npy ------------------------------------------------------------------------------------------------------
+# -- raw, .npy, and lit-gpt's ------------------------------------------------------------------------------------------
 
 _AGAIN = "Write it again, or leave it out."
+_PACKED_MAGIC = b"LITPKDS"
+_PACKED_HEADER = struct.Struct("<7sQBQ")  # magic, version, dtype code (Megatron's), tokens in the file
+_PACKED_VERSION = 1
+_PACKED_REMEDY = "Write it again with lit-gpt's PackedDatasetBuilder, or remove it from the folder."
+_FLOATS = {6: " (float32)", 7: " (float64)"}
 
 
-class RawTokens(TokenStream):
-    """Files that hold nothing but tokens, as nanoGPT writes them; several are one stream, in the order of their names.
-
-    Args:
-        paths: The files.
-        seq_len: Number of targets in a sample.
-        dtype: Type of a token, for example ``"uint16"``: the files do not say it. Little-endian.
-        name: For messages.
-        split: The share of the tokens that is read, from and to.
-
-    Raises:
-        ValueError: A file is empty or not a whole number of tokens, or the type is missing or none of tokens.
-    """
-
-    format = "raw"
-
-    def __init__(
-        self,
-        paths: Sequence[str | os.PathLike[str]],
-        seq_len: int,
-        *,
-        dtype: str | None,
-        name: str,
-        split: Split = WHOLE,
-    ) -> None:
-        files = sorted(map(Path, paths), key=lambda path: path.name)
-        if dtype is None:
-            raise ValueError(f'{name} ({self.format}) does not say its token type; name it, as in dtype="uint16".')
-        if dtype not in INTEGERS:
-            raise ValueError(f"The dtype of {name} is {dtype!r}; tokens have one of {', '.join(INTEGERS)}.")
-        stored = np.dtype(dtype).newbyteorder("<")
-        parts = []
-        for number, path in enumerate(files, start=1):
-            size = size_of(path, f"It is file {number} of {len(files)} of {name}. {_AGAIN}")
-            if size % stored.itemsize:
-                raise ValueError(
-                    f"{path} (file {number} of {len(files)}) is truncated, or its dtype is not {dtype}: it has {size} "
-                    f"bytes, no multiple of {stored.itemsize}. {_AGAIN}"
-                )
-            parts.append(Part(path, 0, size // stored.itemsize))
-        super().__init__(parts, name=name, dtype=stored, seq_len=seq_len, split=split)
+def _in_order(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
+    """Each file by the order of names, its number for messages, and its size."""
+    files = sorted(paths, key=lambda path: path.name)
+    for number, path in enumerate(files, start=1):
+        place = f"file {number} of {len(files)}"
+        yield path, place, _size_of(path, f"It is {place}. {_AGAIN}")
 
 
-class NpyTokens(TokenStream):
-    """One-dimensional ``.npy`` arrays of integers; several are one stream, in the order of their names.
-
-    Args:
-        paths: The files.
-        seq_len: Number of targets in a sample.
-        name: For messages.
-        split: The share of the tokens that is read, from and to.
-
-    Raises:
-        ValueError: A file is empty, truncated, no ``.npy`` file, no row of integers or of another type than the first.
-    """
-
-    format = "npy"
-
-    def __init__(
-        self, paths: Sequence[str | os.PathLike[str]], seq_len: int, *, name: str, split: Split = WHOLE
-    ) -> None:
-        files = sorted(map(Path, paths), key=lambda path: path.name)
-        parts: list[Part] = []
-        dtype: np.dtype[Any] | None = None
-        for number, path in enumerate(files, start=1):
-            part, found = _read_npy_header(path, f"file {number} of {len(files)}")
-            dtype = found if dtype is None else dtype
-            if found != dtype:
-                raise ValueError(
-                    f"{path} (file {number} of {len(files)}) holds {found}, expected {dtype} as in {files[0].name}. "
-                    "Give each type a source of its own."
-                )
-            parts.append(part)
-        assert dtype is not None
-        super().__init__(parts, name=name, dtype=dtype, seq_len=seq_len, split=split)
+def _flat_files(source: Source, suffix: str) -> list[Path]:
+    if files := _files(Path(source.path), suffix):
+        return files
+    raise ValueError(f"{source.path} is no file, and no folder with files *{suffix} (format {source.format}).")
 
 
-def _read_npy_header(path: Path, place: str) -> tuple[Part, np.dtype[Any]]:
-    size = size_of(path, f"It is {place}. {_AGAIN}")
+def _read_raw(source: Source, seq_len: int) -> TokenStream:
+    """Files that hold nothing but little-endian tokens, as nanoGPT writes them; several are one stream."""
+    if source.dtype is None:
+        raise ValueError(f'{source.path} (raw) does not say its token type; name it, as in dtype="uint16".')
+    dtype, parts = np.dtype(source.dtype).newbyteorder("<"), []
+    for path, place, size in _in_order(_flat_files(source, ".bin")):
+        if size % dtype.itemsize:
+            raise ValueError(
+                f"{path} ({place}) is truncated, or its dtype is not {source.dtype}: it has {size} bytes, no multiple "
+                f"of {dtype.itemsize}. {_AGAIN}"
+            )
+        parts.append(Part(path, 0, size // dtype.itemsize))
+    return TokenStream(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
+
+
+def _read_npy(source: Source, seq_len: int) -> TokenStream:
+    """One-dimensional arrays of integers; several are one stream."""
+    parts: list[Part] = []
+    first: np.dtype[Any] | None = None
+    for path, place, size in _in_order(_flat_files(source, ".npy")):
+        shape, dtype, offset = _read_npy_header(path, place)
+        if len(shape) != 1 or dtype.name not in _INTEGERS:
+            known = ", ".join(_INTEGERS)
+            raise ValueError(f"{path} ({place}) holds {dtype} of shape {shape}, expected one row of {known}. {_AGAIN}")
+        expected = offset + shape[0] * dtype.itemsize
+        _require_size(f"{path} ({place})", size, expected, "its header", f" {_AGAIN}")
+        first = dtype if first is None else first
+        if dtype != first:
+            raise ValueError(
+                f"{path} ({place}) holds {dtype}, expected {first} as in {parts[0].path.name}. Give each type a source "
+                "of its own."
+            )
+        parts.append(Part(path, offset, shape[0]))
+    assert first is not None
+    return TokenStream(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
+
+
+def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     with path.open("rb") as stream:
         try:
             version = np.lib.format.read_magic(stream)
@@ -664,264 +713,122 @@ def _read_npy_header(path: Path, place: str) -> tuple[Part, np.dtype[Any]]:
             shape, _, dtype = read(stream)
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} ({place}) is no .npy file, or its header is torn: {error}. {_AGAIN}") from None
-        offset = stream.tell()
-    if len(shape) != 1 or dtype.name not in INTEGERS:
-        raise ValueError(
-            f"{path} ({place}) holds {dtype} of shape {shape}, expected one row of {', '.join(INTEGERS)}. {_AGAIN}"
-        )
-    expected = offset + shape[0] * dtype.itemsize
-    if size != expected:
-        what = "truncated" if size < expected else "too long"
-        raise ValueError(f"{path} ({place}) is {what}: it has {size} bytes, its header describes {expected}. {_AGAIN}")
-    return Part(path, offset, shape[0]), dtype
+        return shape, dtype, stream.tell()
 
 
-# -- lit-gpt -----------------------------------------------------------------------------------------------------------
-
-_PKDS_MAGIC = b"LITPKDS"
-_PKDS_HEADER = struct.Struct("<7sQBQ")  # magic, version, dtype code, tokens in the file
-_PKDS_VERSION = 1
-_PKDS_DTYPES = _MEGATRON_DTYPES  # lit-gpt has taken Megatron's codes
-_FLOATS = {6: "float32", 7: "float64"}
-_REMEDY = "Write it again with lit-gpt's PackedDatasetBuilder, or remove it from the folder."
-
-
-class _Header(NamedTuple):
-    dtype: type[np.integer[Any]]
-    chunk_size: int
-
-
-class LitPackedTokens(TokenStream):
-    """Files that lit-gpt's ``PackedDatasetBuilder`` wrote, in the order of their names.
-
-    Each file is blocks of ``seq_len + 1`` tokens that share none, as lit-gpt's ``PackedDataset`` reads them, and what
-    remains at its end is left out. The files do not say where documents begin.
-
-    Args:
-        paths: The files.
-        seq_len: Number of targets in a sample.
-        name: For messages.
-        split: The share of the blocks that is read, from and to.
-
-    Raises:
-        ValueError: A file is empty, truncated, too long or no such file; or differs from the first in token type or
-            chunk size.
-    """
-
-    format = "litpkds"
-
-    def __init__(
-        self, paths: Sequence[str | os.PathLike[str]], seq_len: int, *, name: str, split: Split = WHOLE
-    ) -> None:
-        files = sorted(map(Path, paths), key=lambda path: path.name)
-        if not files:
-            raise ValueError(f"{name} holds no LITPKDS file (*.bin that begins with {_PKDS_MAGIC!r}).")
-        place = f"(file 1 of {len(files)}, {files[0].name})"
-        headers = []
-        for number, path in enumerate(files, start=1):
-            header = _read_header(path, f"file {number} of {len(files)}")
-            headers.append(header)
-            if header != headers[0]:
-                raise ValueError(
-                    f"{path} (file {number} of {len(files)}) does not belong to the others: it holds "
-                    f"{header.chunk_size} tokens of {header.dtype.__name__}, expected {headers[0].chunk_size} of "
-                    f"{headers[0].dtype.__name__} {place}. Give each kind a folder, or a source, of its own."
-                )
-        super().__init__(
-            [Part(path, _PKDS_HEADER.size, headers[0].chunk_size) for path in files],
-            name=name,
-            dtype=np.dtype(headers[0].dtype).newbyteorder("<"),
-            seq_len=seq_len,
-            is_blocked=True,
-            split=split,
-        )
+def _read_packed(source: Source, seq_len: int) -> TokenStream:
+    """Files that lit-gpt's ``PackedDatasetBuilder`` wrote, read as its ``PackedDataset`` reads them."""
+    parts: list[Part] = []
+    first: tuple[int, type[np.integer[Any]]] | None = None
+    for path, place, size in _in_order(_packed_files(Path(source.path))):
+        chunk, dtype = _read_packed_header(path, place, size)
+        first = (chunk, dtype) if first is None else first
+        if (chunk, dtype) != first:
+            raise ValueError(
+                f"{path} ({place}) does not belong to the others: it holds {chunk} tokens of {dtype.__name__}, "
+                f"expected {first[0]} of {first[1].__name__} as in {parts[0].path.name}. Give each kind a folder, or a "
+                "source, of its own."
+            )
+        parts.append(Part(path, _PACKED_HEADER.size, chunk))
+    if first is None:
+        raise ValueError(f"{source.path} holds no LITPKDS file (*.bin that begins with {_PACKED_MAGIC!r}).")
+    return TokenStream(
+        parts,
+        name=source.path,
+        format="litpkds",
+        dtype=np.dtype(first[1]).newbyteorder("<"),
+        seq_len=seq_len,
+        is_blocked=True,
+        split=source.split,
+    )
 
 
-def is_lit_packed(path: Path) -> bool:
-    """Whether a file begins like a packed file."""
+def _read_packed_header(path: Path, place: str, size: int) -> tuple[int, type[np.integer[Any]]]:
+    """Number and type of a file's tokens."""
     with path.open("rb") as stream:
-        return stream.read(len(_PKDS_MAGIC)) == _PKDS_MAGIC
+        head = stream.read(_PACKED_HEADER.size)
+    where = f"{path} ({place})"
+    if len(head) < _PACKED_HEADER.size:
+        found = f"{len(head)} of {_PACKED_HEADER.size} bytes"
+        raise ValueError(f"{where} is truncated in its header: {found}. {_PACKED_REMEDY}")
+    magic, version, code, num_tokens = _PACKED_HEADER.unpack(head)
+    if magic != _PACKED_MAGIC:
+        raise ValueError(f"{where} begins with {magic!r}, expected {_PACKED_MAGIC!r}. {_PACKED_REMEDY}")
+    if version != _PACKED_VERSION:
+        raise ValueError(f"{where} has format version {version}, expected {_PACKED_VERSION}. {_PACKED_REMEDY}")
+    if code not in _TYPE_CODES:
+        what = f"the token type code {code}{_FLOATS.get(code, '')}"
+        raise ValueError(f"{where} has {what}, expected one of {_known_types()}. {_PACKED_REMEDY}")
+    expected = _PACKED_HEADER.size + num_tokens * np.dtype(_TYPE_CODES[code]).itemsize
+    _require_size(where, size, expected, "its header", f" {_PACKED_REMEDY}")
+    return num_tokens, _TYPE_CODES[code]
 
 
-def _read_header(path: Path, place: str) -> _Header:
-    size = size_of(path, f"It is {place}. {_REMEDY}")
-    with path.open("rb") as stream:
-        head = stream.read(_PKDS_HEADER.size)
-    if len(head) < _PKDS_HEADER.size:
-        raise ValueError(
-            f"{path} ({place}) is truncated in its header: {len(head)} of {_PKDS_HEADER.size} bytes. {_REMEDY}"
-        )
-    magic, version, code, chunk_size = _PKDS_HEADER.unpack(head)
-    if magic != _PKDS_MAGIC:
-        raise ValueError(f"{path} ({place}) begins with {magic!r}, expected {_PKDS_MAGIC!r}. {_REMEDY}")
-    if version != _PKDS_VERSION:
-        raise ValueError(f"{path} ({place}) has format version {version}, expected {_PKDS_VERSION}. {_REMEDY}")
-    if code not in _PKDS_DTYPES:
-        found = f"the token type code {code}" + (f" ({_FLOATS[code]})" if code in _FLOATS else "")
-        known = ", ".join(f"{k} = {t.__name__}" for k, t in _PKDS_DTYPES.items())
-        raise ValueError(f"{path} ({place}) has {found}, expected one of {known}. {_REMEDY}")
-    expected = _PKDS_HEADER.size + chunk_size * np.dtype(_PKDS_DTYPES[code]).itemsize
-    if size != expected:
-        what = "truncated" if size < expected else "too long"
-        raise ValueError(
-            f"{path} ({place}) is {what}: it has {size} bytes, and its header describes {expected} "
-            f"({chunk_size} tokens of {_PKDS_DTYPES[code].__name__}). {_REMEDY}"
-        )
-    return _Header(_PKDS_DTYPES[code], chunk_size)
-
-
-# -- which format it is ------------------------------------------------------------------------------------------------
-
-
-_MAX_LOOKED_AT = 64  # files of a folder
-_REMOVED = ("ds", "litdata", "arrow", "parquet")
-_INSTEAD = (
-    "read it by its own library, as a data set or iterable of ResumableDataModule, or write a Megatron pair of its "
-    "text by `distplus prepare`"
-)
-SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One source of a mixture."""
-
-    path: str
-    """A file, a folder, or the beginning of file names, as the format has it."""
-    weight: float = 1.0
-    """Share of the samples, relative to the other sources."""
-    name: str | None = None
-    """Shown in messages; the path by default."""
-    format: SourceFormat = "auto"
-    """What is at the path; "auto" looks."""
-    dtype: str | None = None
-    """Type of a token where the files do not say it (raw), for example "uint16"."""
-    split: tuple[float, float] = (0.0, 1.0)
-    """The share that is read, from and to: (0.0, 0.99) to train and (0.99, 1.0) to validate have no token in common."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "split", tuple(self.split))
-        if self.format in _REMOVED:
-            what = f"format of source {self.path} is {self.format!r}"
-            raise ValueError(f"{what}, which is not read in place: {_INSTEAD}.")
-        if self.format not in _OPENERS and self.format != "auto":
-            raise ValueError(f"format of source {self.path} is {self.format!r}; it is auto, {', '.join(_OPENERS)}.")
-        if self.dtype is not None and self.dtype not in INTEGERS:
-            raise ValueError(f"dtype of source {self.path} is {self.dtype!r}; it is one of {', '.join(INTEGERS)}.")
-
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-        return self.name or self.path
-
-
-def open_source(source: Source, seq_len: int) -> TokenStream:
-    """Opens and checks a source.
-
-    Raises:
-        ValueError: It is missing, damaged or ambiguous, or is not what ``format`` and ``dtype`` say.
-    """
-    format_ = detect(source.path) if source.format == "auto" else source.format
-    stream = _OPENERS[format_](source, seq_len)
-    if source.dtype is not None and np.dtype(source.dtype).type is not stream.dtype:
-        raise ValueError(
-            f"{source.path} ({format_}) holds {np.dtype(stream.dtype).name}, and the source says dtype="
-            f"{source.dtype!r}. Leave dtype out: this format says it by itself."
-        )
-    return stream
-
-
-def detect(path: str) -> str:
-    """The format of what is at ``path``.
-
-    Raises:
-        ValueError: It could be more than one, or nothing that is known.
-    """
-    found = {name for name, looks in _LOOKS.items() if looks(Path(path))}
-    if "megatron" in found and Path(path).suffix in (".bin", ".idx"):
-        return "megatron"  # the pair is named by one of its files
-    if len(found) > 1:
-        raise ValueError(
-            f"{path} is ambiguous: it could be {' or '.join(sorted(found))}. Say format=..., or name a narrower path."
-        )
-    if found:
-        return found.pop()
-    if Path(path).exists():
-        inside = sorted(one.name for one in Path(path).iterdir())[:3] if Path(path).is_dir() else []
-        holds = f" (it holds {', '.join(inside) or 'nothing'})" if Path(path).is_dir() else ""
-        raise ValueError(
-            f"{path}{holds} is in no format that is known by its look: {', '.join(_OPENERS)}. Name it "
-            f"with format=..., or {_INSTEAD}."
-        )
-    return "megatron"  # and its reader names the file that is missing
-
-
-def _files(path: Path, suffix: str) -> list[Path]:
-    """The file itself, or the visible files of a folder with that suffix."""
-    if path.is_file():
-        return [path]
-    return _visible(path, f"*{suffix}") if path.is_dir() else []
-
-
-def _packed_files(path: Path) -> list[Path]:
-    """A folder's files, or those whose names begin with the last part of the path, as in TinyLlama's train_slim*."""
-    if path.is_file() or path.is_dir():
-        return _files(path, ".bin")
-    return _visible(path.parent, f"{glob.escape(path.name)}*.bin") if path.parent.is_dir() else []
-
-
-def _visible(folder: Path, pattern: str) -> list[Path]:
-    return sorted(one for one in folder.glob(pattern) if one.is_file() and not one.name.startswith("."))
-
-
-def _required(source: Source, suffix: str) -> list[Path]:
-    if files := _files(Path(source.path), suffix):
-        return files
-    raise ValueError(f"{source.path} is no file, and no folder with files *{suffix} (format {source.format}).")
-
-
-def _looks_megatron(path: Path) -> bool:
-    return megatron_pair(path)[1].is_file()
-
-
-def _looks_packed(path: Path) -> bool:
-    return any(map(is_lit_packed, _packed_files(path)[:_MAX_LOOKED_AT]))
-
-
-def _looks_raw(path: Path) -> bool:
-    alone = [one for one in _files(path, ".bin") if one.suffix == ".bin" and not one.with_suffix(".idx").exists()]
-    return bool(alone) and not _looks_packed(path) and not _is_litdata(path)
-
-
-def _looks_like(suffix: str) -> Callable[[Path], bool]:
-    return lambda path: any(one.suffix == suffix for one in _files(path, suffix))
-
-
-def _is_litdata(path: Path) -> bool:
-    """Whether a folder has an index like litdata's: its chunks end in .bin, and are not raw."""
-    index = path / "index.json"
-    return index.is_file() and b'"chunks"' in index.read_bytes()[:4096]
-
-
-def _open_packed(source: Source, seq_len: int) -> TokenStream:
-    return LitPackedTokens(_packed_files(Path(source.path)), seq_len, name=source.path, split=source.split)
-
-
-def _open_raw(source: Source, seq_len: int) -> TokenStream:
-    files = _required(source, ".bin")
-    return RawTokens(files, seq_len, dtype=source.dtype, name=source.path, split=source.split)
-
-
-_LOOKS: dict[str, Callable[[Path], bool]] = {
-    "megatron": _looks_megatron,
-    "litpkds": _looks_packed,
-    "raw": _looks_raw,
-    "npy": _looks_like(".npy"),
-}
-
-_OPENERS: dict[str, Callable[[Source, int], TokenStream]] = {
+_READERS: dict[str, Callable[[Source, int], TokenStream]] = {
     "megatron": lambda source, seq_len: MegatronTokens(source.path, seq_len, split=source.split),
-    "litpkds": _open_packed,
-    "raw": _open_raw,
-    "npy": lambda source, seq_len: NpyTokens(_required(source, ".npy"), seq_len, name=source.path, split=source.split),
+    "litpkds": _read_packed,
+    "raw": _read_raw,
+    "npy": _read_npy,
 }
+
+
+# -- fingerprints of files ---------------------------------------------------------------------------------------------
+
+_WHOLE_BELOW = 16 * 2**20  # bytes; files up to this size enter the fingerprint as a whole, larger ones by samples
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 64
+_MAX_ROWS = 4096  # of a source
+_MAX_NAME = 64  # characters, from the end
+
+
+def _digest_files(digest: xxhash.xxh3_64, paths: list[Path]) -> None:
+    """All sizes; all content of a little data; of much data samples, from at most 64 files."""
+    if not (samples := _samples_of_files(paths)):
+        for path in paths:
+            _digest_file(digest, path)
+        return
+    sizes = [path.stat().st_size for path in paths]
+    digest.update(np.array(sizes, dtype="<i8").tobytes())
+    for number, count in samples.items():
+        _digest_samples(digest, paths[number], sizes[number], count)
+
+
+def _digest_file(digest: xxhash.xxh3_64, path: Path) -> None:
+    """Size and content of one file (of a large one: 64 samples)."""
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    if size <= _WHOLE_BELOW:
+        digest.update(path.read_bytes())
+    else:
+        _digest_samples(digest, path, size, _NUM_SAMPLES)
+
+
+def _digest_samples(digest: xxhash.xxh3_64, path: Path, size: int, count: int) -> None:
+    last = max(0, size - _SAMPLE_BYTES)
+    with path.open("rb") as stream:
+        for sample in range(count):
+            stream.seek(last * sample // (count - 1), os.SEEK_SET)
+            digest.update(stream.read(_SAMPLE_BYTES))
+
+
+def _samples_of_files(paths: list[Path]) -> dict[int, int]:
+    """Of the files that are looked into, the number of samples; empty where each is read by itself."""
+    if len(paths) == 1 or sum(path.stat().st_size for path in paths) <= _WHOLE_BELOW:
+        return {}
+    chosen = np.linspace(0, len(paths) - 1, min(len(paths), _NUM_SAMPLES)).astype(int).tolist()
+    return dict.fromkeys(chosen, max(2, _NUM_SAMPLES // len(chosen)))
+
+
+def _rows_of_files(paths: list[Path], samples: dict[int, int]) -> list[list[Any]]:
+    """Name, size, digest and time of each file; the digest is over the bytes that its source's fingerprint covers."""
+    rows = []
+    for number, path in enumerate(paths if len(paths) <= _MAX_ROWS else ()):
+        stat, digest = path.stat(), xxhash.xxh3_64()
+        if not samples:
+            _digest_file(digest, path)
+        elif number in samples:
+            _digest_samples(digest, path, stat.st_size, samples[number])
+        text = digest.hexdigest() if not samples or number in samples else ""
+        is_whole = not samples and stat.st_size <= _WHOLE_BELOW
+        rows.append([path.name[-_MAX_NAME:], stat.st_size, text, 0 if is_whole else stat.st_mtime_ns])
+    return rows

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_distplus import _compat
-from lightning_distplus.divergence.batch import digest
 from lightning_distplus.divergence.check import Check, MonitoredRun
+from lightning_distplus.divergence.settings import digest
 from lightning_distplus.majority import disagreement
 from lightning_distplus.trainer_gate import Flag, Moment, moment_of
 

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import logging
-import math
+import itertools
+import json
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, Literal, get_args
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
 
-import xxhash
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 
+from lightning_distplus.control import ControlPlane
+from lightning_distplus.control.secret import words_of
 from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
 from lightning_distplus.divergence.gradients import LocalFailureCheck, NonFiniteCheck, PairingCheck
 from lightning_distplus.divergence.replicas import AtRestCheck, ReplicaCheck
-from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, SettingsCheck
-from lightning_distplus.divergence.signature import first_odd_entry, signature, weights
+from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, PlanCheck, RngPolicy, SettingsCheck
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
-from lightning_distplus.divergence.tracing import CollectiveTrace
-from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
-from lightning_distplus.majority import disagreement, first_difference
-from lightning_distplus.rng import rng_state
+from lightning_distplus.errors import (
+    CheckpointMismatch,
+    DistplusError,
+    DivergenceError,
+    refuse_unknown_arguments,
+    require_choice,
+)
+from lightning_distplus.majority import disagreement
+from lightning_distplus.trees import describe
 from lightning_distplus.watchdog.stacks import stack_of, user_location
+from lightning_distplus.world import ranges
 
-__all__ = [
-    "GENERATORS",
-    "OnLocalFailure",
-    "PlanCheck",
-    "RankDivergenceMonitor",
-    "RngPolicy",
-    "TraceCheck",
-    "make_checks",
-]
+__all__ = ["CollectiveTrace", "OnLocalFailure", "RankDivergenceMonitor", "TraceCheck", "TracedCall", "make_checks"]
 
-RngPolicy = Literal["same", "distinct", "any"]
-log = logging.getLogger(__name__)
-GENERATORS = ("python", "numpy", "torch", "cuda")
+
 OnLocalFailure = Literal["raise", "skip_all"]
 STATE_VERSION = 1
 
@@ -171,181 +170,6 @@ def make_checks(chosen: RankDivergenceMonitor, before_save: Callable[[], None]) 
     ]
 
 
-# -- the check at the start: model, plan of the run, random generators -------------------------------------------------
-
-
-class PlanCheck(Check):
-    """Compares what holds for the whole run: the model's signature, and the numbers that decide when what happens.
-
-    Args:
-        rng_policy: For each generator, whether its state must be the same on all ranks or distinct on each. Lightning's
-            ``seed_everything`` makes all of them the same, and many runs rely on it: nothing is required by default.
-    """
-
-    def __init__(self, rng_policy: Mapping[str, RngPolicy] | None = None) -> None:
-        self._policy = dict(rng_policy or {})
-        for name, policy in self._policy.items():
-            if name not in GENERATORS or policy not in get_args(RngPolicy):
-                raise ValueError(
-                    f"rng_policy has {name!r}: {policy!r}; the names are {', '.join(GENERATORS)}, and a policy is one "
-                    f"of {', '.join(get_args(RngPolicy))}."
-                )
-
-    def before_engine(self) -> None:
-        """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process.
-
-        Raises:
-            DivergenceError: The first argument of the Trainer, parameter or buffer that differs, with both sides.
-        """
-        self._compare("arguments", self._arguments())
-        odd = first_odd_entry(signature(self.run.module), self.run.gather)
-        if odd is not None:
-            index, values = odd
-            self.run.tell(
-                disagreement(
-                    "model",
-                    values,
-                    where=f"at entry {index} of its parameters and buffers, before the engine wraps it",
-                    remedy="build the model alike on all ranks: no branch by rank, no set, one order of registration",
-                )
-            )
-        self._odd_weights = self._compare_weights()
-
-    def _compare_weights(self) -> DivergenceError | None:
-        """The first parameter whose values differ; engines overwrite those of the other ranks, or mix them."""
-        held = {
-            name: one.detach()
-            for name, one in self.run.module.named_parameters()
-            if one.numel() and not one.is_meta and not isinstance(one, DTensor)
-        }
-        devices = {one.device for one in held.values()}
-        held = held if len(devices) == 1 else {}
-        odd = first_odd_entry(weights(held), lambda name, value: self.run.gather(f"weights, {name}", value))
-        if odd is None:
-            return None
-        return disagreement(
-            "initial weights",
-            odd[1],
-            where="before the first step",
-            remedy="DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes "
-            "them the same",
-        )
-
-    def start(self) -> None:
-        """Compares the plan, and the generators."""
-        self._compare("plan", self._plan())
-        if self._odd_weights is not None:  # in a run without a seed they always do
-            self._mention(self._odd_weights, logging.DEBUG)
-        self._compare_hyperparameters()
-        self.epoch_start()
-
-    def _compare_hyperparameters(self) -> None:
-        """Numbers that the modules have saved: some may rightly differ, a seed for one."""
-        odd = first_difference(self.run.gather("hyperparameters", _hyperparameters(self.run.trainer)))
-        if odd is not None:
-            name, values = odd
-            remedy = "start every rank with the same configuration, unless it is meant"
-            self._mention(disagreement(name, values, where="before the first step", remedy=remedy), logging.WARNING)
-
-    def _mention(self, error: DivergenceError, level: int) -> None:
-        """What is not wrong by itself is told, and the run goes on."""
-        self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
-        log.log(level, "rank %d: %s", self.run.rank, error)
-
-    def _compare(self, what: str, mine: dict[str, Any]) -> None:
-        odd = first_difference(self.run.gather(what, mine))
-        if odd is not None:
-            name, values = odd
-            self.run.tell(
-                disagreement(
-                    name,
-                    values,
-                    where="before the first step",
-                    remedy="the ranks would come to validations, saves or the end at different steps: give all of them "
-                    "the same arguments, data and checkpoint; ResumableDataModule(uneven=...) makes batches even",
-                )
-            )
-
-    def epoch_start(self) -> None:
-        """Compares the random generators by the policy."""
-        if not any(policy != "any" for policy in self._policy.values()):
-            return
-        mine = {name: xxhash.xxh3_64_hexdigest(state) for name, state in rng_state().items() if name in self._policy}
-        states = self.run.gather("random generators", mine)
-        for name, policy in self._policy.items():
-            values = {rank: one[name] for rank, one in enumerate(states) if name in one}
-            self._require_policy(name, policy, values)
-
-    def _require_policy(self, name: str, policy: RngPolicy, values: dict[int, str]) -> None:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, value in values.items():
-            ranks_of.setdefault(value, []).append(rank)
-        where = f"in epoch {self.run.trainer.current_epoch}"
-        if policy == "same" and len(ranks_of) > 1:
-            remedy = "seed it alike on all ranks, and draw from it alike"
-            self.run.tell(disagreement(f"the state of the {name} generator", values, where=where, remedy=remedy))
-        shared = sorted(rank for ranks in ranks_of.values() if len(ranks) > 1 for rank in ranks)
-        if policy == "distinct" and shared:
-            self.run.tell(
-                disagreement(
-                    f"the state of the {name} generator",
-                    {rank: values[rank] for rank in shared},
-                    wrong=shared,
-                    where=f"{where}: it is equal on them and must be distinct",
-                    remedy="add the rank to the seed, or every rank draws the same augmentation",
-                )
-            )
-
-    def _arguments(self) -> dict[str, Any]:
-        """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
-        trainer: Any = self.run.trainer
-        return {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "min_steps": trainer.min_steps,
-            "min_epochs": trainer.min_epochs,
-            "limit_train_batches": trainer.limit_train_batches,
-            "limit_val_batches": trainer.limit_val_batches,
-            "num_sanity_val_steps": str(trainer.num_sanity_val_steps),
-            # By the clock, the Trainer has the one and not the other.
-            "val_check_interval": str(getattr(trainer, "val_check_interval", None)),
-            "val_check_interval in seconds": getattr(trainer, "_val_check_time_interval", None),
-            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "precision": str(trainer.precision),
-            "automatic_optimization": self.run.module.automatic_optimization,
-        }
-
-    def _plan(self) -> dict[str, Any]:
-        trainer = self.run.trainer
-        optimizers = [type(one).__name__ for one in trainer.optimizers]
-        return {
-            "global_step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "number of training batches": _finite(trainer.num_training_batches),
-            "number of validation batches": [_finite(number) for number in trainer.num_val_batches],
-            **self._arguments(),
-            "optimizers": ", ".join(optimizers),
-            "checkpoint": Path(str(trainer.ckpt_path or "none")).name,
-        }
-
-
-def _hyperparameters(trainer: Any) -> dict[str, float]:
-    owners = {"module": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
-    return {
-        f"hyperparameter {name} of the {owner}": value
-        for owner, module in owners.items()
-        for name, value in sorted((getattr(module, "hparams", None) or {}).items())
-        if isinstance(value, (bool, int, float))
-    }
-
-
-def _finite(number: float) -> int | None:
-    """A number of batches; None where the loader does not tell."""
-    return None if math.isinf(number) else int(number)
-
-
 # -- every call of torch.distributed, when that is asked for -----------------------------------------------------------
 
 
@@ -385,3 +209,291 @@ class TraceCheck(Check):
 
 def _location() -> str | None:
     return user_location(stack_of(threading.get_ident()))
+
+
+# What must be equal on all ranks in structure; nothing where ranks may rightly differ.
+_EQUAL_TENSORS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("tensor",),
+    "broadcast": ("tensor",),
+    "reduce": ("tensor",),
+    "all_gather": ("tensor_list",),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+    "all_gather_single": ("output_tensor", "input_tensor"),
+    "gather": ("tensor",),
+    "scatter": ("tensor",),
+    "reduce_scatter": ("input_list",),
+    "reduce_scatter_tensor": ("output", "input"),
+    "reduce_scatter_single": ("output", "input"),
+    "all_to_all": (),
+    "all_to_all_single": (),
+    "barrier": (),
+    "all_gather_object": (),
+    "broadcast_object_list": (),
+    "gather_object": (),
+    "scatter_object_list": (),
+}
+_ROOTS = ("src", "dst", "group_src", "group_dst")
+_ALONE_S = 0.1  # a wait that lasts longer is published, and the others' calls are looked at
+_SETTLED_S = 2.0  # after so long a wait, whoever has not said where it waits is not counted
+_GATES = "gates"
+_REMEDY = "call it on every rank of the group, in the same order and with the same arguments"
+
+# Keeps the runs of one process apart; all ranks count alike.
+_runs = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedCall:
+    """One call on one rank: what must be the same on all ranks of its group."""
+
+    operation: str
+    group: str
+    ranks: tuple[int, ...]
+    sequence: str
+    """What it is counted in: the calls on groups of the same ranks, or the gates."""
+    number: int
+    """How many of that sequence this rank has made."""
+    structure: str = ""
+    arguments: str = ""
+
+    def __str__(self) -> str:
+        structure = f" of {self.structure}" if self.structure else ""
+        arguments = f" [{self.arguments}]" if self.arguments else ""
+        return f"{self.operation}{structure}{arguments} on {self.group}"
+
+    def waits_for(self, rank: int, made: Counter[str]) -> bool:
+        """Whether it cannot go on before a rank, which has made so many calls, makes another one."""
+        return rank in self.ranks and self.number > made[self.sequence]
+
+
+class CollectiveTrace:
+    """Stands in the place of the collectives in ``torch.distributed`` while it is started.
+
+    Before each call the ranks of its group show each other operation, reduce operation, root, group, shapes and dtypes.
+    A rank that waits also looks where the others wait: two that wait for each other in calls on different groups are
+    found as well, or one in a call and others at a gate. Calls from other threads than the one that starts it, calls of
+    code that has imported a function by name before, of C++ (DDP without a communication hook), and point-to-point
+    messages are not seen.
+
+    Args:
+        plane: The control plane. All ranks make their trace at the same moment of the run.
+        patience: How long a rank waits for its peers now.
+        locate: Tells the line of the user's code in which this rank stands.
+        tell: Writes the evidence down, and raises.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        patience: Callable[[], timedelta],
+        locate: Callable[[], str | None],
+        tell: Callable[[DivergenceError], None],
+    ) -> None:
+        self._plane = plane
+        self._patience = patience
+        self._locate = locate
+        self._tell = tell
+        self._name = f"trace/{next(_runs)}"
+        self._thread = threading.get_ident()
+        self._made: Counter[str] = Counter()
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._is_inside = False
+        self.num_calls = 0
+
+    def start(self) -> None:
+        """Takes the place of the functions."""
+        for name in _EQUAL_TENSORS:
+            original = getattr(dist, name, None)
+            if callable(original):
+                self._originals[name] = original
+                setattr(dist, name, self._checked(name, original))
+
+    def stop(self) -> None:
+        """Puts the functions back; idempotent."""
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals.clear()
+
+    def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            if self._is_inside or not self._is_due:
+                return original(*arguments, **named)
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            self._is_inside = True
+            try:
+                if dist.get_rank(bound.arguments["group"]) >= 0:
+                    self._meet(self._call(name, bound.arguments))
+                return original(*arguments, **named)
+            finally:
+                self._is_inside = False
+
+        return checked
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
+        error = self._plane.first_error
+        has_failed = error is not None and error.rank == self._plane.world.rank
+        return threading.get_ident() == self._thread and not has_failed
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> TracedCall:
+        group: Any = arguments["group"] or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sequence = "-".join(map(str, ranks))
+        self._made[sequence] += 1
+        self.num_calls += 1
+        operator = arguments.get("op")
+        parts = [] if operator is None else [getattr(operator, "name", type(operator).__name__)]
+        parts += [f"{root} {arguments[root]}" for root in _ROOTS if arguments.get(root) is not None]
+        return TracedCall(
+            operation=name,
+            group=f"group {group.group_name} of ranks {ranges(ranks)}",
+            ranks=ranks,
+            sequence=sequence,
+            number=self._made[sequence],
+            structure=", ".join(describe(arguments[tensor]) for tensor in _EQUAL_TENSORS[name]),
+            arguments=", ".join(parts),
+        )
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, call: TracedCall) -> None:
+        """Returns on every rank of the group once all of them are about to make the same call.
+
+        Raises:
+            DivergenceError: They are not; or two ranks wait for each other in calls on different groups.
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause.
+        """
+        key = f"{self._name}/{call.sequence}"
+        told = self._exchange(f"{key}/{call.number}", str(call), call)
+        if len(set(told.values())) > 1:
+            lines = self._exchange(f"{key}/{call.number}/lines", str(self._locate()), call)
+            values = {rank: f"{told[rank]}, at {lines[rank]}" for rank in sorted(told)}
+            self._tell(_disagreement(values))
+        if self._plane.world.rank == call.ranks[0]:  # whoever has come here has read the one before
+            self._plane.delete(f"{key}/{call.number - 1}")
+
+    def _exchange(self, key: str, text: str, call: TracedCall) -> dict[int, str]:
+        """What each rank of the group says."""
+        entries = self._plane.secret.entries(key)
+        self._plane.append(key, entries.entry(json.dumps([self._plane.world.rank, text]).encode()))
+        told: dict[int, str] = {}
+
+        def is_complete() -> bool:
+            told.update(words_of(one) for one in entries.read(self._plane.read_unsigned(key) or b""))
+            return len(told) == len(call.ranks)
+
+        watch = _Watch(self._plane, self._name, call, self._made, self._locate)
+        others = set(self._plane.world.ranks) - set(call.ranks)
+
+        def look(elapsed_s: float) -> None:
+            if (error := watch.look(elapsed_s, told)) is not None:
+                self._end(error)
+
+        with self._while_waiting(look):
+            self._plane.poll(is_complete, self._patience(), what=str(call), arrived=lambda: set(told) | others)
+        return told
+
+    @contextmanager
+    def at_gate(self, moment: str) -> Iterator[None]:
+        """Stands around a gate: a rank that waits there says so to those that wait for it in a call."""
+        self._made[_GATES] += 1
+        ranks = tuple(self._plane.world.ranks)
+        call = TracedCall(
+            operation=f"the gate at {moment}", group="all ranks", ranks=ranks, sequence=_GATES,
+            number=self._made[_GATES],
+        )  # fmt: skip
+        watch = _Watch(self._plane, self._name, call, self._made, self._locate)
+        with self._while_waiting(watch.publish):
+            yield
+
+    @contextmanager
+    def _while_waiting(self, look: Callable[[float], None]) -> Iterator[None]:
+        """Has a function called beside what every wait of this plane does already."""
+        beside = self._plane.on_wait
+
+        def both(elapsed_s: float) -> None:
+            if beside is not None:
+                beside(elapsed_s)
+            look(elapsed_s)
+
+        self._plane.on_wait = both
+        try:
+            yield
+        finally:
+            self._plane.on_wait = beside
+
+    def _end(self, error: DivergenceError) -> None:
+        """One rank's decision holds for all of them: whoever hears of it raises the same."""
+        first = self._plane.report_failure(error)
+        if first is not None and first.rank != self._plane.world.rank:
+            heard: DistplusError = first.as_heard()
+            raise heard
+        self._tell(error)
+
+
+class _Watch:
+    """Says, during one wait, where this rank waits, and looks where those wait that have not come."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        name: str,
+        call: TracedCall,
+        made: Counter[str],
+        locate: Callable[[], str | None],
+    ) -> None:
+        self._plane = plane
+        self._name = name
+        self._call = call
+        self._made = made
+        self._locate = locate
+        self._look_at_s = _ALONE_S
+        self._line: str | None = None
+        self._is_published = False
+
+    def publish(self, elapsed_s: float) -> None:
+        """Says where this rank waits, once it has waited for a while."""
+        if self._is_published or elapsed_s < _ALONE_S:
+            return
+        self._is_published = True
+        self._line = self._locate()
+        own = {**asdict(self._call), "line": self._line}
+        self._plane.send(f"{self._name}/at/{self._plane.world.rank}", json.dumps(own).encode())
+
+    def look(self, elapsed_s: float, come: dict[int, str]) -> DivergenceError | None:
+        """Publishes this rank's call, and compares it with those of the missing ranks."""
+        if elapsed_s < self._look_at_s:
+            return None
+        self._look_at_s = 2 * elapsed_s
+        self.publish(elapsed_s)
+        rank = self._plane.world.rank
+        missing = sorted(set(self._call.ranks) - set(come))
+        elsewhere = {other: text for other in missing if (text := self._where(other)) is not None}
+        if not elsewhere or (len(elsewhere) < len(missing) and elapsed_s < _SETTLED_S):
+            return None
+        return _disagreement({rank: f"{self._call}, at {self._line}", **elsewhere})
+
+    def _where(self, other: int) -> str | None:
+        """The call in which another rank waits for this one, and its line; None where it has told of none."""
+        data = self._plane.read(f"{self._name}/at/{other}")
+        if data is None:
+            return None
+        theirs = words_of(data)
+        line, ranks = theirs.pop("line"), tuple(theirs.pop("ranks"))
+        call = TracedCall(**theirs, ranks=ranks)
+        return f"{call}, at {line}" if call.waits_for(self._plane.world.rank, self._made) else None
+
+
+def _disagreement(values: dict[int, str]) -> DivergenceError:
+    without_lines = {rank: text.rpartition(", at ")[0] for rank, text in values.items()}
+    (common, count), *others = Counter(without_lines.values()).most_common()
+    is_tie = bool(others) and others[0][1] == count
+    wrong = sorted(rank for rank, text in without_lines.items() if is_tie or text != common)
+    where = "and would wait for each other or mix their numbers; nothing was exchanged"
+    return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=_REMEDY)

@@ -1,21 +1,43 @@
-"""Checks of what each rank is about to train with: optimizer settings, and the batch."""
+"""Checks of what each rank is about to train with: the plan of the run, optimizer settings, and the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+import xxhash
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.batch import StructureDigests, content, digest, structure
 from lightning_distplus.divergence.check import Check, MonitoredRun
-from lightning_distplus.majority import disagreement
+from lightning_distplus.divergence.replicas import fingerprint_of_each
+from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import disagreement, first_difference, is_equal
+from lightning_distplus.rng import rng_state
 
-__all__ = ["BatchCheck", "BatchShapes", "SettingsCheck"]
+__all__ = [
+    "GENERATORS",
+    "BatchCheck",
+    "BatchShapes",
+    "PlanCheck",
+    "RngPolicy",
+    "SettingsCheck",
+    "StructureDigests",
+    "content",
+    "digest",
+    "first_odd_entry",
+    "signature",
+    "structure",
+    "weights",
+]
+
 
 _MAX_PARAMETERS = 2000
 _MASK = (1 << 64) - 1
@@ -279,3 +301,358 @@ class BatchCheck(Check):
         values = {rank: f"samples {ids[rank]}" if ids[rank] else f"content {contents[rank]:016x}" for rank in ranks}
         where = f"before step {self.run.trainer.global_step}: {where}"
         self.run.tell(disagreement(field, values, wrong=wrong, where=where, remedy=remedy))
+
+
+# -- what a batch is made of, and a sum of its content -----------------------------------------------------------------
+
+_MAX_LEAVES = 64
+_WHOLE_BYTES = 8 << 10
+_PROBES = 64
+
+
+def digest(value: Any) -> int:
+    """64 bits of anything whose ``repr`` is the same on all ranks."""
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
+
+
+def structure(batch: Any, *, sizes: bool = False) -> dict[str, str]:
+    """The path of each leaf, and what it is: type, number of dimensions and dtype of tensors.
+
+    Sizes may differ between ranks: sequences have different lengths, the last batch of an epoch is smaller. A list is
+    told by its first element, because it holds one for each sample.
+
+    Args:
+        batch: Any tree of tensors and other things.
+        sizes: Whether the shapes of tensors are told too.
+    """
+    found: dict[str, str] = {}
+    for path, leaf in _leaves(batch, "batch"):
+        if isinstance(leaf, torch.Tensor):
+            what = f"shape {list(leaf.shape)}" if sizes else f"{leaf.dim()} dimensions"
+            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} tensor of {what}"
+        else:
+            found[path] = type(leaf).__name__
+        if len(found) >= _MAX_LEAVES:
+            break
+    return found
+
+
+class StructureDigests:
+    """The digests of structures, each computed once: a run has few, and asks before every step.
+
+    Args:
+        sizes: As for ``structure``.
+    """
+
+    _MOST = 256  # of sequences by their length there may be many, when sizes count
+
+    def __init__(self, *, sizes: bool) -> None:
+        self._has_sizes = sizes
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, batch: Any) -> int:
+        """64 bits of the structure of a batch."""
+        try:
+            kind = self._kind(batch)
+        except _Unknown:
+            return digest(structure(batch, sizes=self._has_sizes))
+        found = self._known.get(kind)
+        if found is None:
+            if len(self._known) >= self._MOST:
+                self._known.clear()
+            found = self._known[kind] = digest(structure(batch, sizes=self._has_sizes))
+        return found
+
+    def _kind(self, value: Any) -> Hashable:
+        """What decides the structure, without the text of it."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape if self._has_sizes else value.dim()
+        kind = type(value)
+        if kind is dict:
+            return dict, *((key, self._kind(item)) for key, item in value.items())
+        if kind is tuple:
+            return tuple, *map(self._kind, value)
+        if kind is list:
+            return list, self._kind(value[0]) if value else None
+        if kind in _PLAIN:
+            return kind.__name__
+        raise _Unknown
+
+
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class _Unknown(Exception):
+    """Only ``structure`` can tell."""
+
+
+def content(batch: Any) -> int:
+    """64 bits of the values of a batch, of which large tensors give a sample; 0 where it holds no tensor.
+
+    Waits for the device where the batch lies on one.
+    """
+    hasher = xxhash.xxh3_64()
+    has_values = False
+    for count, (path, leaf) in enumerate(_leaves(batch, "")):
+        if count >= _MAX_LEAVES:
+            break
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            has_values = True
+            hasher.update(f"{path}{tuple(leaf.shape)}".encode())
+            hasher.update(_probe(leaf))
+        elif isinstance(leaf, (str, int, float)):
+            hasher.update(repr(leaf).encode())
+    return (hasher.intdigest() or 1) if has_values else 0
+
+
+def _probe(tensor: torch.Tensor) -> bytes:
+    """All bytes of a small tensor; of a large one, elements at equal distances and both ends."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
+    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
+        edge = _WHOLE_BYTES // 4 // flat.element_size()
+        flat = torch.cat([flat[:edge], flat[edge : -edge or None : max(1, flat.numel() // _PROBES)], flat[-edge:]])
+    return bytes(flat.cpu().clone().view(torch.uint8).numpy())  # the storage of the batch stays as it is
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        yield from _leaves(value[0], f"{path}[:]") if len(value) else [(f"{path}[:]", None)]
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        for name, item in vars(value).items():
+            yield from _leaves(item, f"{path}.{name}")
+    else:
+        yield path, value
+
+
+# -- the check at the start: model, plan of the run, random generators -------------------------------------------------
+
+RngPolicy = Literal["same", "distinct", "any"]
+log = logging.getLogger(__name__)
+GENERATORS = ("python", "numpy", "torch", "cuda")
+
+
+class PlanCheck(Check):
+    """Compares what holds for the whole run: the model's signature, and the numbers that decide when what happens.
+
+    Args:
+        rng_policy: For each generator, whether its state must be the same on all ranks or distinct on each. Lightning's
+            ``seed_everything`` makes all of them the same, and many runs rely on it: nothing is required by default.
+    """
+
+    def __init__(self, rng_policy: Mapping[str, RngPolicy] | None = None) -> None:
+        self._policy = dict(rng_policy or {})
+        for name, policy in self._policy.items():
+            if name not in GENERATORS or policy not in get_args(RngPolicy):
+                raise ValueError(
+                    f"rng_policy has {name!r}: {policy!r}; the names are {', '.join(GENERATORS)}, and a policy is one "
+                    f"of {', '.join(get_args(RngPolicy))}."
+                )
+
+    def before_engine(self) -> None:
+        """The model is built, and no engine has wrapped it: DDP would average a with b, or abort the process.
+
+        Raises:
+            DivergenceError: The first argument of the Trainer, parameter or buffer that differs, with both sides.
+        """
+        self._compare("arguments", self._arguments())
+        odd = first_odd_entry(signature(self.run.module), self.run.gather)
+        if odd is not None:
+            index, values = odd
+            self.run.tell(
+                disagreement(
+                    "model",
+                    values,
+                    where=f"at entry {index} of its parameters and buffers, before the engine wraps it",
+                    remedy="build the model alike on all ranks: no branch by rank, no set, one order of registration",
+                )
+            )
+        self._odd_weights = self._compare_weights()
+
+    def _compare_weights(self) -> DivergenceError | None:
+        """The first parameter whose values differ; engines overwrite those of the other ranks, or mix them."""
+        held = {
+            name: one.detach()
+            for name, one in self.run.module.named_parameters()
+            if one.numel() and not one.is_meta and not isinstance(one, DTensor)
+        }
+        devices = {one.device for one in held.values()}
+        held = held if len(devices) == 1 else {}
+        odd = first_odd_entry(weights(held), lambda name, value: self.run.gather(f"weights, {name}", value))
+        if odd is None:
+            return None
+        return disagreement(
+            "initial weights",
+            odd[1],
+            where="before the first step",
+            remedy="DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes "
+            "them the same",
+        )
+
+    def start(self) -> None:
+        """Compares the plan, and the generators."""
+        self._compare("plan", self._plan())
+        if self._odd_weights is not None:  # in a run without a seed they always do
+            self._mention(self._odd_weights, logging.DEBUG)
+        self._compare_hyperparameters()
+        self.epoch_start()
+
+    def _compare_hyperparameters(self) -> None:
+        """Numbers that the modules have saved: some may rightly differ, a seed for one."""
+        odd = first_difference(self.run.gather("hyperparameters", _hyperparameters(self.run.trainer)))
+        if odd is not None:
+            name, values = odd
+            remedy = "start every rank with the same configuration, unless it is meant"
+            self._mention(disagreement(name, values, where="before the first step", remedy=remedy), logging.WARNING)
+
+    def _mention(self, error: DivergenceError, level: int) -> None:
+        """What is not wrong by itself is told, and the run goes on."""
+        self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
+        log.log(level, "rank %d: %s", self.run.rank, error)
+
+    def _compare(self, what: str, mine: dict[str, Any]) -> None:
+        odd = first_difference(self.run.gather(what, mine))
+        if odd is not None:
+            name, values = odd
+            self.run.tell(
+                disagreement(
+                    name,
+                    values,
+                    where="before the first step",
+                    remedy="the ranks would come to validations, saves or the end at different steps: give all of them "
+                    "the same arguments, data and checkpoint; ResumableDataModule(uneven=...) makes batches even",
+                )
+            )
+
+    def epoch_start(self) -> None:
+        """Compares the random generators by the policy."""
+        if not any(policy != "any" for policy in self._policy.values()):
+            return
+        mine = {name: xxhash.xxh3_64_hexdigest(state) for name, state in rng_state().items() if name in self._policy}
+        states = self.run.gather("random generators", mine)
+        for name, policy in self._policy.items():
+            values = {rank: one[name] for rank, one in enumerate(states) if name in one}
+            self._require_policy(name, policy, values)
+
+    def _require_policy(self, name: str, policy: RngPolicy, values: dict[int, str]) -> None:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in values.items():
+            ranks_of.setdefault(value, []).append(rank)
+        where = f"in epoch {self.run.trainer.current_epoch}"
+        if policy == "same" and len(ranks_of) > 1:
+            remedy = "seed it alike on all ranks, and draw from it alike"
+            self.run.tell(disagreement(f"the state of the {name} generator", values, where=where, remedy=remedy))
+        shared = sorted(rank for ranks in ranks_of.values() if len(ranks) > 1 for rank in ranks)
+        if policy == "distinct" and shared:
+            self.run.tell(
+                disagreement(
+                    f"the state of the {name} generator",
+                    {rank: values[rank] for rank in shared},
+                    wrong=shared,
+                    where=f"{where}: it is equal on them and must be distinct",
+                    remedy="add the rank to the seed, or every rank draws the same augmentation",
+                )
+            )
+
+    def _arguments(self) -> dict[str, Any]:
+        """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
+        trainer: Any = self.run.trainer
+        return {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "min_steps": trainer.min_steps,
+            "min_epochs": trainer.min_epochs,
+            "limit_train_batches": trainer.limit_train_batches,
+            "limit_val_batches": trainer.limit_val_batches,
+            "num_sanity_val_steps": str(trainer.num_sanity_val_steps),
+            # By the clock, the Trainer has the one and not the other.
+            "val_check_interval": str(getattr(trainer, "val_check_interval", None)),
+            "val_check_interval in seconds": getattr(trainer, "_val_check_time_interval", None),
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "precision": str(trainer.precision),
+            "automatic_optimization": self.run.module.automatic_optimization,
+        }
+
+    def _plan(self) -> dict[str, Any]:
+        trainer = self.run.trainer
+        optimizers = [type(one).__name__ for one in trainer.optimizers]
+        return {
+            "global_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "number of training batches": _finite(trainer.num_training_batches),
+            "number of validation batches": [_finite(number) for number in trainer.num_val_batches],
+            **self._arguments(),
+            "optimizers": ", ".join(optimizers),
+            "checkpoint": Path(str(trainer.ckpt_path or "none")).name,
+        }
+
+
+def _hyperparameters(trainer: Any) -> dict[str, float]:
+    owners = {"module": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
+    return {
+        f"hyperparameter {name} of the {owner}": value
+        for owner, module in owners.items()
+        for name, value in sorted((getattr(module, "hparams", None) or {}).items())
+        if isinstance(value, (bool, int, float))
+    }
+
+
+def _finite(number: float) -> int | None:
+    """A number of batches; None where the loader does not tell."""
+    return None if math.isinf(number) else int(number)
+
+
+# -- the signature of a model ------------------------------------------------------------------------------------------
+
+_MAX_ENTRIES = 50_000  # the digests of so many fit into one message
+
+
+def signature(module: torch.nn.Module) -> list[str]:
+    """One line for each parameter and buffer, in the order of registration, which is that of gradient buckets.
+
+    What FSDP1 has sharded already, in a ``validate`` or another ``fit`` before, has another shape on each rank.
+    """
+    lines = [
+        f"parameter {name}: {'a shard' if _compat.is_fsdp_shard(tensor) else _text_of(tensor)}, "
+        f"{'trainable' if tensor.requires_grad else 'frozen'}"
+        for name, tensor in module.named_parameters()
+    ]
+    return lines + [f"buffer {name}: {_text_of(tensor)}" for name, tensor in module.named_buffers()]
+
+
+def weights(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """One line for each tensor: its name and the fingerprint of its values."""
+    found = fingerprint_of_each(list(tensors.values())).tolist() if tensors else []
+    return [f"{name}: {value & (1 << 64) - 1:016x}" for name, value in zip(tensors, found, strict=True)]
+
+
+def _text_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def first_odd_entry(entries: list[str], gather: Callable[[str, Any], list[Any]]) -> tuple[int, dict[int, str]] | None:
+    """The first entry in which two ranks differ, with what each of them has there; None where all agree.
+
+    Args:
+        entries: This rank's list.
+        gather: Collects a value from every rank; all ranks call this function alike.
+    """
+    if is_equal(gather("signature", digest(entries))):
+        return None
+    digests = gather("signature entries", [digest(entry) for entry in entries[:_MAX_ENTRIES]])
+    length = max(len(one) for one in digests)
+    index = next(
+        (index for index in range(length) if not is_equal(tuple(one[index : index + 1]) for one in digests)), length
+    )
+    found = gather("signature entry", entries[index] if index < len(entries) else "nothing")
+    return index, dict(enumerate(found))

@@ -1,7 +1,6 @@
 """Starting the ranks of a job and starting them again: torchrun's own agent, and what decides between two attempts.
 
 Read in this order: ``supervisor`` (the attempts one after the other, who is to blame, whether to go on), ``agent`` (one
-attempt), ``signals`` (those of the launcher), ``rendezvous`` (several hosts). ``warm`` starts the process from which
-ranks are forked; ``stand_in`` takes a rank's place in the agent's eyes. ``slurm`` writes a batch script, and ends each
-of its starts.
+attempt: ranks, signals, several hosts), ``warm`` (the process from which ranks are forked). ``slurm`` writes a batch
+script, and ends each of its starts.
 """

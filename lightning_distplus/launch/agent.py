@@ -1,38 +1,67 @@
-"""One attempt: the ranks of this host under torchrun's own agent, by its public interface, and the signals for them."""
+"""One attempt: the ranks of this host under torchrun's own agent, by its public interface.
+
+Also here: the signals of the launcher, the store at which the launchers of several hosts agree on the attempt, and the
+rendezvous of their agents.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
+import io
+import itertools
+import json
 import os
+import pickle
 import re
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, open_tcp_store
+from lightning_distplus.control.rendezvous import is_local, listen_on
+from lightning_distplus.control.secret import Secret, SignedStore, escaped
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.launch.rendezvous import BETWEEN_HOSTS, ON_ONE_HOST, HostsApart
 
-__all__ = ["HANDLED", "Hosts", "RankOutput", "Signals", "Stop", "run_attempt"]
-
-log = logging.getLogger(__name__)
+__all__ = [
+    "HANDLED",
+    "Hosts",
+    "HostsApart",
+    "Meeting",
+    "RankOutput",
+    "Signals",
+    "SignedState",
+    "Stop",
+    "run_attempt",
+]
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
 _SHUTDOWN_S = 10  # for ranks that outlive a peer: they name it and end by themselves within seconds
-_POLL_S = 0.1
 _OVERWRITTEN_EVERY_S = 1.0
 _CHUNK_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 16
@@ -93,10 +122,10 @@ class _RankLogs(LogsSpecs):
         outs = {local_rank: stem.with_suffix(".out") for local_rank, stem in stems.items()}
         errs = {local_rank: stem.with_suffix(".err") for local_rank, stem in stems.items()}
         self.close()
-        outputs = [
-            RankOutput(path, ranks[one], self._write_line) for paths in (outs, errs) for one, path in paths.items()
-        ]
-        self._follower = _Follower(outputs, self._signals)
+        paths = [*outs.items(), *errs.items()]
+        self._follower = _Follower(
+            [RankOutput(path, ranks[one], self._write_line) for one, path in paths], self._signals
+        )
         self._follower.start()
         self._signals.ranks_begin()
         return LogsDest(
@@ -115,12 +144,7 @@ class RankOutput:
     r"""Shows what one rank writes into one file, line by line, with the rank before each.
 
     It keeps its place, and the begin of an unfinished line. A ``\r`` ends a line as well: of those that a progress bar
-    overwrites, one a second is shown.
-
-    Args:
-        path: The file; one that is not there yet is waited for.
-        rank: The rank.
-        write: Gets each line.
+    overwrites, one a second is shown. A file that is not there yet is waited for.
     """
 
     def __init__(self, path: Path, rank: int, write: Callable[[str], object]) -> None:
@@ -252,7 +276,7 @@ def _config(hosts: Hosts, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         max_nodes=hosts.max_nodes,
         nproc_per_node=hosts.nproc,
         run_id=run_id,
-        rdzv_backend=ON_ONE_HOST if is_alone else BETWEEN_HOSTS,
+        rdzv_backend=_ON_ONE_HOST if is_alone else _BETWEEN_HOSTS,
         # The launchers' own store serves the agents as well, so that it outlives their attempts.
         rdzv_endpoint=hosts.rdzv,
         rdzv_configs={} if is_alone else {"last_call_timeout": hosts.join_s},
@@ -363,3 +387,277 @@ def _ranks() -> list[int]:
                     if os.getsid(int(word)) == int(word):
                         found.append(int(word))
     return found
+
+
+# -- the launchers of several hosts ------------------------------------------------------------------------------------
+
+_HOSTS_COME = timedelta(minutes=5)
+_LOOK_EVERY_S = 1.0
+_POLL_S = 0.1
+_CHOSEN_NAME = re.compile("[0-9a-f]{8}")  # a part of file names
+_OTHERS_END_S = 10.0  # as long as an agent gives the ranks that outlive a peer
+
+
+class HostsApart(Exception):
+    """The hosts have not met, or the one that serves the store has left."""
+
+
+class Meeting:
+    """The launchers' own store, over all attempts of a job; the host that ``--rdzv`` names serves it.
+
+    Attempts are numbered for the whole job, so that a host that comes late, or in the place of another, does not begin
+    with the first. It waits while an attempt is under way, and asks for the next one. Where no job is named, the first
+    host chooses a name.
+
+    Raises:
+        HostsApart: The host that serves the store did not come within 5 minutes.
+    """
+
+    def __init__(self, endpoint: str, job: str) -> None:
+        self._endpoint = endpoint
+        self._num_hosts = 1
+        self._known = 0
+        host, _, port = endpoint.rpartition(":")
+        with self._names_the_store():
+            store, self._serves = _open(host, int(port))
+        self._store: Store = PrefixStore(f"distplus-launch/{job}", store)
+        self._secret = Secret.from_environment()
+        self._signed = SignedStore(self._store, self._secret)
+        self.job = job or self._choose_name()
+        """The name of the job."""
+
+    def _choose_name(self) -> str:
+        with self._names_the_store():
+            name = self._signed.claim("job", uuid.uuid4().hex[:8].encode()).decode(errors="replace")
+        if not _CHOSEN_NAME.fullmatch(name):
+            raise HostsApart(f"somebody at {self._endpoint} calls the job {escaped(name)!r}; set DISTPLUS_SECRET")
+        return name
+
+    def join(self, say: Callable[[str], object]) -> int:
+        """The number of the attempt to take part in; waits, and says so, for the next one where one is under way."""
+        with self._names_the_store():
+            number = self._number()
+            if self._signed.read(f"running/{number}") is not None:
+                say(f"attempt {number} is under way; this host asks to be let in, and waits")
+                self._signed.set(f"wanted/{number}", socket.gethostname().encode())
+                while self._number() == number:
+                    time.sleep(_LOOK_EVERY_S)
+            return self._number()
+
+    def begin(self, number: int, num_hosts: int) -> None:
+        """Says that the ranks of an attempt are being started: who comes now waits for the next one."""
+        self._num_hosts = num_hosts
+        with self._names_the_store():
+            self._signed.set(f"running/{number}", b"")
+
+    def share(self, number: int, failures: Mapping[int, int], *, waits: bool) -> dict[int, int]:
+        """The exit codes of the ranks that failed on all hosts, of an attempt that has ended here.
+
+        It waits for the other hosts, if at all, as long as their ranks may take to end; not every host lives.
+        """
+        with self._names_the_store():
+            key = f"failed/{number}"
+            told = self._secret.entries(key)
+            self._store.append(key, told.entry(json.dumps(sorted(failures.items())).encode()))
+
+            def read() -> list[bytes]:
+                return told.read(self._signed.read_raw(key) or b"")
+
+            if waits:
+                self._wait(lambda: len(read()) >= self._num_hosts)
+            return dict(itertools.chain(*map(json.loads, read())))
+
+    def leave(self, number: int) -> None:
+        """Called at the end of the job; the host that serves the store waits a while for the others."""
+        with contextlib.suppress(HostsApart), self._names_the_store():
+            self._store.add(f"left/{number}", 1)
+            if self._serves:
+                self._wait(lambda: self._store.add(f"left/{number}", 0) >= self._num_hosts)
+
+    def next(self, number: int) -> int:
+        """The attempt after this one, which has ended here."""
+        with self._names_the_store():
+            if self._number() == number:
+                self._signed.claim(f"attempt/{number + 1}", b"")
+            return self._number()
+
+    def newcomer(self, number: int) -> str | None:
+        """The host that asked, during this attempt, to be let in."""
+        with self._names_the_store():
+            host = self._signed.read(f"wanted/{number}")
+            return None if host is None else escaped(host.decode())
+
+    @contextmanager
+    def watched(self, number: int, on_newcomer: Callable[[], object]) -> Iterator[None]:
+        """Calls back, once and from a thread of its own, when a host asks to be let in during the block."""
+        done = threading.Event()
+
+        def watch() -> None:
+            with contextlib.suppress(HostsApart):  # the attempt itself will hear of it
+                while not done.wait(_LOOK_EVERY_S):
+                    if self.newcomer(number) is not None:
+                        on_newcomer()
+                        return
+
+        thread = threading.Thread(target=watch, name="distplus-newcomers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        end = time.monotonic() + _OTHERS_END_S
+        while not is_done() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def _number(self) -> int:
+        """The last attempt that was announced; each announces the one after it."""
+        number = self._known
+        while self._signed.read(f"attempt/{number + 1}") is not None:
+            number += 1
+        self._known = number
+        return number
+
+    @contextmanager
+    def _names_the_store(self) -> Iterator[None]:
+        try:
+            yield
+        except (DistNetworkError, DistStoreError) as error:
+            raise HostsApart(
+                f"the launcher at {self._endpoint} is not there, or has ended; the same command on all hosts "
+                "continues the job"
+            ) from error
+
+
+def _open(host: str, port: int) -> tuple[TCPStore, bool]:
+    """The store, and whether it is served here: on the host that the endpoint names, by the first launcher there."""
+    if is_local(host):
+        with contextlib.suppress(OSError):  # another launcher of this host serves it
+            return _serve(host, port, listen_on(host, port)), True
+    return open_tcp_store(host, port, is_master=False, timeout=_HOSTS_COME), False
+
+
+def _serve(host: str, port: int, listener: socket.socket) -> TCPStore:
+    return open_tcp_store(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+# -- the rendezvous of torchrun's agents -------------------------------------------------------------------------------
+
+_ON_ONE_HOST, _BETWEEN_HOSTS = "distplus-one-host", "distplus-signed"
+_STATE_OF = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+# What torch keeps in its state (2.13: dynamic_rendezvous.py, class _RendezvousState).
+_ALLOWED = {
+    (_STATE_OF, "_RendezvousState"), (_STATE_OF, "_NodeDesc"),
+    ("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta"), ("builtins", "set"),
+}  # fmt: skip
+
+
+class _OneHost(RendezvousHandler):
+    """The rendezvous of the only agent of a job: it meets nobody, and serves the ranks' store on loopback."""
+
+    use_agent_store = True
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._is_closed = False
+        self._server: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return _ON_ONE_HOST
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = listen_on(_LOOPBACK, 0)
+        port = listener.getsockname()[1]
+        self._server = _serve(_LOOPBACK, port, listener)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        self._is_closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._is_closed, self._server = True, None
+        return True
+
+
+class SignedState(RendezvousBackend):
+    """The state of a rendezvous in a store: torch unpickles it, and so only what an agent of this job has signed.
+
+    Without a secret everybody can sign; even then a pickle that does more than hold such a state is no state.
+    """
+
+    def __init__(self, store: Any, run_id: str, secret: Secret) -> None:
+        self._store = store
+        self._signed = SignedStore(store, secret)
+        self._secret = secret
+        self._key = f"distplus-rendezvous/{run_id}"
+        self._last: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return _BETWEEN_HOSTS
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """See base class; where a stranger has written over it, the last state that was seen here stands."""
+        raw = self._signed.read_raw(self._key)
+        return None if raw is None and self._last is None else self._state(raw)
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """See base class."""
+        sealed = self._secret.seal(self._key, state)
+        found = bytes(self._store.compare_set(self._key, token if isinstance(token, bytes) else b"", sealed))
+        if not self._is_signed(found):  # a stranger's is written over
+            found = bytes(self._store.compare_set(self._key, found, sealed))
+        if found != sealed and self._signed.read_raw(self._key) is None:  # somebody has deleted it
+            found = bytes(self._store.compare_set(self._key, b"", sealed))
+        known = self._state(found)
+        return None if known is None else (*known, found == sealed)
+
+    def _state(self, raw: bytes | None) -> tuple[bytes, Token] | None:
+        if raw is not None and self._is_signed(raw):
+            self._last = self._secret.open(self._key, raw)
+        return None if self._last is None else (self._last, raw or b"")
+
+    def _is_signed(self, raw: bytes) -> bool:
+        state = self._secret.open(self._key, raw)
+        return state is not None and _is_state(state)
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
+
+
+def _is_state(data: bytes) -> bool:
+    try:
+        _Restricted(io.BytesIO(data)).load()
+    except Exception:  # a stranger's bytes raise whatever they like
+        return False
+    return True
+
+
+def _one_host(parameters: RendezvousParameters) -> RendezvousHandler:
+    return _OneHost(parameters.run_id)
+
+
+def _between_hosts(parameters: RendezvousParameters) -> RendezvousHandler:
+    host, _, port = parameters.endpoint.rpartition(":")
+    store = open_tcp_store(host, int(port), is_master=False, wait_for_workers=False)
+    return create_handler(store, SignedState(store, parameters.run_id, Secret.from_environment()), parameters)
+
+
+rendezvous_handler_registry.register(_ON_ONE_HOST, _one_host)
+rendezvous_handler_registry.register(_BETWEEN_HOSTS, _between_hosts)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.events import EventLog, read_events
+from lightning_distplus.events import EventLog, read_events, told_home
 from lightning_distplus.launch.supervisor import Attempt, Culprit, History, RestartPolicy, read_history
-from lightning_distplus.launcher_link import told_home
 from lightning_distplus.report import leave_page
 from lightning_distplus.world import LAUNCHER
 
@@ -141,16 +140,13 @@ _SLURM_ENDS_THIS_S = 60  # a requeue kills the batch script, and with it this pr
 def end_of_start(
     code: int, policy: RestartPolicy, *, home: Path | None = None, wait: Callable[[float], None] = time.sleep
 ) -> int:
-    """Called by the batch script, once, when all ranks have ended.
+    """Called by the batch script, once, when all ranks have ended; returns the exit code of the job.
 
     Args:
         code: What srun has returned, which is the highest code of all ranks and not the culprit's.
         policy: How often the job may be requeued, and how often at one step.
         home: Where the artefacts are; by default where the ranks have said.
         wait: Sleeps until Slurm has ended this start.
-
-    Returns:
-        The exit code of the job.
     """
     home = home or told_home(env.DISTPLUS_HOME_FILE.get())
     number = env.SLURM_RESTART_COUNT.integer() or 0

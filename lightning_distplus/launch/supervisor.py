@@ -20,13 +20,11 @@ from lightning_distplus import env
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import JobSaves
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
-from lightning_distplus.events import EventLog, read_events
-from lightning_distplus.launch.agent import HANDLED, Hosts, Signals, Stop, run_attempt
-from lightning_distplus.launch.rendezvous import HostsApart, Meeting
-from lightning_distplus.launcher_link import InHand, told_home, told_on_verdict
+from lightning_distplus.events import EventLog, InHand, read_events, told_home, told_on_verdict
+from lightning_distplus.launch.agent import HANDLED, Hosts, HostsApart, Meeting, Signals, Stop, run_attempt
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.ending import duration_in_words, print_block
+from lightning_distplus.watchdog.verdict import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 __all__ = [
@@ -73,15 +71,11 @@ class Culprit:
 def find_culprit(
     failures: Mapping[int, int], named: Iterable[int] = (), codes: Mapping[int, int] | None = None
 ) -> Culprit:
-    """Whose exit code is that of the attempt.
+    """Chooses the rank whose exit code is that of the attempt, from the exit codes of those that failed.
 
-    A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is.
-
-    Args:
-        failures: Exit code per global rank, for the ranks that failed; at least one.
-        named: The culprits of the watchdog's verdict, which come before everything else.
-        codes: The exit code that goes with the error of a rank, by the ledger; it counts where a rank that is named
-            ended by the agent's SIGTERM, because its peers were quicker to end.
+    A rank that ended because of a peer (171), or by the agent's SIGTERM, is to blame only where nobody else is. Those
+    that the watchdog's verdict has ``named`` come first; where one of them ended by the agent's SIGTERM, because its
+    peers were quicker to end, the code that goes with its error in the ledger counts.
     """
     suspects = [rank for rank in sorted(named) if rank in failures]
     rank = min(suspects or sorted(failures), key=lambda one: (is_innocent(failures[one]), one))
@@ -200,13 +194,9 @@ class History:
 
 
 def read_history(home: Path | None, attempt: int, since: float, run_id: str | None) -> History:
-    """Reads what an attempt has written.
+    """Reads what an attempt has written into the folder of artefacts, where a rank came so far as to name it.
 
-    Args:
-        home: The folder of the run's artefacts; None where no rank came so far as to name it.
-        attempt: Its number.
-        since: Unix time at which it began; older verdicts and events are those of earlier attempts.
-        run_id: The run; what other runs have left in the same folder concerns it as little. None: it is not known.
+    What is older than its beginning, ``since``, is of earlier attempts. The folder may hold other runs.
     """
     if home is None:
         return History()
@@ -245,17 +235,12 @@ class Poison:
     """The samples in hand at the end of each attempt.
 
     A rank that raised has named its samples in the ledger. What a killed one had in hand stands in the launcher's
-    memory, where its peers, which ended because of it, have theirs: so of these only the culprit's count.
-
-    Args:
-        num_ranks: Of this host.
-        same_step: So many attempts in a row that ended at one step, with the same samples in the same culprit's hands,
-            are evidence enough.
-        sets_apart: Whether the samples are then set apart.
+    memory, where its peers, which ended because of it, have theirs: so of these only the culprit's count. Attempts in a
+    row that ended at one step, with the same samples in the same culprit's hands, are evidence enough.
     """
 
     def __init__(self, num_ranks: int, *, same_step: int, sets_apart: bool) -> None:
-        self._in_hand = InHand(num_ranks)
+        self.in_hand = InHand(num_ranks)
         self._same_step = same_step
         self._sets_apart = sets_apart
         self._ends: list[tuple[int | None, int, list[Any]]] = []
@@ -263,18 +248,10 @@ class Poison:
         self.apart: list[Any] = []
         """The ids that are set apart."""
 
-    def begin_attempt(self) -> None:
-        """Forgets what the ranks of the last attempt had in hand."""
-        self._in_hand.forget()
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self._in_hand.close()
-
     def samples(self, attempt: Attempt, history: History) -> Mapping[int, Sequence[Any]]:
         """By rank: of those that raised, and of the culprit."""
         culprit = attempt.culprit.rank
-        killed = {rank: ids for rank, ids in self._in_hand.read().items() if rank == culprit}
+        killed = {rank: ids for rank, ids in self.in_hand.read().items() if rank == culprit}
         return {**killed, **history.samples}
 
     def note(self, attempt: Attempt, history: History) -> None:
@@ -330,17 +307,6 @@ def supervise(job: Job, signals: Signals) -> int:
     return _Supervisor(job, signals).run()
 
 
-class _Clock:
-    """Remembers when it was made, by a clock that nobody sets."""
-
-    def __init__(self) -> None:
-        self._began_at, self._began = time.time(), time.monotonic()
-
-    def began_at(self) -> float:
-        """The Unix time then, by the wall clock of then or of now: the earlier one, where it was set back since."""
-        return min(self._began_at, time.time() - (time.monotonic() - self._began))
-
-
 class _Supervisor:
     def __init__(self, job: Job, signals: Signals) -> None:
         self._job = job
@@ -360,16 +326,13 @@ class _Supervisor:
                 with self._signals.interrupting():
                     self._meeting = Meeting(hosts.rdzv, self._job.run_id)
                     self._name_run(self._meeting.job)
-                    number = self._meeting.join(
-                        lambda number: self._say(
-                            f"attempt {number} is under way; this host asks to be let in, and waits"
-                        )
-                    )
+                    number = self._meeting.join(self._say)
             while True:
-                clock = _Clock()
+                began_at, began = time.time(), time.monotonic()
                 failures = self._run_attempt(number)
-                code = self._end_after(number, failures, clock.began_at())
-                if code is not None:
+                # By the wall clock of then or of now: the earlier one, where it was set back since.
+                self._attempt_began_at = min(began_at, time.time() - (time.monotonic() - began))
+                if (code := self._end_after(number, failures)) is not None:
                     return code
                 number = self._next(number)
         except Stop:
@@ -377,7 +340,7 @@ class _Supervisor:
         except HostsApart as error:
             return self._end(number, ExitCode.PEER_LOST, f"the hosts are apart: {error}")
         finally:
-            self._poison.close()
+            self._poison.in_hand.close()
 
     def _name_run(self, run_id: str) -> None:
         self._run_id = run_id
@@ -397,10 +360,9 @@ class _Supervisor:
                 "the same random text on all hosts (openssl rand -hex 32), a new one for each job"
             )
 
-    def _end_after(self, number: int, failures: dict[int, int], began_at: float) -> int | None:
+    def _end_after(self, number: int, failures: dict[int, int]) -> int | None:
         """The exit code of the job where an attempt was its last; None: another one follows."""
-        self._attempt_began_at = began_at
-        history = read_history(self._home, number, began_at, self._run_id)
+        history = read_history(self._home, number, self._attempt_began_at, self._run_id)
         self._has_saved = self._has_saved or history.has_saved
         asked = self._signals.asked if self._signals.has_reached_ranks else None
         newcomer = None if asked else self._newcomer(number)
@@ -463,7 +425,7 @@ class _Supervisor:
 
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
-        self._poison.begin_attempt()
+        self._poison.in_hand.forget()
         with contextlib.ExitStack() as stack:
 
             def on_start(num_nodes: int) -> None:
@@ -484,10 +446,9 @@ class _Supervisor:
 
     def _culprit(self, failures: dict[int, int], history: History) -> Culprit:
         """A hang ends with 170, however the rank that hung was ended; an error with its code, also after a SIGTERM."""
-        culprit = find_culprit(failures, history.culprits, history.codes)
         if history.is_hang and history.culprits:
             return Culprit(rank=history.culprits[0], code=int(ExitCode.HANG))
-        return culprit
+        return find_culprit(failures, history.culprits, history.codes)
 
     def _describe_resume(self, history: History) -> str:
         """Where the next attempt goes on, and what of this one is lost."""

@@ -14,8 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_distplus.checkpoint.export import CONFIG
-from lightning_distplus.checkpoint.foreign import weights_for
+from lightning_distplus.checkpoint.formats import CONFIG, weights_for
 
 __all__ = ["TinyLlama"]
 

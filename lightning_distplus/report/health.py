@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_distplus.report.goodput import Window, split_wall_time
 from lightning_distplus.report.run import attempts_of, chains_of, read_ledgers
-from lightning_distplus.watchdog.ending import duration_in_words
+from lightning_distplus.watchdog.verdict import duration_in_words
 
 if TYPE_CHECKING:
     from lightning_distplus.control import GateRecord

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_distplus.errors import OTHER_LIGHTNING
 
 if TYPE_CHECKING:
-    from lightning_distplus.strategies.ddp import ResilientDDP
     from lightning_distplus.strategies.deepspeed import ResilientDeepSpeed
-    from lightning_distplus.strategies.fsdp import ResilientFSDP
-    from lightning_distplus.strategies.model_parallel import ResilientModelParallel
+    from lightning_distplus.strategies.engines import ResilientDDP, ResilientFSDP, ResilientModelParallel
     from lightning_distplus.strategies.start import report_progress
 
 __all__ = [
@@ -29,10 +27,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ResilientDDP": "ddp",
+    "ResilientDDP": "engines",
     "ResilientDeepSpeed": "deepspeed",
-    "ResilientFSDP": "fsdp",
-    "ResilientModelParallel": "model_parallel",
+    "ResilientFSDP": "engines",
+    "ResilientModelParallel": "engines",
     "report_progress": "start",
 }
 _REGISTERED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
     OTHER_LIGHTNING,
@@ -30,13 +30,18 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
-from lightning_distplus.launcher_link import introduce_starter
-from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import PreemptionHandler
-from lightning_distplus.process import age_of_process
+from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
-from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, line_of_the_caller
+from lightning_distplus.run_access import Phases
+from lightning_distplus.strategies.collectives import (
+    Collectives,
+    cause_of,
+    is_of_a_collective,
+    line_of_the_caller,
+    point_of,
+)
 from lightning_distplus.strategies.defaults import (
     Telemetry,
     batch_sizes,
@@ -67,13 +72,13 @@ from lightning_distplus.strategies.start import (
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
-from lightning_distplus.watchdog.ending import show_after_cells
+from lightning_distplus.watchdog.watchdog import show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _Base
 
-    from lightning_distplus.preflight.run_lock import RunLock
+    from lightning_distplus.preflight.host import RunLock
 else:
     _Base = object
 
@@ -104,18 +109,12 @@ class FirstWord(Callback):
         """From here on a rank may work alone: its deadline is that of the end of a run."""
         self._strategy.phases.enter(Phase.TEARDOWN)
 
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """As at the end of training."""
-        self._strategy.phases.enter(Phase.TEARDOWN)
-
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """As at the end of training."""
-        self._strategy.phases.enter(Phase.TEARDOWN)
+    on_test_end = on_predict_end = on_train_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """As at the end of training, where validation is the whole run."""
         if trainer.state.fn == "validate":
-            self._strategy.phases.enter(Phase.TEARDOWN)
+            self.on_train_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """The hooks that follow the strategy's teardown are watched as well."""
@@ -155,12 +154,7 @@ class FirstWord(Callback):
 
 
 class MeasuredDeadlines:
-    """Notes how long each phase takes, and puts the deadlines that follow in force on all ranks.
-
-    Args:
-        strategy: One of ours.
-        calibration: Keeps what is measured; None: the deadlines are given, and nothing is noted.
-    """
+    """Notes how long each phase takes, and puts the deadlines that follow in force; without a calibration nothing."""
 
     def __init__(self, strategy: ResilientStrategy, calibration: Calibration | None) -> None:
         self._strategy = strategy
@@ -168,9 +162,9 @@ class MeasuredDeadlines:
         self._gate_passed_at: float | None = None
 
     @property
-    def deadlines_s(self) -> dict[str, float] | None:
-        """What was found, by phase, for the checkpoint; None where the deadlines are given."""
-        return None if self.calibration is None else self.calibration.deadlines_s
+    def deadlines_s(self) -> dict[str, float]:
+        """What was found, by phase, for the checkpoint; empty where the deadlines are given."""
+        return {} if self.calibration is None else dict(self.calibration.deadlines_s)
 
     @property
     def is_late(self) -> bool:
@@ -309,7 +303,7 @@ class ResilientStrategy(_Base):
         self.health = RunHealth()
         self.measured = MeasuredDeadlines(self, Calibration() if timeout == AUTO else None)
         self.phases = Phases(self.timeouts, on_hang, self.measured.note_left)
-        self.marks = Marks(phase=self._phase)
+        self.marks = Marks(phase=self._phase)  # no lambda: a strategy may be pickled
         self.transfer = Transfer()
         self.times = StepTimes(self.note)
         self.costs = ProtectionCosts(self.note, self.marks)
@@ -413,10 +407,9 @@ class ResilientStrategy(_Base):
         self.saves.begin(self._plane)
         if self.lightning_module is not None:
             check_host(self, self.lightning_module.trainer)
-        if self.world_size > 1:
+        if self._watchdog is not None:
             points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
             points.begin()
-            assert self._watchdog is not None
             self._watchdog.meet_peers(points)
             self.collectives.points = points
         self.accelerator.setup_device(self.root_device)
@@ -427,7 +420,9 @@ class ResilientStrategy(_Base):
         self.phases.apply()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            _compat.replace_preparation_barrier(trainer, self._preparation_barrier)
+            _compat.replace_preparation_barrier(
+                trainer, lambda: PreparationBarrier(self.plane, self.phases, self.marks)
+            )
             _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
             if trainer.state.fn == "fit":
                 self._brought = bring_callbacks(self, trainer)
@@ -437,10 +432,6 @@ class ResilientStrategy(_Base):
         """The parent's part; a training loader then resumes exactly."""
         processed = super().process_dataloader(dataloader)
         return processed if self._loaders is None else self._loaders.take(processed)
-
-    def _preparation_barrier(self) -> PreparationBarrier:
-        self.marks.set("prepare_data")
-        return PreparationBarrier(self.plane, self.phases)
 
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
@@ -488,7 +479,8 @@ class ResilientStrategy(_Base):
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
         assert self.lightning_module is not None
-        self._close_ledger()  # an event that came behind the end of an earlier run has opened it again
+        if self._events is not None:
+            self._events.close()  # an event that came behind the end of an earlier run has opened it again
         self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
             tell_launcher(self.home, self.on_verdict)
@@ -504,10 +496,6 @@ class ResilientStrategy(_Base):
             world_size=self.world_size,
             backend=self._get_process_group_backend(),
         )
-
-    def _close_ledger(self) -> None:
-        if self._events is not None:
-            self._events.close()
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -529,7 +517,7 @@ class ResilientStrategy(_Base):
         self._gate.has_saved = lambda: self.saves.has_ended_behind
         self._gate.is_late = lambda: self.measured.is_late
         self.saves.failing.begin(trainer)
-        self.loads.verified.restore_rng()
+        self.loads.restore_rng()
 
     def _after_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
@@ -548,8 +536,7 @@ class ResilientStrategy(_Base):
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
 
     def _monitor_s(self) -> float:
-        """What the divergence monitor has taken of the training thread so far."""
-        return 0.0 if self._monitor is None else self._monitor.spent_s
+        return 0.0 if self._monitor is None else self._monitor.spent_s  # of the training thread, so far
 
     def on_train_end(self) -> None:
         """The parent's part.
@@ -563,6 +550,7 @@ class ResilientStrategy(_Base):
         self.costs.write(self._monitor_s())
         self.saves.settle()
         self.saves.failing.end()
+        self.saves.failing.require_saved()
 
     def on_validation_start(self) -> None:
         """Enters the validation phase."""
@@ -579,7 +567,7 @@ class ResilientStrategy(_Base):
         self.times.add("validation", time.monotonic() - self._validation_began_at - saved_s)
 
     def on_test_start(self) -> None:
-        """Enters the validation phase."""
+        """Enters the validation phase, as a prediction does."""
         self.phases.enter(Phase.VALIDATION)
         super().on_test_start()
 
@@ -622,13 +610,13 @@ class ResilientStrategy(_Base):
     def barrier(self, *arguments: Any, **named: Any) -> None:
         """The parent's part, once all ranks are at a barrier of this name."""
         parent = super().barrier
-        name = arguments[0] if arguments else named.get("name")
-        self.collectives.barrier(lambda: parent(*arguments, **named), name)
+        name = str((arguments[0] if arguments else named.get("name")) or "")
+        self.collectives.together(lambda: point_of("barrier", name=name), lambda: parent(*arguments, **named))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The parent's part, once all ranks broadcast from the same one."""
-        parent = super().broadcast
-        return self.collectives.broadcast(lambda: parent(obj, src), src)
+        """The parent's part, once all ranks broadcast from the same one; what they hold may differ."""
+        parent, source = super().broadcast, f"from rank {src}"
+        return self.collectives.together(lambda: point_of("broadcast", arguments=source), lambda: parent(obj, src))
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key."""
@@ -637,8 +625,10 @@ class ResilientStrategy(_Base):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # the parent's name
         """The parent's part, once all ranks decide in the same way."""
-        parent = super().reduce_boolean_decision
-        return self.collectives.reduce_boolean_decision(lambda: parent(decision, all), all)
+        parent, how = super().reduce_boolean_decision, "all" if all else "any"
+        return self.collectives.together(
+            lambda: point_of("reduce_boolean_decision", arguments=how), lambda: parent(decision, all)
+        )
 
     @property
     def all_gather(self) -> Callable[..., Any]:
@@ -712,14 +702,6 @@ class ResilientStrategy(_Base):
         else:
             self.saves.remove(filepath)
 
-    def settle_save(self) -> None:
-        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
-
-        Raises:
-            SaveFailed: It failed, and ``on_save_failure`` is "raise".
-        """
-        self.saves.settle()
-
     def require_saved(self) -> None:
         """Waits for the save in the background, and raises where the last save has failed, whatever the policy.
 
@@ -741,7 +723,12 @@ class ResilientStrategy(_Base):
         exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
         if isinstance(exception, SIGTERMException):
             exit_code = exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
-            self._tell_end_without_handler()
+            log.warning(
+                "rank %d ends at step %s, asked for by SIGTERM; nothing was saved, because no PreemptionHandler is "
+                "there (preemption=True brings one to a fit). A restart continues from the last committed checkpoint.",
+                self.global_rank,
+                "?" if self.lightning_module is None else self.lightning_module.trainer.global_step,
+            )
         is_own = not isinstance(exception, (PeerError, SystemExit))
         self.note(
             "failed",
@@ -753,21 +740,13 @@ class ResilientStrategy(_Base):
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
         self._has_failed = True
-        self.saves.failing.abandon()
+        self.saves.failing.end()
         if self._plane is not None:
             told = self._plane.report_failure(exception)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
             for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
-
-    def _tell_end_without_handler(self) -> None:
-        log.warning(
-            "rank %d ends at step %s, asked for by SIGTERM; nothing was saved, because no PreemptionHandler is there "
-            "(preemption=True brings one to a fit). A restart continues from the last committed checkpoint.",
-            self.global_rank,
-            "?" if self.lightning_module is None else self.lightning_module.trainer.global_step,
-        )
 
     def teardown(self) -> None:
         """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""
@@ -846,7 +825,8 @@ class ResilientStrategy(_Base):
             _take_out_of(self.lightning_module._trainer, self._brought)
         self._brought, self._loaders, self._monitor = [], None, None
         self.note("end", failed=self._has_failed)
-        self._close_ledger()
+        if self._events is not None:
+            self._events.close()
         is_told_by_others = self._has_failed and self.world_size > 1  # who prints the verdict, or the launcher
         if self.is_global_zero and not is_told_by_others and not env.DISTPLUS_HOME_FILE.get():
             leave_page(self.home)

@@ -21,7 +21,7 @@ from lightning_distplus.trees import describe, describe_tensor
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 
-__all__ = ["Collectives", "cause_of", "is_of_a_collective", "line_of_the_caller"]
+__all__ = ["Collectives", "cause_of", "is_of_a_collective", "line_of_the_caller", "point_of"]
 
 # -- errors inside collectives -----------------------------------------------------------------------------------------
 
@@ -70,9 +70,6 @@ class Collectives:
     Each is marked, so that a verdict shows where a rank waits; those of Lightning are compared before they begin. A
     call that takes others inside (``reduce_boolean_decision`` reduces) is one point; what it takes is covered by it. A
     call on a part of the ranks is not compared.
-
-    Args:
-        marks: This rank's marks.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -134,43 +131,23 @@ class Collectives:
 
     # -- Lightning's ---------------------------------------------------------------------------------------------------
 
-    def barrier(self, parent: Callable[[], None], name: object) -> None:
-        """The parent's part, once all ranks are at a barrier of this name."""
-        self.together(lambda: _point("barrier", name=str(name or "")), parent)
-
-    def broadcast(self, parent: Callable[[], T], src: int) -> T:
-        """The parent's part, once all ranks broadcast from the same one; what they hold may differ."""
-        return self.together(lambda: _point("broadcast", arguments=f"from rank {src}"), parent)
-
     def reduce(
         self, parent: Callable[[], T], tensor: Any, group: Any | None, reduce_op: Any, caller: FrameType | None
     ) -> T:
         """The parent's part, once all ranks reduce equal shapes and dtypes, and log the same key.
 
-        Args:
-            parent: Reduces.
-            tensor: What is reduced; the parents hand back anything else without a collective.
-            group: The ranks; None for all of them.
-            reduce_op: The operator.
-            caller: The frame that reduces; Lightning's frame of a logged value knows its key.
+        The parents hand back what is no tensor without a collective. ``caller`` is the frame that reduces: Lightning's
+        frame of a logged value knows its key.
         """
         if not isinstance(tensor, Tensor):
             return parent()
         return self.together(lambda: _reduction(tensor, reduce_op, caller), parent, group)
 
-    def reduce_boolean_decision(self, parent: Callable[[], bool], of_all: bool) -> bool:
-        """The parent's part, once all ranks decide in the same way."""
-        return self.together(lambda: _point("reduce_boolean_decision", arguments="all" if of_all else "any"), parent)
-
     def all_gather(self, parent: Callable[..., Tensor], caller: FrameType) -> Callable[..., Tensor]:
         """The parent's method, once all ranks gather equal trees.
 
         ``LightningModule.all_gather`` takes the method once for a whole tree and then calls it for each tensor, and not
-        at all for a tree that is empty on this rank. Taking it is where the trees are compared.
-
-        Args:
-            parent: Gathers one tensor.
-            caller: The frame that takes the method.
+        at all for a tree that is empty on this rank. Taking it, in the caller's frame, is where trees are compared.
         """
         if caller.f_code is not LightningModule.all_gather.__code__:
             return partial(self._all_gather, parent)
@@ -197,7 +174,7 @@ class Collectives:
         """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
 
         def save_checkpoint(*arguments: Any, **named: Any) -> None:
-            self.together(lambda: _SAVE, _nothing)
+            self.together(lambda: _SAVE, lambda: None)
             save(*arguments, **named)
 
         return save_checkpoint
@@ -242,23 +219,19 @@ class Collectives:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == dist.get_world_size()
 
 
-def _nothing() -> None:
-    pass
-
-
 def line_of_the_caller() -> str | None:
     """``file.py:line`` in the user's code from which this thread has come here; takes about a millisecond."""
     return user_location(stack_of(threading.get_ident()))
 
 
 @lru_cache(maxsize=1000)
-def _point(operation: str, **what: str) -> Point:
+def point_of(operation: str, **what: str) -> Point:
     """A run comes to the same few points again and again, and each keeps its digest."""
     return Point(operation=operation, **what)
 
 
 def _gathering(structure: str, sync_grads: bool) -> Point:
-    return _point("all_gather", structure=structure, arguments="with gradients" if sync_grads else "")
+    return point_of("all_gather", structure=structure, arguments="with gradients" if sync_grads else "")
 
 
 def _reduction(tensor: Tensor, reduce_op: Any, caller: FrameType | None) -> Point:
@@ -266,6 +239,6 @@ def _reduction(tensor: Tensor, reduce_op: Any, caller: FrameType | None) -> Poin
     structure, operator = describe_tensor(tensor), str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
     logged = _compat.logged_metric(caller)
     if logged is None:
-        return _point("reduce", structure=structure, arguments=operator)
+        return point_of("reduce", structure=structure, arguments=operator)
     key, moment = logged
-    return _point("log", name=key, structure=structure, arguments=f"{operator}, {moment}")
+    return point_of("log", name=key, structure=structure, arguments=f"{operator}, {moment}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +14,16 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.cpp_extension import get_default_build_root
 
 from lightning_distplus import _compat, env
-from lightning_distplus.checkpoint.export import converted_beside, is_universal, num_shards
+from lightning_distplus.checkpoint.formats import converted_beside, is_universal, num_shards
 from lightning_distplus.checkpoint.tensors import pieces_of_live
 from lightning_distplus.errors import CheckpointMismatch, DistplusError
 from lightning_distplus.strategies.base import ResilientStrategy
 from lightning_distplus.strategies.saving import Writes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    pass
 
-__all__ = ["ResilientDeepSpeed", "naming_builds", "remove_abandoned_locks"]
+__all__ = ["ResilientDeepSpeed", "remove_abandoned_locks"]
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +120,7 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""
         if self.local_rank == 0:
             remove_abandoned_locks()
-        with naming_builds() if self.local_rank == 0 else nullcontext():
-            super().setup_environment()
-
-    def setup(self, trainer: Trainer) -> None:
-        """Names what DeepSpeed compiles for its optimizers on a GPU."""
-        with naming_builds() if self.local_rank == 0 else nullcontext():
-            super().setup(trainer)
+        super().setup_environment()
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------
@@ -143,12 +135,8 @@ def raising_after_the_barriers(engine: Any, writes: Writes) -> Iterator[None]:
     then, and ``latest`` is written here instead. Another error between the barriers (a copy of the recovery scripts or
     of NVMe's files, a state dict) ends the save on this rank, which then meets the others at the last barrier.
 
-    Args:
-        engine: DeepSpeed's.
-        writes: Where the writes go; those that are kept are raised by whoever does them.
-
     Raises:
-        Exception: The first error on this rank.
+        Exception: The first error on this rank; of writes that are kept, whoever does them raises it.
     """
     writer = _NotingWriter(engine.checkpoint_engine, writes)
     engine.checkpoint_engine = writer
@@ -233,7 +221,6 @@ class _NotingWriter:
 
 # -- locks of extension builds -----------------------------------------------------------------------------------------
 
-_FIRST_S, _AGAIN_S = 5.0, 20.0
 # On these no other host can hold a file.
 _LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
 
@@ -248,14 +235,10 @@ def remove_abandoned_locks() -> list[Path]:
     Returns:
         What was removed.
     """
-    locks = [path.resolve() for path in _build_root().glob("**/lock")]
-    if not locks:
-        return []
-    held = set(_open_files())
+    root = Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
+    locks = {path.resolve() for path in root.glob("**/lock")}
     removed = []
-    for lock in locks:
-        if lock in held:
-            continue
+    for lock in sorted(locks - set(_open_files() if locks else ())):
         if _file_system_of(lock) not in _LOCAL_FILE_SYSTEMS:
             log.warning("%s may be left of a killed process; if no host builds extensions now, remove it", lock)
             continue
@@ -263,42 +246,6 @@ def remove_abandoned_locks() -> list[Path]:
         removed.append(lock)
         log.warning("removed %s: the process that held it is gone, and everybody would have waited for it", lock)
     return removed
-
-
-@contextmanager
-def naming_builds(first_s: float = _FIRST_S, again_s: float = _AGAIN_S) -> Iterator[None]:
-    """Says what DeepSpeed compiles in this block, as long as it does: its first start takes minutes on a busy host.
-
-    Args:
-        first_s: How long a build takes before it is named, in seconds.
-        again_s: After how many more it is named again.
-    """
-    is_over = threading.Event()
-
-    def look() -> None:
-        begin = time.monotonic()
-        wait_s = first_s
-        while not is_over.wait(wait_s):
-            wait_s = again_s
-            for lock in _build_root().glob("**/lock"):
-                log.info(
-                    "DeepSpeed compiles %s, once for this host, for %.0f s now; the result stays in %s",
-                    lock.parent.name,
-                    time.monotonic() - begin,
-                    lock.parent,
-                )
-
-    watcher = threading.Thread(target=look, name="distplus-builds", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        watcher.join()
-
-
-def _build_root() -> Path:
-    return Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
 
 
 def _open_files() -> Iterator[Path]:

@@ -16,14 +16,14 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_distplus import env
-from lightning_distplus.data.dataloader_resume import LoaderResume
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.progress import data_parallel
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.divergence.check import GateMonitor
 from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
 from lightning_distplus.process import age_of_process
-from lightning_distplus.report.health import Endpoint, RunHealth
+from lightning_distplus.report.health import Endpoint
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 
@@ -40,11 +40,7 @@ _PACKAGE = "lightning_distplus"
 
 
 def require_callback(name: str, value: object, kind: type[Callback]) -> None:
-    """Refuses anything but True, False and an instance.
-
-    Raises:
-        TypeError: Names the argument, its value and what it may be.
-    """
+    """Refuses anything but True, False and an instance, by a TypeError."""
     if not isinstance(value, (bool, kind)):
         raise TypeError(f"{name} is {value!r}; it is True, False or a {kind.__name__}.")
 
@@ -68,9 +64,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
     )
     brought: list[Callback] = []
     for kind, wish, by_default in wishes:
-        if wish is False or (wish is True and not by_default):
-            continue
-        if not any(isinstance(callback, kind) for callback in trainer.callbacks):
+        is_there = any(isinstance(callback, kind) for callback in trainer.callbacks)
+        if not (is_there or wish is False or (wish is True and not by_default)):
             brought.append(kind() if isinstance(wish, bool) else wish)
     if strategy.data == "exact" and not isinstance(trainer.datamodule, ExactDataModule):
         brought.insert(0, LoaderResume(trainer, seeds_samples=strategy.seed_samples))  # its records are made first
@@ -187,15 +182,12 @@ class Telemetry(Callback):
     """Tells the figures of a run, on rank 0, from what that rank knows: no collective, and no wait for a device.
 
     It writes straight to the loggers, so that ``trainer.logged_metrics`` and ``callback_metrics`` stay the user's.
-
-    Args:
-        strategy: One of ours.
-        port: Of the endpoint for Prometheus; None: there is none.
-        logs: Whether the loggers and the progress bar are told.
+    Without a port there is no endpoint for Prometheus, and without ``logs`` neither loggers nor progress bar are told.
     """
 
     def __init__(self, strategy: ResilientStrategy, port: int | None, *, logs: bool) -> None:
         self._strategy = strategy
+        self._health = strategy.health
         self._port = port
         self._logs = logs
         self._endpoint: Endpoint | None = None
@@ -206,10 +198,6 @@ class Telemetry(Callback):
         """Of rank 0, once it trains."""
         self._logged_at = -1
         self._is_over = False
-
-    @property
-    def _health(self) -> RunHealth:
-        return self._strategy.health
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins to tell."""
@@ -242,13 +230,21 @@ class Telemetry(Callback):
             self._is_over = True
             log.warning("the figures of the run are not logged any more (%s: %s)", type(error).__name__, error)
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+        """Puts everything back; never raises."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            vars(bar).pop("get_metrics", None)
+            if self._before is not None:
+                vars(bar)["get_metrics"] = self._before
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            with suppress(Exception):
+                endpoint.close()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Puts everything back; never raises."""
-        self._stop()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Puts everything back; never raises."""
-        self._stop()
+        self.teardown(trainer, pl_module, None)
 
     def figures(self, trainer: Any) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""
@@ -259,11 +255,7 @@ class Telemetry(Callback):
         return found
 
     def log_verdicts(self, since: float = 0.0) -> None:
-        """Tells the loggers the verdicts on this run as text, where they take text; never raises.
-
-        Args:
-            since: Unix time; older ones are left out.
-        """
+        """Tells the loggers the verdicts on this run since then as text, where they take text; never raises."""
         if not (self._logs and self._loggers):
             return
         with suppress(Exception):  # a file of another version, or a logger that fails
@@ -294,17 +286,6 @@ class Telemetry(Callback):
             log.warning("metrics_port needs prometheus-client: pip install 'lightning-distplus[prometheus]'")
         except OSError as error:
             log.warning("nothing serves the figures of the run on port %d (%s); training goes on", port, error)
-
-    def _stop(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            vars(bar).pop("get_metrics", None)
-            if self._before is not None:
-                vars(bar)["get_metrics"] = self._before
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            with suppress(Exception):
-                endpoint.close()
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -37,7 +37,7 @@ from lightning_distplus.checkpoint.catalog import (
     whole_one_of,
 )
 from lightning_distplus.checkpoint.copies import Copies
-from lightning_distplus.checkpoint.foreign import origin_of, refuse_foreign
+from lightning_distplus.checkpoint.formats import origin_of, refuse_foreign
 from lightning_distplus.checkpoint.tensors import (
     Sums,
     differing,
@@ -49,9 +49,9 @@ from lightning_distplus.checkpoint.tensors import (
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.events import folder_of_run
-from lightning_distplus.phases import Phases
 from lightning_distplus.preemption import checkpoint_folder
 from lightning_distplus.rng import set_rng_state
+from lightning_distplus.run_access import Phases
 from lightning_distplus.strategies.start import engine_in, engine_of
 from lightning_distplus.timeouts import Phase
 
@@ -64,11 +64,11 @@ __all__ = [
     "LoadHooks",
     "Search",
     "Verification",
-    "VerifiedLoads",
     "choose_checkpoint",
     "last_ones_aside",
     "local_path",
     "newest_checkpoint",
+    "savers_of",
     "settle_checkpoint_folder",
 ]
 
@@ -79,39 +79,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Search:
-    """Where a run looks for the newest valid checkpoint when it starts.
-
-    Args:
-        folder: Holds the checkpoints.
-        allow_fresh: Whether it starts anew where none can be trusted.
-        but: Checkpoints that are passed over, because they are of another job.
-    """
+    """Where a run looks for the newest valid checkpoint when it starts."""
 
     folder: Path
     allow_fresh: bool = False
+    """Whether it starts anew where none can be trusted."""
     but: tuple[Path, ...] = ()
-
-
-@runtime_checkable
-class SearchesTogether(Protocol):
-    """A strategy whose ranks read the bytes of what was found together, and look further where they are damaged."""
-
-    search: Search | None
-    """Where they look in the next run."""
+    """Those that are passed over, because they are of another job."""
 
 
 def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
     """What a run of a Resilient strategy begins from, in the place of the ``ckpt_path`` that it was called with.
 
-    Args:
-        trainer: The Trainer, before its run.
-        ckpt_path: What the user gave.
-
     Raises:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    if not isinstance(trainer.strategy, SearchesTogether):
+    if not _is_ours(trainer):
         return ckpt_path
     is_fit = trainer.state.fn == "fit"
     if ckpt_path == AUTO:
@@ -119,7 +103,7 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         if found is None and not is_fit:
             raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
     elif ckpt_path is None and is_fit:
-        found = _newest_of_job(trainer, trainer.strategy)
+        found = _newest_of_job(trainer)
     else:
         return ckpt_path
     return None if found is None else str(found)
@@ -130,15 +114,11 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
 
-    Args:
-        trainer: The trainer of the run.
-        allow_fresh: Start anew also where checkpoints lie, of which none can be trusted.
-
     Raises:
         CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
     folder = settle_checkpoint_folder(trainer)
-    if not isinstance(trainer.strategy, SearchesTogether):
+    if not _is_ours(trainer):
         return newest_in(folder, allow_fresh=allow_fresh)
     trainer.strategy.search = Search(folder, allow_fresh)
     return newest_in(folder, verify="size", allow_fresh=allow_fresh)
@@ -150,16 +130,31 @@ def settle_checkpoint_folder(trainer: Any) -> Path:
     It would save below the logger's next version, where no later start looks.
     """
     folder = checkpoint_folder(trainer)
-    for saver in _savers(trainer)[:1]:
+    for saver in savers_of(trainer)[:1]:
         saver.dirpath = saver.dirpath or str(folder)
     return folder
 
 
-def _savers(trainer: Any) -> list[ModelCheckpoint]:
+def _is_ours(trainer: Any) -> bool:
+    """Whether the strategy's ranks read what was found together, and look further where it is damaged."""
+    return hasattr(trainer.strategy, "search")
+
+
+def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
+    """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
+    if not _is_ours(trainer) or "://" in folder:
+        return set()
+    found = asides_without_target(Path(folder))
+    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+    return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
+
+
+def savers_of(trainer: Any) -> list[ModelCheckpoint]:
+    """The ModelCheckpoints of a Trainer; other classes may save as well."""
     return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
 
 
-def _newest_of_job(trainer: Any, strategy: SearchesTogether) -> Path | None:
+def _newest_of_job(trainer: Any) -> Path | None:
     """Where ``distplus launch`` has restarted a script, the newest valid checkpoint that this fit of it has saved."""
     attempt, run_id = env.DISTPLUS_ATTEMPT.integer() or 0, env.DISTPLUS_RUN_ID.get()
     if attempt == 0 or run_id is None or env.DISTPLUS_RESUME.get() != "1":
@@ -170,7 +165,7 @@ def _newest_of_job(trainer: Any, strategy: SearchesTogether) -> Path | None:
     found = saves.newest_valid()
     if found is not None:
         _save_on(trainer, saves)
-        strategy.search = Search(found.parent, but=tuple(saves.passed_over(found.parent)))
+        trainer.strategy.search = Search(found.parent, but=tuple(saves.passed_over(found.parent)))
     if trainer.global_rank == 0:
         what = "starts anew: this job has no checkpoint yet" if found is None else f"goes on from {found}"
         log.warning(
@@ -183,14 +178,11 @@ def _newest_of_job(trainer: Any, strategy: SearchesTogether) -> Path | None:
 
 def _save_on(trainer: Any, saves: JobSaves) -> None:
     """Has a ModelCheckpoint without a folder go on in the one that it had, and not below the logger's next version."""
-    named = {Path(saver.dirpath).absolute() for saver in _savers(trainer) if saver.dirpath}
+    named = {Path(saver.dirpath).absolute() for saver in savers_of(trainer) if saver.dirpath}
     chosen = [folder for folder in saves.folders if folder.absolute() not in named]
     if len(chosen) == 1:
-        for saver in _savers(trainer):
+        for saver in savers_of(trainer):
             saver.dirpath = saver.dirpath or str(chosen[0])
-
-
-# -- loads -------------------------------------------------------------------------------------------------------------
 
 
 # -- what all ranks hear of a checkpoint -------------------------------------------------------------------------------
@@ -203,17 +195,16 @@ _REFUSALS: dict[str, type[DistplusError]] = {
 
 
 class SharedVerdicts:
-    """Decisions and findings about checkpoints that the ranks make and hear together.
-
-    Args:
-        plane: The control plane over which they meet.
-        phases: The deadlines.
-    """
+    """Decisions and findings about checkpoints that the ranks make and hear together, over the control plane."""
 
     def __init__(self, plane: ControlPlane, phases: Phases) -> None:
         self._plane = plane
         self._phases = phases
         self._rank = plane.world.rank
+
+    def gather(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all ranks, by rank."""
+        return self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))
 
     def agree(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Rank 0 decides; its answer, or its error, is that of all ranks."""
@@ -225,7 +216,7 @@ class SharedVerdicts:
             except tuple(_REFUSALS.values()) as caught:
                 error = caught
                 mine = {"error": str(caught), "type": type(caught).__name__}
-        answer = self._plane.gather_json(name, mine, self._phases.patience_in(Phase.RESUME))[0]
+        answer = self.gather(name, mine)[0]
         if error is not None:
             raise error
         if "error" in answer:
@@ -246,14 +237,9 @@ class SharedVerdicts:
 
     def all_findings(self, name: str, mine: list[str]) -> list[str]:
         """What all ranks have found, the first few of each in words."""
-        message = {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)}
-        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
+        heard = self.gather(name, {"findings": mine[:_SHOWN_FINDINGS], "count": len(mine)})
         shown = [f"rank {rank}: {finding}" for rank, one in enumerate(heard) for finding in one["findings"]]
         return shown + ["and others"] * (sum(one["count"] for one in heard) - len(shown))
-
-    def findings(self, path: Path) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's bytes."""
-        return self.look_for(path)()
 
     def look_for(self, path: Path) -> Callable[[], list[str]]:
         """What reads this rank's share of a checkpoint's bytes, and says what is wrong with it, in any thread.
@@ -261,19 +247,13 @@ class SharedVerdicts:
         Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
         has nothing to read.
         """
-        places = self._places("checkpoint-places", path)
+        places = [one["place"] for one in self.gather("checkpoint-places", {"place": place_of(path)})]
         mine = places[self._rank]
         if mine is None or mine[0] != (places[0] or mine)[0]:
             return list
         sharers = [rank for rank, place in enumerate(places) if place == mine]
         manifest, rank, num_ranks = read_manifest(path), sharers.index(self._rank), len(sharers)
         return lambda: [str(found) for found in findings_in_share(path, manifest, rank=rank, num_ranks=num_ranks)]
-
-    def _places(self, name: str, path: Path) -> list[list[Any] | None]:
-        """For each rank what it sees at a path; alike where the ranks share the folder. None: no checkpoint."""
-        message = {"place": place_of(path)}
-        heard = self._plane.gather_json(name, message, self._phases.patience_in(Phase.RESUME))
-        return [one["place"] for one in heard]
 
     def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
         """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
@@ -283,7 +263,7 @@ class SharedVerdicts:
         """
         for _ in self._plane.world.ranks:
             message = {"place": place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
-            heard = self._plane.gather_json("checkpoint-nodes", message, self._phases.patience_in(Phase.RESUME))
+            heard = self.gather("checkpoint-nodes", message)
             fetchers = _fetchers(heard)
             if not fetchers:
                 break
@@ -309,7 +289,7 @@ def _fetchers(heard: list[dict[str, Any]]) -> list[int]:
     return list({heard[rank]["host"]: rank for rank in reversed(lacking)}.values())
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- loads -------------------------------------------------------------------------------------------------------------
 
 Verification = Literal["full", "size", "off"]
 """Of a load: every byte is read and every tensor compared, sizes are compared, or only manifest and marker are."""
@@ -325,140 +305,176 @@ _SIGNS_OF_ANOTHER_MODEL = (
     "Size mismatch",
 )
 _DIFFERENCES_CHARACTERS = 1000
+_WEIGHTS, _MOMENTS = "weights/", "optimizer "
+_TRUE = ("1", "y", "yes", "true")  # to torch
+_TRUST = (
+    "If you know that class, declare it with torch.serialization.add_safe_globals; if you trust whoever wrote the "
+    "checkpoint, resume with Trainer.fit(weights_only=False), or --weights_only=false on the command line."
+)
 
 
-class VerifiedLoads:
-    """Loads the checkpoints of one strategy.
+class LoadHooks:
+    """Loads the checkpoints of a strategy: verified before, agreed by all ranks, and compared in memory after.
 
     Args:
-        plane: The control plane over which the ranks agree.
-        phases: The deadlines.
-        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
-        verification: What is checked of a load.
-        search: Where the ranks look further when the bytes of what they have found are not as they were.
-        copies: From where rank 0 fetches a checkpoint when that folder has none.
+        strategy: One of ours.
     """
 
-    def __init__(
-        self,
-        plane: ControlPlane,
-        phases: Phases,
-        *,
-        strategy: str,
-        verification: Verification = "full",
-        search: Search | None = None,
-        copies: Copies | None = None,
-    ) -> None:
-        self._plane = plane
-        self._phases = phases
-        self._rank = plane.world.rank
-        self.verdicts = SharedVerdicts(plane, phases)
+    verdicts: SharedVerdicts  # from `begin` on
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
         self._strategy = strategy
-        self._verification = verification
-        self._search = search
-        self._copies = copies
+        self.compares_tensors = True
+        """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
+        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def begin(self, plane: ControlPlane, copies: Copies | None) -> None:
+        """A run begins, whose ranks have met; where the folder has no checkpoint, rank 0 fetches one of the copies."""
+        strategy = self._strategy
+        self.verdicts, self._world, self._copies = SharedVerdicts(plane, strategy.phases), plane.world, copies
+        self._search, strategy.search = strategy.search, None  # for this run only
         self._has_read: Path | None = None
         self._rng: dict[str, bytes] | None = None
-        self.loaded: str | Path = ""
-        """The checkpoint that was loaded last."""
-        self.parent: dict[str, str] | None = None  # known to rank 0, which writes the manifest
+        self._loaded: str | Path = ""
+        self._expected: dict[str, str] = {}  # fingerprints of its tensors; empty where none are to be compared
+        self.parent: dict[str, str] | None = None
+        """The checkpoint before the next one; known to rank 0, which writes the manifest."""
         self.parent_committed_at = 0.0
-        self.loaded_deadlines_s: dict[str, float] = {}
-        """Calibrated deadlines of the checkpoint that was loaded."""
-        self.expected: dict[str, str] = {}
-        """Fingerprints of the tensors of the checkpoint that was loaded; empty where none are to be compared."""
 
-    def load(
-        self,
-        path: str | Path,
-        read: Callable[[Path], dict[str, Any]],
-        *,
-        fitting: Callable[[Path], Path] = lambda path: path,
-        only_reads: bool = False,
-    ) -> dict[str, Any]:
-        """Verifies and reads what rank 0 has chosen.
+    # -- before the run ----------------------------------------------------------------------------------------------
 
-        Args:
-            path: The checkpoint; where a killed save has left a whole one aside and none there, that one is read.
-            read: The parent's own load, given the verified checkpoint.
-            fitting: Finds, on rank 0, what this run can read of a verified checkpoint, or refuses it.
-            only_reads: Whether ``read`` of a file restores nothing and meets no other rank, so that the file can be
-                verified at the same time. Nobody gets what was read before all ranks have heard that it is right.
+    def agree_on_resume(self, path: str | Path | None) -> str | None:
+        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another.
 
-        Raises:
-            CheckpointCorrupt: A file is torn, missing or changed.
-            CheckpointMismatch: It was saved by a strategy with another layout.
+        Its calibrated deadlines hold from here on, as the load itself has one.
         """
-        self._phases.enter(Phase.RESUME)
-        local = local_path(path)
-        self.loaded, self.expected = path, {}
-        if local is None:
-            checkpoint = read(path)  # type: ignore[arg-type]
-        else:
-            chosen = Path(self.verdicts.agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
-            found = self.verdicts.agree("checkpoint-verdict", lambda: self._verify(chosen))
-            is_unread = found["has_files"] and chosen != self._has_read
-            overlaps = only_reads and is_unread and self._copies is None and chosen.is_file()
-            if found["has_manifest"] and not overlaps:
-                findings = self.verdicts.findings(chosen) if is_unread else []
-                if self._copies is not None:
-                    findings = self.verdicts.fetch_where_it_lacks(chosen, findings, self._copies)
-                self.verdicts.hear("checkpoint-bytes", chosen, findings)
-            if found["has_files"]:
-                self.expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._rank == 0)
-            found = self.verdicts.agree("checkpoint-form", lambda: {"path": str(fitting(chosen))})
-            self.follow(chosen)
-            with self.refusing_another_model(chosen):
-                checkpoint = self._read_and_verify(chosen, read) if overlaps else read(Path(found["path"]))
-        self._remember(checkpoint)
-        return checkpoint
+        mine = None if path is None else str(path)
+        chosen: str | None = self.verdicts.gather("checkpoint-choice", {"path": mine})[0]["path"]
+        if chosen != mine:
+            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._world.rank, mine, chosen)
+        if self._search is not None:
+            chosen = self._search_on(None if chosen is None else Path(chosen), self._search)
+        if chosen is not None and self._strategy.measured.calibration is not None:
+            self._strategy.measured.adopt(self._deadlines_in(chosen))
+        return chosen
 
-    def deadlines_in(self, path: str | Path) -> dict[str, float]:
-        """The calibrated deadlines in the manifest of what the ranks are about to load; empty where it has none."""
+    def _deadlines_in(self, path: str) -> dict[str, float]:
         found: dict[str, float] = {}
         local = local_path(path)
-        if self._rank == 0 and local is not None:
+        if self._world.rank == 0 and local is not None:
             # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
             with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
                 found = read_manifest(local).deadlines_s
-        heard = self._plane.gather_json("deadlines", found, self._phases.patience_in(Phase.RESUME))
-        return dict(heard[0])
+        return dict(self.verdicts.gather("deadlines", found)[0])
 
-    def follow(self, path: Path) -> None:
-        """What is saved from now on has this checkpoint before it."""
-        if self._rank == 0:
-            self.parent = reference(path)
-            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
+    def _search_on(self, first: Path | None, search: Search) -> str | None:
+        """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
 
-    @contextmanager
-    def refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
-        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
+        Where the folder has none, the newest copy is fetched.
 
         Raises:
-            CheckpointMismatch: The checkpoint is of another model.
+            CheckpointCorrupt: On all ranks: there is none.
         """
-        try:
-            yield
-        except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
-            text = str(error)
-            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
-                raise
-            raise CheckpointMismatch(
-                f"The checkpoint {path or self.loaded} is of another model than this run's: {_differences(text)}. "
-                "Build the model that was saved, or start without ckpt_path."
-            ) from error
-
-    def agree_on_path(self, path: str | Path | None) -> str | None:
-        """What rank 0 resumes from, or that it starts anew; each rank may have looked for itself, and seen another."""
-        mine = None if path is None else str(path)
-        chosen: str | None = self._plane.gather_json(
-            "checkpoint-choice", {"path": mine}, self._phases.patience_in(Phase.RESUME)
-        )[0]["path"]
-        if chosen != mine:
-            log.warning("rank %d would resume from %s; it follows rank 0: %s", self._rank, mine, chosen)
-        return (
-            chosen if self._search is None else self._search_on(None if chosen is None else Path(chosen), self._search)
+        passed_over: list[Path] = []
+        found: Path | None = first
+        while found is not None:
+            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.look_for(found)())
+            if not damage:
+                self._has_read = found
+                return str(found)
+            log.warning("Checkpoint %s is passed over: %s", found, damage[0])
+            passed_over.append(found)
+            but = [*passed_over, *search.but]
+            older = newest_valid(search.folder, verify="size", but=but) if self._world.rank == 0 else None
+            answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})  # noqa: B023
+            found = answer["path"] and Path(answer["path"])
+        if (copies := self._copies) is not None:
+            fetched: str | None = self.verdicts.agree("checkpoint-copy", lambda: _fetched(copies, search.folder))[
+                "path"
+            ]
+            if fetched is not None:
+                return fetched
+        if search.allow_fresh or not passed_over:
+            return None
+        raise CheckpointCorrupt(
+            f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
+            "saved. Name another one by its path, or start anew: with --allow_fresh, or in a script without ckpt_path."
         )
+
+    # -- the load ----------------------------------------------------------------------------------------------------
+
+    def load(
+        self, path: str | Path, weights_only: bool | None, parent: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Loads what rank 0 has chosen, by the parent's load, after verifying it; raises what the strategy says."""
+        strategy = self._strategy
+        strategy.marks.set(f"load {path}")
+        strategy.phases.enter(Phase.RESUME)
+        self._loaded, self._expected = path, {}
+        read, local = partial(_read, weights_only=weights_only, parent=parent), local_path(path)
+        with strategy.transfer.of("load"):
+            checkpoint = read(path) if local is None else self._load(local, read)
+        deadlines_s = self._take_ours(checkpoint)
+        fits = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
+        if strategy.lightning_restore_optimizer and fits and "optimizer_states" not in checkpoint:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} holds weights and no state of an optimizer: a fit cannot go on from it. "
+                "Start from its weights: model.init_from in a recipe, or load_state_dict in a script; or add an empty "
+                f"state: distplus import --from lightning {path} --to CKPT"
+            )
+        if strategy.lightning_restore_optimizer:
+            self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
+        else:
+            self._compare((_WEIGHTS, _MOMENTS), are_shards=True)
+        strategy.measured.adopt(deadlines_s)
+        strategy.note("loaded", path=str(path), global_step=checkpoint.get("global_step"))
+        return checkpoint
+
+    def _load(self, local: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Verifies and reads what rank 0 has chosen: where a killed save has left a whole one aside, that one."""
+        verdicts, strategy, copies = self.verdicts, self._strategy, self._copies
+        chosen = Path(verdicts.agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
+        found = verdicts.agree("checkpoint-verdict", lambda: self._verify(chosen))
+        is_unread = found["has_files"] and chosen != self._has_read
+        # The parent reads such a file and restores nothing, nor meets another rank, so that it can be verified at the
+        # same time. Nobody gets what was read before all ranks have heard that it is right.
+        only_reads = strategy.lightning_restore_optimizer
+        overlaps = only_reads and is_unread and copies is None and chosen.is_file()
+        if found["has_manifest"] and not overlaps:
+            findings = verdicts.look_for(chosen)() if is_unread else []
+            if copies is not None:
+                findings = verdicts.fetch_where_it_lacks(chosen, findings, copies)
+            verdicts.hear("checkpoint-bytes", chosen, findings)
+        if found["has_files"]:
+            self._expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._world.rank == 0)
+        fitting = verdicts.agree("checkpoint-form", lambda: {"path": str(strategy.fitting_checkpoint(chosen))})
+        self.follow(chosen)
+        with self._refusing_another_model(chosen):
+            return self._read_and_verify(chosen, read) if overlaps else read(Path(fitting["path"]))
+
+    def _verify(self, path: Path) -> dict[str, Any]:
+        """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
+        if not path.exists():
+            raise CheckpointMismatch(
+                f"There is no checkpoint at {path}. Give a path that exists, such as "
+                f"lightning_distplus.newest_valid({str(path.parent)!r}), or ckpt_path='auto': the newest valid one of "
+                "this run's folder, or a fresh start."
+            )
+        found, verification = state(path), self._strategy.verify
+        if found is CheckpointState.UNMANIFESTED:
+            _check_unmanifested(path, verification)
+            return {"has_files": False, "has_manifest": False}
+        if found is not CheckpointState.COMMITTED or verification != "off":
+            verify_or_raise(path, "size")
+        saved_by, engine = engine_in(read_manifest(path)), engine_of(type(self._strategy))
+        if path.is_dir() and saved_by != engine:
+            raise CheckpointMismatch(
+                f"The checkpoint {path} was saved by {saved_by}; this run uses {engine}, which cannot read its "
+                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
+                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
+            )
+        return {"has_files": verification == "full", "has_manifest": True}
 
     def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
@@ -480,39 +496,66 @@ class VerifiedLoads:
             raise error
         return checkpoint
 
-    def _search_on(self, first: Path | None, search: Search) -> str | None:
-        """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
+    def _take_ours(self, checkpoint: dict[str, Any]) -> dict[str, float]:
+        """Keeps this rank's generators, and returns the calibrated deadlines."""
+        ours = checkpoint.get(KEY)
+        if ours is None:
+            return {}
+        if ours["version"] != VERSION:
+            raise CheckpointMismatch(
+                f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
+                f"{VERSION}. Install the version that wrote it."
+            )
+        if len(ours["rng"]) == self._world.size:
+            self._rng = ours["rng"][self._world.rank]
+        elif self._world.rank == 0:
+            log.warning(
+                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
+                len(ours["rng"]),
+                self._world.size,
+            )
+        return dict(ours.get("deadlines_s", {}))
 
-        Where the folder has none, the newest copy is fetched.
+    def follow(self, path: Path) -> None:
+        """What is saved from now on has this checkpoint before it."""
+        if self._world.rank == 0:
+            self.parent = reference(path)
+            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
+
+    @contextmanager
+    def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
 
         Raises:
-            CheckpointCorrupt: On all ranks: there is none.
+            CheckpointMismatch: The checkpoint is of another model.
         """
-        passed_over: list[Path] = []
-        found: Path | None = first
-        while found is not None:
-            damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.findings(found))
-            if not damage:
-                self._has_read = found
-                return str(found)
-            log.warning("Checkpoint %s is passed over: %s", found, damage[0])
-            passed_over.append(found)
-            but = [*passed_over, *search.but]
-            older = newest_valid(search.folder, verify="size", but=but) if self._rank == 0 else None
-            answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})["path"]  # noqa: B023
-            found = answer and Path(answer)
-        if self._copies is not None:
-            copies = self._copies
-            answer = self.verdicts.agree("checkpoint-copy", lambda: _fetched(copies, search.folder))
-            fetched: str | None = answer["path"]
-            if fetched is not None:
-                return fetched
-        if search.allow_fresh or not passed_over:
-            return None
-        raise CheckpointCorrupt(
-            f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
-            "saved. Name another one by its path, or start anew: with --allow_fresh, or in a script without ckpt_path."
-        )
+        try:
+            yield
+        except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
+            text = str(error)
+            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
+                raise
+            raise CheckpointMismatch(
+                f"The checkpoint {path or self._loaded} is of another model than this run's: {_differences(text)}. "
+                "Build the model that was saved, or start without ckpt_path."
+            ) from error
+
+    # -- what is in memory then --------------------------------------------------------------------------------------
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool, parent: Callable[..., None]) -> None:
+        """The parent's part, whose result is compared with what was saved."""
+        changed = self._changed_since_read(checkpoint)
+        with self._refusing_another_model():
+            parent(checkpoint, strict)
+        if self._strategy.lightning_restore_optimizer:
+            self._compare((_WEIGHTS,), changed)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
+        """The parent's part, whose result is compared with what was saved."""
+        changed = self._changed_since_read(checkpoint)
+        parent(checkpoint)
+        if self._strategy.lightning_restore_optimizer:
+            self._compare((_MOMENTS,), changed)
 
     def restore_rng(self) -> None:
         """Puts this rank's generators back to where the checkpoint left them."""
@@ -520,58 +563,92 @@ class VerifiedLoads:
             set_rng_state(self._rng)
             self._rng = None
 
-    def _verify(self, path: Path) -> dict[str, Any]:
-        """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
-        if not path.exists():
-            raise CheckpointMismatch(
-                f"There is no checkpoint at {path}. Give a path that exists, such as "
-                f"lightning_distplus.newest_valid({str(path.parent)!r}), or ckpt_path='auto': the newest valid one of "
-                "this run's folder, or a fresh start."
-            )
-        found = state(path)
-        if found is CheckpointState.UNMANIFESTED:
-            self._check_unmanifested(path)
-            return {"has_files": False, "has_manifest": False}
-        if found is not CheckpointState.COMMITTED or self._verification != "off":
-            verify_or_raise(path, "size")
-        saved_by = engine_in(read_manifest(path))
-        if path.is_dir() and saved_by != self._strategy:
-            raise CheckpointMismatch(
-                f"The checkpoint {path} was saved by {saved_by}; this run uses {self._strategy}, which cannot read its "
-                f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
-                f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
-            )
-        return {"has_files": self._verification == "full", "has_manifest": True}
+    def _changed_since_read(self, checkpoint: Mapping[str, Any]) -> set[str]:
+        """The tensors that hooks have put in the place of what was read, or written to."""
+        before, now = self._as_read or {}, _versions(checkpoint)
+        return {
+            name
+            for name, (tensor, version) in before.items()
+            if name not in now or now[name][0]() is not tensor() or now[name][1] != version
+        }
 
-    def _check_unmanifested(self, path: Path) -> None:
-        findings = () if self._verification == "off" else check_unmanifested(path)
-        if not findings or origin_of(path) is not None:  # a folder of another program looks damaged here
-            refuse_foreign(path)
-        if findings:
-            raise CheckpointCorrupt(
-                f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
-                "Give another checkpoint, or restore the file from a copy."
-            )
-        log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
+    def _compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
+        """Compares tensors of these kinds in memory with the manifest's fingerprints. All ranks call it together.
 
-    def _remember(self, checkpoint: dict[str, Any]) -> None:
-        ours = checkpoint.get(KEY)
-        if ours is None:
+        What hooks have changed on purpose before it was restored is left out. Shards of the ranks are added up.
+
+        Raises:
+            CheckpointCorrupt: On all ranks.
+        """
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        if module.trainer.state.fn != "fit":
+            kinds = (_WEIGHTS,)
+        expected = {name: text for name, text in self._expected.items() if name.startswith(kinds)}
+        if not expected or not self.compares_tensors:
             return
-        if ours["version"] != VERSION:
-            raise CheckpointMismatch(
-                f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
-                f"{VERSION}. Install the version that wrote it."
-            )
-        self.loaded_deadlines_s = ours.get("deadlines_s", {})
-        if len(ours["rng"]) == self._plane.world.size:
-            self._rng = ours["rng"][self._rank]
-        elif self._rank == 0:
-            log.warning(
-                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
-                len(ours["rng"]),
-                self._plane.world.size,
-            )
+        strategy.marks.set("compare what is loaded with what was saved")
+        expected = {name: text for name, text in expected.items() if name not in changed}
+        total = sums_of_pieces(piece for piece in pieces_of_live(strategy) if piece.name in expected)
+        if are_shards and strategy.world_size > 1:
+            total = self._added_up(expected, total)
+        odd = differing(expected, total).items() if strategy.is_global_zero or not are_shards else ()
+        self.verdicts.hear(
+            "checkpoint-tensors",
+            self._loaded,
+            [f"{name}: expected fingerprint {want}, found {found} in memory" for name, (want, found) in odd],
+            'Resume from another checkpoint. A model that changes its weights while it loads them needs verify="size".',
+        )
+
+    def _added_up(self, expected: Mapping[str, str], mine: Sums) -> Sums:
+        """What all ranks hold together of the tensors that are expected."""
+        facts = {name: (text.split()[0], int(text.split()[1])) for name, text in expected.items()}
+        counts = torch.zeros(len(facts), 3, dtype=torch.int64)
+        for row, (name, fact) in zip(counts, facts.items(), strict=True):
+            if name in mine and mine[name][:2] == fact:
+                row[:] = torch.tensor([number - (number >> 63 << 64) for number in mine[name][2:]])
+        dist.all_reduce(counts, group=self.group())
+        return {
+            name: (*fact, counted, first % (1 << 64), second % (1 << 64))
+            for (name, fact), (counted, first, second) in zip(facts.items(), counts.tolist(), strict=True)
+        }
+
+    def group(self) -> dist.ProcessGroup | None:
+        """A group whose time-out is always that of a checkpoint; its first use forms it, on all ranks."""
+        strategy = self._strategy
+        if strategy.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=strategy.phases.patience_in(Phase.CHECKPOINT))
+            strategy.phases.spare(self._group)
+        return self._group
+
+    def end(self) -> None:
+        """The run ends, and its process groups with it."""
+        self._group = None
+
+
+def _read(path: Any, *, weights_only: bool | None, parent: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
+    if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
+        return parent(path, weights_only)
+    with _compat.refusing_code(path, _TRUST):
+        return parent(path, weights_only)
+
+
+def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Tensor], int]]:
+    """Each tensor, without keeping it in memory, and how often it was written to."""
+    return {name: (ref(tensor), tensor._version) for name, tensor in named_tensors(checkpoint)}
+
+
+def _check_unmanifested(path: Path, verification: Verification) -> None:
+    findings = () if verification == "off" else check_unmanifested(path)
+    if not findings or origin_of(path) is not None:  # a folder of another program looks damaged here
+        refuse_foreign(path)
+    if findings:
+        raise CheckpointCorrupt(
+            f"The checkpoint {path} was not committed by lightning_distplus and cannot be loaded: {findings[0]}. "
+            "Give another checkpoint, or restore the file from a copy."
+        )
+    log.warning("%s was not committed by lightning_distplus; it is loaded unverified", path)
 
 
 def _comparable(path: Path, tensors: Mapping[str, str], *, is_heard: bool) -> dict[str, str]:
@@ -603,201 +680,3 @@ def _differences(text: str) -> str:
     lines = [line.strip() for line in text.splitlines()]
     named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
     return "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]
-
-
-# -- what is in memory then --------------------------------------------------------------------------------------------
-
-_WEIGHTS, _MOMENTS = "weights/", "optimizer "
-_TRUE = ("1", "y", "yes", "true")  # to torch
-_TRUST = (
-    "If you know that class, declare it with torch.serialization.add_safe_globals; if you trust whoever wrote the "
-    "checkpoint, resume with Trainer.fit(weights_only=False), or --weights_only=false on the command line."
-)
-
-
-def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
-    """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
-    if not hasattr(trainer.strategy, "phases") or "://" in folder:
-        return set()
-    found = asides_without_target(Path(folder))
-    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
-    return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
-
-
-class LoadHooks:
-    """Loads the checkpoints of a strategy: verified before, and compared in memory after.
-
-    Args:
-        strategy: One of ours.
-    """
-
-    def __init__(self, strategy: ResilientStrategy) -> None:
-        self._strategy = strategy
-        self.compares_tensors = True
-        """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
-        self._verified: VerifiedLoads | None = None
-        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
-        self._group: dist.ProcessGroup | None = None
-
-    @property
-    def verified(self) -> VerifiedLoads:
-        """What all ranks agree on; it is there from ``begin`` on."""
-        assert self._verified is not None, "begin comes first"
-        return self._verified
-
-    def begin(self, plane: ControlPlane, copies: Copies | None) -> VerifiedLoads:
-        """A run begins, whose ranks have met."""
-        strategy = self._strategy
-        search, strategy.search = strategy.search, None  # for this run only
-        self._verified = VerifiedLoads(
-            plane,
-            strategy.phases,
-            strategy=engine_of(type(strategy)),
-            verification=strategy.verify,
-            search=search,
-            copies=copies,
-        )
-        return self._verified
-
-    def load(
-        self, path: str | Path, weights_only: bool | None, parent: Callable[..., dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Loads what rank 0 has chosen, after verifying it.
-
-        Raises:
-            CheckpointCorrupt: A file is torn, missing or changed, or what is in memory then is not what was saved.
-            CheckpointUnsafe: A pickle in it might run code, and ``weights_only`` is not False.
-            CheckpointMismatch: It was saved by a strategy whose layout this one cannot read.
-        """
-        strategy, verified = self._strategy, self.verified
-        strategy.marks.set(f"load {path}")
-        with strategy.transfer.of("load"):
-            checkpoint = verified.load(
-                path,
-                partial(_read, weights_only=weights_only, parent=parent),
-                fitting=strategy.fitting_checkpoint,
-                only_reads=strategy.lightning_restore_optimizer,
-            )
-        fits = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
-        if strategy.lightning_restore_optimizer and fits and "optimizer_states" not in checkpoint:
-            raise CheckpointMismatch(
-                f"The checkpoint {path} holds weights and no state of an optimizer: a fit cannot go on from it. "
-                "Start from its weights: model.init_from in a recipe, or load_state_dict in a script; or add an empty "
-                f"state: distplus import --from lightning {path} --to CKPT"
-            )
-        if strategy.lightning_restore_optimizer:
-            self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
-        else:
-            self._compare((_WEIGHTS, _MOMENTS), are_shards=True)
-        strategy.measured.adopt(verified.loaded_deadlines_s)
-        strategy.note("loaded", path=str(path), global_step=checkpoint.get("global_step"))
-        return checkpoint
-
-    def agree_on_resume(self, path: str | Path | None) -> str | None:
-        """What rank 0 resumes from; its calibrated deadlines hold from here on, as the load itself has one."""
-        chosen = self.verified.agree_on_path(path)
-        if chosen is not None and self._strategy.measured.calibration is not None:
-            self._strategy.measured.adopt(self.verified.deadlines_in(chosen))
-        return chosen
-
-    def load_model(self, checkpoint: Mapping[str, Any], strict: bool, parent: Callable[..., None]) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-            CheckpointCorrupt: The weights in memory are not those that were saved.
-        """
-        changed = self._changed_since_read(checkpoint)
-        with self.verified.refusing_another_model():
-            parent(checkpoint, strict)
-        if self._strategy.lightning_restore_optimizer:
-            self._compare((_WEIGHTS,), changed)
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
-        """The parent's part.
-
-        Raises:
-            CheckpointCorrupt: The moments in memory are not those that were saved.
-        """
-        changed = self._changed_since_read(checkpoint)
-        parent(checkpoint)
-        if self._strategy.lightning_restore_optimizer:
-            self._compare((_MOMENTS,), changed)
-
-    def _changed_since_read(self, checkpoint: Mapping[str, Any]) -> set[str]:
-        """The tensors that hooks have put in the place of what was read, or written to."""
-        before, now = self._as_read or {}, _versions(checkpoint)
-        return {
-            name
-            for name, (tensor, version) in before.items()
-            if name not in now or now[name][0]() is not tensor() or now[name][1] != version
-        }
-
-    def _compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
-        """Compares what is in memory with the manifest's fingerprints. All ranks call it together.
-
-        Args:
-            kinds: How the names begin.
-            changed: What hooks have changed on purpose before it was restored.
-            are_shards: Whether the ranks hold parts, which are added up.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
-        """
-        strategy, loads, module = self._strategy, self.verified, self._strategy.lightning_module
-        assert module is not None
-        if module.trainer.state.fn != "fit":
-            kinds = (_WEIGHTS,)
-        expected = {name: text for name, text in loads.expected.items() if name.startswith(kinds)}
-        if not expected or not self.compares_tensors:
-            return
-        strategy.marks.set("compare what is loaded with what was saved")
-        expected = {name: text for name, text in expected.items() if name not in changed}
-        total = sums_of_pieces(piece for piece in pieces_of_live(strategy) if piece.name in expected)
-        if are_shards and strategy.world_size > 1:
-            total = self._added_up(expected, total)
-        odd = differing(expected, total).items() if strategy.is_global_zero or not are_shards else ()
-        loads.verdicts.hear(
-            "checkpoint-tensors",
-            loads.loaded,
-            [f"{name}: expected fingerprint {want}, found {found} in memory" for name, (want, found) in odd],
-            'Resume from another checkpoint. A model that changes its weights while it loads them needs verify="size".',
-        )
-
-    def _added_up(self, expected: Mapping[str, str], mine: Sums) -> Sums:
-        """What all ranks hold together of the tensors that are expected."""
-        facts = {name: (text.split()[0], int(text.split()[1])) for name, text in expected.items()}
-        counts = torch.zeros(len(facts), 3, dtype=torch.int64)
-        for row, (name, fact) in zip(counts, facts.items(), strict=True):
-            if name in mine and mine[name][:2] == fact:
-                row[:] = torch.tensor([number - (number >> 63 << 64) for number in mine[name][2:]])
-        dist.all_reduce(counts, group=self.group())
-        return {
-            name: (*fact, counted, first % (1 << 64), second % (1 << 64))
-            for (name, fact), (counted, first, second) in zip(facts.items(), counts.tolist(), strict=True)
-        }
-
-    def group(self) -> dist.ProcessGroup | None:
-        """A group whose time-out is always that of a checkpoint; its first use forms it, on all ranks."""
-        strategy = self._strategy
-        if strategy.world_size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=strategy.phases.patience_in(Phase.CHECKPOINT))
-            strategy.phases.spare(self._group)
-        return self._group
-
-    def end(self) -> None:
-        """The run ends, and its process groups with it."""
-        self._group = None
-
-
-def _read(path: Path, *, weights_only: bool | None, parent: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
-    if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
-        return parent(path, weights_only)
-    with _compat.refusing_code(path, _TRUST):
-        return parent(path, weights_only)
-
-
-def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Tensor], int]]:
-    """Each tensor, without keeping it in memory, and how often it was written to."""
-    return {name: (ref(tensor), tensor._version) for name, tensor in named_tensors(checkpoint)}

@@ -28,9 +28,7 @@ class StepTimes:
 
     A window grows with the age of the run, from half a second to a hundredth of it, and from 30 s to a two thousandth,
     so that a short run has a history and a long one a small ledger. A step costs some twenty readings of the clock.
-
-    Args:
-        note: Writes one event into the ledger.
+    ``note`` writes one event into the ledger.
     """
 
     def __init__(self, note: Callable[..., None]) -> None:
@@ -95,12 +93,7 @@ class StepTimes:
             self.write(loss=None if self._loss is None else self._loss.item())
 
     def write(self, global_step: int | None = None, *, loss: float | None = None) -> None:
-        """Writes what is there of the window, and begins the next one.
-
-        Args:
-            global_step: Steps that are done, where training has ended; by default those of the last gate.
-            loss: Of the last step, where it is known.
-        """
+        """Writes what is there of the window, up to the last gate or where training has ended; begins the next one."""
         now = time.monotonic()
         self._step = self._step if global_step is None else global_step
         steps = self._step - self._window_step
@@ -135,10 +128,6 @@ class ProtectionCosts:
 
     ``gate``: the shortest wait at the gate of each 16 steps, which is what the exchange takes when nobody is late.
     ``monitor``: within its hooks. ``watchdog``: the number of marks, times what one takes. ``ledger``: within its own.
-
-    Args:
-        note: Writes one event into the ledger.
-        marks: Of this rank.
     """
 
     def __init__(self, note: Callable[..., None], marks: Marks) -> None:
@@ -200,13 +189,9 @@ _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number 
 class MarkingProfiler(Profiler):
     """Sets a mark for each action and hands it on to the user's profiler.
 
-    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs.
-
-    Args:
-        inner: The profiler of the Trainer; it stays in charge of everything else.
-        marks: Where the marks go.
-        times: Told how long the parts of a step take.
-        on_last_hook: Called when the last hook of a run that succeeds has returned.
+    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs. The
+    user's profiler, ``inner``, stays in charge of everything else. ``on_last_hook`` is called when the last hook of a
+    run that succeeds has returned.
     """
 
     def __init__(

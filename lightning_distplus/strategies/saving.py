@@ -46,9 +46,8 @@ from lightning_distplus.checkpoint.tensors import (
 )
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
-from lightning_distplus.phases import Phases
 from lightning_distplus.rng import rng_state
-from lightning_distplus.strategies.loading import KEY, VERSION, VerifiedLoads, local_path
+from lightning_distplus.strategies.loading import KEY, VERSION, local_path, savers_of
 from lightning_distplus.strategies.start import engine_of, layout_of
 from lightning_distplus.timeouts import Phase
 
@@ -81,7 +80,8 @@ class FailingSaves:
         """Saves that have failed in this fit."""
         self._unsaved: SaveFailed | None = None
         self._trainer: Trainer | None = None
-        self._known: dict[int, _Books] = {}
+        # What each ModelCheckpoint knew when the last save was committed: its scores, the best one, the last one.
+        self._books: dict[int, tuple[dict[str, Any], str, str]] = {}
 
     @property
     def is_failing(self) -> bool:
@@ -95,16 +95,20 @@ class FailingSaves:
 
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
-        self._trainer, self._unsaved, self.num_failed = trainer, None, 0
-        self._read_books()
+        self._trainer, self.num_failed = trainer, 0
+        self.succeeded()
 
     def succeeded(self) -> None:
         """A save is committed."""
         self._unsaved = None
-        self._read_books()
+        if self._trainer is not None:
+            self._books = {
+                id(saver): (dict(saver.best_k_models), saver.best_model_path, saver.last_model_path)
+                for saver in savers_of(self._trainer)
+            }
 
     def failed(self, path: str, error: SaveFailed) -> None:
-        """A save has failed on all ranks' word.
+        """Takes a path out of the books again whose save has failed on all ranks' word.
 
         Raises:
             SaveFailed: By policy, or because no fit runs that could try again.
@@ -113,8 +117,14 @@ class FailingSaves:
             raise error
         self.num_failed += 1
         self._unsaved = error
-        for saver in _savers(self._trainer):
-            self._known[id(saver)].forget(saver, path)
+        for saver in savers_of(self._trainer):
+            scores, best, last = self._books[id(saver)]
+            if path not in scores and saver.best_k_models.pop(path, None) is not None:
+                _rank(saver)
+            if saver.best_model_path == path:
+                saver.best_model_path = best
+            if saver.last_model_path == path:
+                saver.last_model_path = last
         log.error(
             "training goes on without the checkpoint %s, and the next save is the retry (failed in this run: %d): %s",
             path,
@@ -124,19 +134,14 @@ class FailingSaves:
 
     def keep(self, path: str) -> bool:
         """Puts a checkpoint that ModelCheckpoint rotates out back into its books; False where it is in none."""
-        if self._trainer is None:
-            return False
-        kept = [self._known[id(saver)].reinstate(saver, path) for saver in _savers(self._trainer)]
-        return any(kept)
-
-    def end(self) -> None:
-        """The training is complete: there is no further interval that could retry.
-
-        Raises:
-            SaveFailed: The last save failed, and none has succeeded since.
-        """
-        self._trainer = None
-        self.require_saved()
+        is_kept = False
+        for saver in [] if self._trainer is None else savers_of(self._trainer):
+            scores = self._books[id(saver)][0]
+            if path in scores and path not in saver.best_k_models:
+                saver.best_k_models[path] = scores[path]
+                _rank(saver)
+            is_kept |= path in (*saver.best_k_models, saver.best_model_path, saver.last_model_path)
+        return is_kept
 
     def require_saved(self) -> None:
         """Raises where the last save has failed.
@@ -151,52 +156,19 @@ class FailingSaves:
                 self._unsaved.ranks,
             ) from self._unsaved
 
-    def abandon(self) -> None:
-        """The fit ends in an error of its own."""
+    def end(self) -> None:
+        """The fit is over: there is no further interval that could retry."""
         self._trainer = None
-
-    def _read_books(self) -> None:
-        if self._trainer is not None:
-            self._known = {id(saver): _Books(saver) for saver in _savers(self._trainer)}
-
-
-class _Books:
-    """What one ModelCheckpoint knew when the last save was committed."""
-
-    def __init__(self, saver: ModelCheckpoint) -> None:
-        self._scores: dict[str, Any] = dict(saver.best_k_models)
-        self._best, self._last = saver.best_model_path, saver.last_model_path
-
-    def forget(self, saver: ModelCheckpoint, path: str) -> None:
-        """Takes a path out that was entered before its save failed."""
-        if path not in self._scores and saver.best_k_models.pop(path, None) is not None:
-            _rank(saver)
-        if saver.best_model_path == path:
-            saver.best_model_path = self._best
-        if saver.last_model_path == path:
-            saver.last_model_path = self._last
-
-    def reinstate(self, saver: ModelCheckpoint, path: str) -> bool:
-        """Enters a path again that is still there; whether this saver answers for it."""
-        if path in self._scores and path not in saver.best_k_models:
-            saver.best_k_models[path] = self._scores[path]
-            _rank(saver)
-        return path in saver.best_k_models or path in (saver.best_model_path, saver.last_model_path)
 
 
 def _rank(saver: ModelCheckpoint) -> None:
     """Finds best and worst again, as ModelCheckpoint does after each save."""
     scores = saver.best_k_models
     by_score = sorted(scores, key=lambda path: float(scores[path]), reverse=saver.mode == "max")
-    saver.best_model_path = by_score[0] if by_score else ""
+    saver.best_model_path, saver.kth_best_model_path = (by_score[0], by_score[-1]) if by_score else ("", "")
     saver.best_model_score = scores[by_score[0]] if by_score else None
-    saver.kth_best_model_path = by_score[-1] if by_score else ""
     if by_score:
         saver.kth_value = scores[by_score[-1]]
-
-
-def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
-    return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
 
 
 # -- one staged copy ---------------------------------------------------------------------------------------------------
@@ -212,7 +184,7 @@ class Staging:
     copies whole storages for small parts of them (torch 2.13, ``_state_dict_stager.py`` 128).
 
     Args:
-        group: A process group for the saves alone, whose collectives come from another thread; None for one process.
+        group: For the collectives of these saves alone, which come from another thread; None for one process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -228,12 +200,7 @@ class Staging:
         self._touched, self._copies = set(), {}
 
     def copy(self, state: Any, place: Any) -> Any:
-        """The state as it is now, in memory of its own.
-
-        Args:
-            state: Containers, tensors and other values.
-            place: Which one it is of those of a save; the same in the next save.
-        """
+        """The state as it is now, in memory of its own; ``place`` tells it from others of this save, in each save."""
         staged = self._copied(state, (place,), {})
         if self._waits_for_cuda:
             torch.cuda.synchronize()
@@ -248,10 +215,6 @@ class Staging:
         """What was copied from this tensor in this save; None: nothing was."""
         known = self._copies.get(_identity(tensor))
         return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Frees the copies."""
-        self._kept, self._copies = {}, {}
 
     def _copied(self, value: Any, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
         if isinstance(value, dict):
@@ -290,9 +253,8 @@ class Staging:
     def _copied_dtensor(self, tensor: DTensor, place: tuple[Any, ...], memo: dict[Any, Any]) -> Any:
         # By the protocol of tensor subclasses: ``DTensor.from_local`` moves what is not on the device of the mesh.
         names, how = tensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
-        parts = {name: getattr(tensor, name) for name in names}
         copied = self._copied_tensor(tensor.to_local().detach(), place, memo)
-        parts = {name: copied if isinstance(part, Tensor) else part for name, part in parts.items()}
+        parts = {name: copied if isinstance(part := getattr(tensor, name), Tensor) else part for name in names}
         return DTensor.__tensor_unflatten__(parts, how, tensor.size(), tensor.stride())  # type: ignore[no-untyped-call]
 
 
@@ -306,14 +268,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 def save_shards(
     state: dict[str, Any], path: Path, digested: DigestedWrites | None, group: dist.ProcessGroup | None
 ) -> None:
-    """Writes this rank's part of a state into a folder. All ranks call it together.
-
-    Args:
-        state: DTensors, ShardedTensors and other values.
-        path: The folder.
-        digested: Takes the digests, and forces the files to the disk; None: torch does the latter.
-        group: The ranks; None for all of them.
-    """
+    """Writes this rank's part of a state into a folder. All ranks of the group call it together."""
     writer = None
     if digested is not None:
         writer = FileSystemWriter(path, sync_files=False)
@@ -358,7 +313,8 @@ class _DigestedFileSystem(FileSystem):
 class Writes:
     """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
 
-    What is written at once is counted by another thread meanwhile.
+    What is written at once is counted by another thread meanwhile. ``digested`` takes digests of the files while they
+    are written; it is None where nothing is committed.
 
     Args:
         staging: Makes the copies; None: the writes are done at once.
@@ -367,7 +323,6 @@ class Writes:
 
     def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
         self.digested: DigestedWrites | None = None
-        """Takes digests of the files while they are written; None where nothing is committed."""
         self._staging = staging
         self._is_first = is_first
         self._kept: list[Callable[[], object]] = []
@@ -393,15 +348,6 @@ class Writes:
         if not self._counts_others:
             self._count_meanwhile(lambda: pieces_of_saved(state, is_first=self._is_first))
         write(state)
-
-    def save_file(self, state: dict[str, Any], path: Path) -> None:
-        """``torch.save(state, path)``, now or later."""
-
-        def save(kept: dict[str, Any]) -> None:
-            with self.open(path) as file:
-                torch.save(kept, file)
-
-        self.do(save, state)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Any]:
@@ -466,13 +412,7 @@ class Writes:
 
 
 class BackgroundSave:
-    """One save that a thread finishes.
-
-    Args:
-        path: The checkpoint.
-        global_step: Completed optimizer steps in it.
-        work: Writes and commits it.
-    """
+    """One save that a thread finishes; ``work`` writes and commits it."""
 
     def __init__(self, path: str, global_step: int | None, work: Callable[[], object]) -> None:
         self.path = path
@@ -527,208 +467,17 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes the file; a remote one, or one with options, is the parent's."""
-        if storage_options is not None or "://" in str(path):
+        writes, file = self.writes, Path(path)
+        if writes is None or storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if self.writes is None:
-            torch.save(checkpoint, path)
-        else:
-            self.writes.save_file(checkpoint, Path(path))
 
+        def write(state: dict[str, Any]) -> None:
+            with writes.open(file) as opened:
+                torch.save(state, opened)
 
-# -- what goes into a checkpoint ---------------------------------------------------------------------------------------
-
-
-class CommittedSaves:
-    """Saves the checkpoints of one run.
-
-    Args:
-        plane: The control plane over which the ranks agree.
-        phases: The deadlines.
-        loads: Knows the checkpoint that comes before the next one.
-        strategy: The name of our strategy, for the manifest; of a user's subclass, its parent's.
-        copier: Copies on rank 0 what is committed to another place; None: nobody does.
-        on_removed: Told each checkpoint that rank 0 has removed.
-    """
-
-    def __init__(
-        self,
-        plane: ControlPlane,
-        phases: Phases,
-        loads: VerifiedLoads,
-        *,
-        strategy: str,
-        copier: Copier | None = None,
-        on_removed: Callable[[Path], None] = lambda path: None,
-    ) -> None:
-        self._plane = plane
-        self._phases = phases
-        self._loads = loads
-        self._rank = plane.world.rank
-        self._strategy = strategy
-        self._copier = copier
-        self._on_removed = on_removed
-        self._moves = Lock()  # held while a save or a removal moves something
-        self._postponed: list[Path] = []
-        self._second_line: ControlPlane | None = None
-        self.sync: Sync = os.fsync
-        """Forces what is saved to the disk."""
-
-    def save(
-        self,
-        checkpoint: dict[str, Any],
-        target: str | Path,
-        write: Callable[[Path], object],
-        writes: Writes,
-        *,
-        data: dict[str, Any] | None = None,
-        layout: dict[str, Any] | None = None,
-        configuration: str | None = None,
-        deadlines_s: dict[str, float] | None = None,
-        parameters: list[list[str]] | None = None,
-    ) -> BackgroundSave | None:
-        """Saves in a stage beside the target and commits it when every rank has succeeded.
-
-        Args:
-            checkpoint: What Lightning has collected; this rank's generators are added.
-            target: Where the checkpoint shall be.
-            write: The parent's own save, given the place in the stage.
-            writes: Where that save's writes go; where they are kept for later, a thread finishes the save.
-            data: The place in the data, for people who read the manifest.
-            layout: How the ranks share data and model, for the same.
-            configuration: A digest of the configuration, for the same.
-            deadlines_s: The calibrated deadlines, for the run that resumes.
-            parameters: The names of the parameters of each optimizer, whose states have numbers.
-
-        Returns:
-            The save that a thread finishes; ``committed`` has to follow it. None where it is committed.
-
-        Raises:
-            SaveFailed: A rank could not save; what was at the target is untouched.
-        """
-        path = local_path(target)
-        if path is None:
-            log.warning(
-                "rank %d: %s is not on a local file system; it is saved without a commit",
-                self._rank,
-                target,
-            )
-            write(target)  # type: ignore[arg-type]
-            return None
-        before = self._phases.current
-        self._phases.enter(Phase.CHECKPOINT)
-        checkpoint[KEY] = {
-            "version": VERSION,
-            "rng": self._gather_rng(),
-            "deadlines_s": dict(deadlines_s or {}),
-            "parameters": parameters or [],
-        }
-        info = SaveInfo(
-            global_step=checkpoint.get("global_step", 0),
-            epoch=checkpoint.get("epoch", 0),
-            strategy=self._strategy,
-            data=_plain(data),
-            layout=dict(layout or {}),
-            configuration=configuration,
-            deadlines_s=dict(deadlines_s or {}),
-            parent=self._loads.parent,
-            not_before=self._loads.parent_committed_at,
-        )
-        writes.digested = DigestedWrites(self.sync)
-        staged = stage(path, write, rank=self._rank, gather=self._gather, digested=writes.digested)
-        begun = None
-        how: dict[str, Any] = {"count": writes.count}
-        if not writes.are_kept:
-            self._commit(staged, info, how)
-            self.committed(path)
-        else:
-            how |= {"finish": writes.finish, "gather": self._gather_behind()}
-            begun = BackgroundSave(str(path), info.global_step, lambda: self._commit(staged, info, how))
-        # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
-        self._phases.current = max(before, Phase.CHECKPOINT, key=self._phases.patience_in)
-        return begun
-
-    def _commit(self, staged: StagedSave, info: SaveInfo, how: dict[str, Any]) -> None:
-        with self._moves:
-            staged.commit(info, **how)
-
-    def committed(self, path: str | Path) -> None:
-        """A save is on the disk: what it stands in for can go."""
-        self._loads.follow(Path(path))
-        if self._copier is not None and self._rank == 0:
-            self._copier.submit(Path(path).absolute())
-        self.remove_postponed(Path(path))
-
-    def remove_postponed(self, but: Path) -> None:
-        """Removes what a newer checkpoint, which stays, stands in for by now."""
-        postponed, self._postponed = self._postponed, []
-        for old in postponed:
-            if old.absolute() != but.absolute():
-                self.remove(old)
-
-    def remove(self, path: str | Path, *, postpone: bool = False) -> None:
-        """Removes a checkpoint together with its manifest, on rank 0.
-
-        The last valid one of its folder stays until another one is committed.
-
-        Args:
-            path: The checkpoint.
-            postpone: Whether it stays until then in any case.
-        """
-        local = Path(path)
-        if postpone or is_last_valid(local):
-            level = logging.DEBUG if postpone else logging.INFO  # one is in the making
-            log.log(level, "%s is kept until another checkpoint is committed, or linked", local)
-            self._postponed.append(local)
-        else:
-            with self._moves:
-                remove(local)
-            self._on_removed(local)
-
-    def close(self, *, has_failed: bool) -> None:
-        """Waits for the last copy unless the run has failed."""
-        deadline = timedelta(0) if has_failed else self._phases.patience_in(Phase.CHECKPOINT)
-        if self._copier is not None and not self._copier.close(deadline):
-            log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")
-
-    def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._plane.gather_json(name, value, self._phases.patience_in(Phase.CHECKPOINT))
-
-    def _gather_behind(self) -> Gather:
-        """``_gather`` for the thread of a save: over a connection and under names of its own."""
-        if self._second_line is None:
-            self._second_line = self._plane.second_line()
-        plane, deadline = self._second_line, self._phases.patience_in(Phase.CHECKPOINT)
-        return lambda name, value, /: plane.gather_json(f"behind {name}", value, deadline)
-
-    def _gather_rng(self) -> list[dict[str, bytes]]:
-        """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
-        packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
-        deadline = self._phases.patience_in(Phase.CHECKPOINT)
-        return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
-
-
-def _plain(data: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The data module's state where JSON can hold it; a state of tensors stays in the checkpoint alone."""
-    try:
-        json.dumps(data, allow_nan=False)
-    except (TypeError, ValueError):
-        return None
-    return data
-
-
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(4, "little") + data
-
-
-def _read_frames(data: bytes) -> dict[str, bytes]:
-    parts, start = [], 0
-    while start < len(data):
-        size = int.from_bytes(data[start : start + 4], "little")
-        parts.append(data[start + 4 : start + 4 + size])
-        start += 4 + size
-    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writes.do(write, checkpoint)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
@@ -742,20 +491,21 @@ class SaveHooks:
         policy: What a save that fails does to the fit.
     """
 
+    _plane: ControlPlane
+    _moves: Lock  # held while a save or a removal moves something; made in `begin`, as a strategy may be pickled before
+
     def __init__(self, strategy: ResilientStrategy, policy: OnSaveFailure) -> None:
         self._strategy = strategy
         self.failing = FailingSaves(policy)
         self.in_flight: BackgroundSave | None = None
-        self._stall_s = 0.0
         """The save that a thread finishes; one at most."""
-        self._committed: CommittedSaves | None = None
+        self.sync: Sync = os.fsync
+        """Forces what is saved to the disk."""
+        self._stall_s = 0.0
         self._staging: Staging | None = None
-
-    @property
-    def committed(self) -> CommittedSaves:
-        """What all ranks commit; it is there from ``begin`` on."""
-        assert self._committed is not None, "begin comes first"
-        return self._committed
+        self._copier: Copier | None = None
+        self._second_line: ControlPlane | None = None
+        self._postponed: list[Path] = []
 
     @property
     def has_ended_behind(self) -> bool:
@@ -766,14 +516,9 @@ class SaveHooks:
         """A run begins, whose ranks have met."""
         strategy = self._strategy
         copies = None if strategy.copy_to is None else Copies(strategy.copy_to)
-        self._committed = CommittedSaves(
-            plane,
-            strategy.phases,
-            strategy.loads.begin(plane, copies),
-            strategy=engine_of(type(strategy)),
-            copier=None if copies is None else Copier(copies, self._note_copy),
-            on_removed=lambda path: self._strategy.note("removed", path=str(path)),
-        )
+        self._plane, self._second_line, self._moves, self._postponed = plane, None, Lock(), []
+        self._copier = None if copies is None else Copier(copies, self._note_copy)
+        strategy.loads.begin(plane, copies)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin of the user's stays
             strategy.checkpoint_io = StreamingCheckpointIO()
 
@@ -781,24 +526,18 @@ class SaveHooks:
         """Saves through the parent into a stage beside the target, and commits what all ranks have written.
 
         Raises:
-            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs. What was there before
-                is untouched.
+            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs.
         """
         self.settle()  # at most one is in flight
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
         strategy.marks.set(f"save {filepath}")
         try:
             with strategy.transfer.of("save"), self._writing() as writes:
-                begun = self.committed.save(
+                begun = self._save(
                     checkpoint,
                     filepath,
                     lambda stage: strategy.write_checkpoint(checkpoint, stage, storage_options, writes),
                     writes,
-                    data=self._place_in_data(checkpoint),
-                    layout=layout_of(strategy),
-                    configuration=strategy.configuration,
-                    deadlines_s=strategy.measured.deadlines_s,
-                    parameters=parameters_of_optimizers(strategy),
                 )
         except SaveFailed as error:
             self._failed(str(filepath), step, error)
@@ -808,6 +547,68 @@ class SaveHooks:
         self.in_flight = begun
         if begun is None:
             self._succeeded(str(filepath), step)
+
+    def _save(
+        self, checkpoint: dict[str, Any], target: str | Path, write: Callable[[Any], object], writes: Writes
+    ) -> BackgroundSave | None:
+        """Saves in a stage beside the target and commits it when every rank has succeeded.
+
+        Returns:
+            The save that a thread finishes; ``_follow`` has to come after it. None where it is committed.
+
+        Raises:
+            SaveFailed: A rank could not save; what was at the target is untouched.
+        """
+        strategy, phases, rank = self._strategy, self._strategy.phases, self._plane.world.rank
+        path = local_path(target)
+        if path is None:
+            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", rank, target)
+            write(target)
+            return None
+        before = phases.current
+        phases.enter(Phase.CHECKPOINT)
+        deadlines_s = strategy.measured.deadlines_s
+        checkpoint[KEY] = {
+            "version": VERSION,
+            "rng": self._gather_rng(),
+            "deadlines_s": deadlines_s,
+            "parameters": parameters_of_optimizers(strategy),
+        }
+        loads = strategy.loads
+        info = SaveInfo(
+            global_step=checkpoint.get("global_step", 0),
+            epoch=checkpoint.get("epoch", 0),
+            strategy=engine_of(type(strategy)),
+            data=_plain(self._place_in_data(checkpoint)),
+            layout=layout_of(strategy),
+            configuration=strategy.configuration,
+            deadlines_s=deadlines_s,
+            parent=loads.parent,
+            not_before=loads.parent_committed_at,
+        )
+        writes.digested = DigestedWrites(self.sync)
+        staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
+        begun = None
+        if writes.are_kept:
+            how = {"count": writes.count, "finish": writes.finish, "gather": self._gather_behind()}
+            begun = BackgroundSave(str(path), info.global_step, lambda: self._commit(staged, info, **how))
+        else:
+            self._commit(staged, info, count=writes.count)
+            self._follow(path)
+        # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
+        phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
+        return begun
+
+    def _commit(self, staged: StagedSave, info: SaveInfo, **how: Any) -> None:
+        with self._moves:
+            staged.commit(info, **how)
+
+    def _follow(self, path: Path) -> None:
+        """A save is on the disk: what it stands in for can go."""
+        self._strategy.loads.follow(path)
+        if self._copier is not None and self._strategy.is_global_zero:
+            self._copier.submit(path.absolute())
+        self._remove_postponed(path)
 
     def settle(self) -> None:
         """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
@@ -832,7 +633,7 @@ class SaveHooks:
             for checkpoint, name in begun.links:
                 link(Path(checkpoint), Path(name))
         self._note_stall(began_at, is_same_save=True)
-        self.committed.committed(begun.path)  # what it stands in for goes when no link leads there any more
+        self._follow(Path(begun.path))  # what it stands in for goes when no link leads there any more
         self._succeeded(begun.path, begun.global_step)
 
     def _note_stall(self, began_at: float, *, is_same_save: bool = False) -> None:
@@ -856,36 +657,47 @@ class SaveHooks:
     @contextmanager
     def _writing(self) -> Iterator[Writes]:
         """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
-        strategy = self._strategy
+        strategy, plugin, staging = self._strategy, self._strategy.checkpoint_io, None
         if strategy.async_save and self.failing.follows_a_fit:
-            self._staging = self._staging or Staging(strategy.loads.group())
-            writes = Writes(self._staging, is_first=strategy.is_global_zero)
-        else:
-            writes = Writes(None, is_first=strategy.is_global_zero)
-        plugin = strategy.checkpoint_io
+            staging = self._staging = self._staging or Staging(strategy.loads.group())
+        writes = Writes(staging, is_first=strategy.is_global_zero)
         try:
             if isinstance(plugin, StreamingCheckpointIO):
                 plugin.writes = writes
             with writes.of_shards():
                 yield writes
-            if writes.are_kept and self._staging is not None:
-                self._staging.end()
+            if staging is not None:
+                staging.end()
         finally:
             if isinstance(plugin, StreamingCheckpointIO):
                 plugin.writes = None
 
-    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        module = self._strategy.lightning_module
-        datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
-        return checkpoint.get(type(datamodule).__qualname__)
+    # -- removals and links ------------------------------------------------------------------------------------------
 
     def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
         if self.failing.is_failing and self.failing.keep(str(filepath)):
             return
         if self._strategy.is_global_zero:
-            postpone = self.failing.is_failing or self.in_flight is not None
-            self.committed.remove(filepath, postpone=postpone or self._is_linked(Path(filepath)))
+            in_the_making = self.failing.is_failing or self.in_flight is not None
+            self._remove(Path(filepath), postpone=in_the_making or self._is_linked(Path(filepath)))
+
+    def _remove(self, path: Path, *, postpone: bool = False) -> None:
+        if postpone or is_last_valid(path):
+            level = logging.DEBUG if postpone else logging.INFO  # one is in the making
+            log.log(level, "%s is kept until another checkpoint is committed, or linked", path)
+            self._postponed.append(path)
+            return
+        with self._moves:
+            remove(path)
+        self._strategy.note("removed", path=str(path))
+
+    def _remove_postponed(self, but: Path) -> None:
+        """Removes what a newer checkpoint, which stays, stands in for by now."""
+        postponed, self._postponed = self._postponed, []
+        for old in postponed:
+            if old.absolute() != but.absolute():
+                self._remove(old)
 
     def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""
@@ -894,7 +706,7 @@ class SaveHooks:
         elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
             if not self.failing.is_failing:
-                self.committed.remove_postponed(Path(filepath))
+                self._remove_postponed(Path(filepath))
         self._strategy.barrier("ModelCheckpoint.link")
 
     def _is_linked(self, path: Path) -> bool:
@@ -911,9 +723,52 @@ class SaveHooks:
                 self.settle()
         except DistplusError as error:
             log.error("rank %d ends without the checkpoint in the background: %s", self._strategy.global_rank, error)
-        self.failing.abandon()
-        if self._staging is not None and self.in_flight is None:
-            self._staging.close()
+        self.failing.end()
         self._staging = None
-        if self._committed is not None:
-            self._committed.close(has_failed=has_failed)
+        deadline = timedelta(0) if has_failed else self._strategy.phases.patience_in(Phase.CHECKPOINT)
+        if self._copier is not None and not self._copier.close(deadline):
+            log.error("the last checkpoint is not copied within the deadline of a checkpoint; the run ends without it")
+
+    # -- what goes into a checkpoint ---------------------------------------------------------------------------------
+
+    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        module = self._strategy.lightning_module
+        datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
+        return checkpoint.get(type(datamodule).__qualname__)
+
+    def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._plane.gather_json(name, value, self._strategy.phases.patience_in(Phase.CHECKPOINT))
+
+    def _gather_behind(self) -> Gather:
+        """``_gather`` for the thread of a save: over a connection and under names of its own."""
+        plane = self._second_line = self._second_line or self._plane.second_line()
+        deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
+        return lambda name, value: plane.gather_json(f"behind {name}", value, deadline)
+
+    def _gather_rng(self) -> list[dict[str, bytes]]:
+        """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
+        packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
+        deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
+        return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
+
+
+def _plain(data: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The data module's state where JSON can hold it; a state of tensors stays in the checkpoint alone."""
+    try:
+        json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return data
+
+
+def _frame(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+def _read_frames(data: bytes) -> dict[str, bytes]:
+    parts, start = [], 0
+    while start < len(data):
+        size = int.from_bytes(data[start : start + 4], "little")
+        parts.append(data[start + 4 : start + 4 + size])
+        start += 4 + size
+    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +27,6 @@ from lightning_distplus import _compat, env, errors
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.control import Address, ControlPlane, connect, connect_over, connected, has_own_store
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.phases import Phases
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Settings, Status, raise_errors, run_checks
 from lightning_distplus.preflight.agreement import (
     AGREEMENT_CHECKS,
@@ -38,10 +37,11 @@ from lightning_distplus.preflight.agreement import (
     spans_hosts,
     state_of_process,
 )
-from lightning_distplus.preflight.host import HOST_CHECKS
-from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.host import HOST_CHECKS, RunLock
 from lightning_distplus.process import boot_id, running_time
+from lightning_distplus.run_access import Phases
 from lightning_distplus.timeouts import Phase
+from lightning_distplus.watchdog import Marks
 from lightning_distplus.world import World
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "check_folder",
     "check_host",
     "check_launch",
+    "clock_offset",
     "configuration_digest",
     "engine_in",
     "engine_of",
@@ -59,13 +60,10 @@ __all__ = [
     "form_default_group",
     "layout_of",
     "meet",
-    "model_of",
     "read_preflight",
     "refuse_unknown_arguments",
     "report_progress",
     "samples_in_hand",
-    "settings_of",
-    "settings_of_trainer",
     "tell_launcher",
     "world_of",
 ]
@@ -83,9 +81,7 @@ _ATTEMPTS = (env.DISTPLUS_ATTEMPT, env.TORCHELASTIC_RESTART_COUNT, env.SLURM_RES
 def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
 
-    Args:
-        cls: The strategy; its ``wrapper_class`` takes what the parents do not know.
-        names: The arguments given.
+    The strategy's ``wrapper_class`` takes what the parents do not know.
 
     Raises:
         TypeError: No class takes the argument.
@@ -122,9 +118,7 @@ def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]
 def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
     """Refuses a launch that contradicts itself, or that started another number of processes than the Trainer expects.
 
-    Args:
-        strategy: One of ours, with its cluster environment.
-        tells_warnings: Whether to log what is no error; the check is made twice.
+    The check is made twice, and logs what is no error once.
 
     Raises:
         PreflightError: What is wrong, the evidence, and the command to run.
@@ -145,31 +139,22 @@ def facts_of(strategy: Any) -> Facts:
     """What the checks may look at, before a process group is formed."""
     environment = strategy.cluster_environment
     devices = strategy.parallel_devices or []
+    is_lightnings = isinstance(environment, LightningEnvironment)
+    started = rank = None
+    if environment.creates_processes_externally:
+        # Lightning's knows the product only, unless a launcher set the size.
+        started = env.WORLD_SIZE.integer() if is_lightnings else int(environment.world_size())
+    with suppress(KeyError):  # a variable of the launcher is missing; the checks say which
+        first = environment.node_rank() * len(devices)  # of this host
+        rank = first + environment.local_rank() if is_lightnings else int(environment.global_rank())
     return Facts(
         devices=len(devices),
         num_nodes=strategy.num_nodes,
         environment=type(environment).__name__,
-        started=_started_by_launcher(environment),
-        rank=_rank_by_launcher(environment, len(devices)),
+        started=started,
+        rank=rank,
         accelerator=devices[0].type if devices else "",
     )
-
-
-def _started_by_launcher(environment: Any) -> int | None:
-    if not environment.creates_processes_externally:
-        return None
-    if isinstance(environment, LightningEnvironment):  # it knows the product only, unless a launcher set the size
-        return env.WORLD_SIZE.integer()
-    return int(environment.world_size())
-
-
-def _rank_by_launcher(environment: Any, devices: int) -> int | None:
-    if isinstance(environment, LightningEnvironment):
-        return environment.node_rank() * devices + environment.local_rank()
-    try:
-        return int(environment.global_rank())
-    except KeyError:  # a variable of the launcher is missing; the checks say which
-        return None
 
 
 def world_of(strategy: Any) -> World:
@@ -211,11 +196,6 @@ def clock_offset(plane: ControlPlane, deadline: timedelta, clock: Callable[[], f
 
     They read their clocks when they leave an exchange, which they do within milliseconds of each other: the median of
     three such readings. The ranks of one host have one clock, and are not asked.
-
-    Args:
-        plane: The control plane.
-        deadline: How long to wait for the slowest rank.
-        clock: Unix time.
     """
     if plane.world.num_nodes == 1:
         return 0.0
@@ -319,34 +299,21 @@ def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
     """
     if strategy.preflight is False or trainer.state.fn != "fit":
         return None
-    settings = settings_of(strategy)
+    settings, facts = settings_of(strategy), facts_of(strategy)
+    folder = _folder(trainer) if trainer.checkpoint_callbacks and settings.get("run_lock") != "off" else None
     found: list[Finding] = []
-    lock = _lock_of(strategy, trainer) if strategy.global_rank == 0 and settings.get("run_lock") != "off" else None
-    if lock is not None:
-
-        def take(facts: Facts) -> Iterator[Finding]:
-            return lock.take()
-
-        found += run_checks({"run_lock": take}, facts_of(strategy), settings)
+    lock = None
+    if strategy.global_rank == 0 and folder is not None:
+        job = job_of_launcher()  # torchrun's is "none" where nobody gave one
+        lock = RunLock(folder, job="" if job == "none" else job, attempt=strategy.plane.attempt)
+        found = run_checks({"run_lock": lambda _: lock.take()}, facts, settings)
     try:
-        _raise_together(strategy, facts_of(strategy), found)
+        _raise_together(strategy, facts, found)
     except BaseException:
         if lock is not None:
             lock.release()
         raise
     return lock
-
-
-def _lock_of(strategy: Any, trainer: Any) -> RunLock | None:
-    folder = _folder(trainer)
-    if not trainer.checkpoint_callbacks or folder is None:
-        return None
-    job = job_of_launcher()
-    return RunLock(
-        folder,
-        job="" if job == "none" else job,  # torchrun's id where nobody gave one
-        attempt=strategy.plane.attempt,
-    )
 
 
 def _folder(trainer: Any) -> Path | None:
@@ -527,10 +494,9 @@ def report_progress(text: str) -> None:
     Args:
         text: For example ``"tokenized 3 of 40 files"``; cut after 500 characters.
     """
-    plane = connected()
-    if plane is None:
-        return
-    plane.send(_progress_key(plane.world.rank), json.dumps({"text": text[:500], "at": time.time()}).encode())
+    if (plane := connected()) is not None:
+        progress = {"text": text[:500], "at": time.time()}
+        plane.send(f"preparing/progress/{plane.world.rank}", json.dumps(progress).encode())
 
 
 class PreparationBarrier:
@@ -538,17 +504,16 @@ class PreparationBarrier:
 
     A rank that prepares nothing comes here at once and waits. An error inside reaches all ranks without a wait.
 
-    Args:
-        plane: The control plane.
-        phases: The deadlines; the wait has that of the data phase.
     """
 
-    def __init__(self, plane: ControlPlane, phases: Phases) -> None:
+    def __init__(self, plane: ControlPlane, phases: Phases, marks: Marks) -> None:
         self._plane = plane
         self._phases = phases
+        self._marks = marks
         self._key = f"preparing/{next(_barriers)}/arrived"
 
     def __enter__(self) -> PreparationBarrier:
+        self._marks.set("prepare_data")
         self._phases.enter(Phase.DATA)
         self._since = running_time()
         self._say_at = self._since + _SAY_EVERY_S
@@ -588,28 +553,21 @@ class PreparationBarrier:
         now = running_time()
         if missing and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
-            self._say(missing[0], len(missing) - 1, now - self._since)
+            plane, deadline = self._plane, self._phases.deadline
+            log.info(
+                "rank %d waits for prepare_data on %s%s, for %.0f s%s; %s",
+                plane.world.rank,
+                plane.describe_rank(missing[0]),
+                f" and {len(missing) - 1} more" if len(missing) > 1 else "",
+                now - self._since,
+                "" if deadline is None else f" of at most {deadline.total_seconds():g} s",
+                self._progress_of(missing[0]),
+            )
         return not missing
 
-    def _say(self, rank: int, num_more: int, elapsed_s: float) -> None:
-        plane, deadline = self._plane, self._phases.deadline
-        log.info(
-            "rank %d waits for prepare_data on %s%s, for %.0f s%s; %s",
-            plane.world.rank,
-            plane.describe_rank(rank),
-            f" and {num_more} more" if num_more else "",
-            elapsed_s,
-            "" if deadline is None else f" of at most {deadline.total_seconds():g} s",
-            self._progress_of(rank),
-        )
-
     def _progress_of(self, rank: int) -> str:
-        found = self._plane.read(_progress_key(rank))
+        found = self._plane.read(f"preparing/progress/{rank}")
         if found is None:
             return "it has reported no progress (lightning_distplus.strategies.report_progress does)"
         progress = words_of(found)
         return f"it reported {max(0.0, time.time() - progress['at']):.0f} s ago: {progress['text']}"
-
-
-def _progress_key(rank: int) -> str:
-    return f"preparing/progress/{rank}"

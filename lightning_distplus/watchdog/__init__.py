@@ -1,9 +1,8 @@
 """Who hangs: progress marks of the training thread, and a thread beside it that names the rank which stands still.
 
 Read in this order: ``progress`` (what the training thread does), ``heartbeat`` (what the ranks tell each other),
-``evidence`` (what is known of a rank: ``stacks``, ``flight_recorder``), ``wait_graph`` and ``verdict`` (who is to
-blame), ``watchdog`` (the thread that finds out, tells and ends); ``dumps`` reads the files that torch's recorder leaves
-behind, and has them judged by the same rules.
+``evidence`` (what is known of a rank: ``stacks``, ``flight_recorder``), ``verdict`` (who is to blame, and how that is
+told), ``watchdog`` (the thread that finds out, tells and ends).
 """
 
 from lightning_distplus.watchdog.evidence import Evidence

@@ -203,7 +203,7 @@ class Witness:
             stack=text,
             stands_in=None if standing is None else asdict(standing),
             recording=recording.to_plain(with_members=self._board.is_few),
-            load=HostLoad.now().to_plain(),
+            load=asdict(HostLoad.now()),
             was_ended_by=self.ended_by,
             ended=mark.ended,
         )

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import textwrap
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
+
+from rich.console import Console
+from rich.text import Text
 
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.control.first_error import FirstError
@@ -31,23 +37,38 @@ from lightning_distplus.errors import (
     RendezvousError,
     message_of,
 )
+from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.flight_recorder import Collective, Mismatch, cycles, match
+from lightning_distplus.watchdog.flight_recorder import (
+    Collective,
+    DumpError,
+    Ends,
+    Mismatch,
+    Recording,
+    cycles,
+    follow,
+    load_dumps,
+    match,
+    read_recordings,
+)
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
-from lightning_distplus.watchdog.wait_graph import Ends, follow
 from lightning_distplus.world import World, name_ranks
 
 __all__ = [
-    "MOST_LINES",
     "Verdict",
+    "describe_next",
+    "duration_in_words",
     "find_verdicts",
     "judge",
+    "judge_dumps",
     "leave_verdict",
     "name_incident",
     "place_of_failure",
+    "print_block",
+    "shown_mark",
 ]
 
 T = TypeVar("T")
@@ -269,6 +290,94 @@ def find_verdicts(folder: Path, *, run_id: str | None = None, since: float = 0.0
     return [one for one in found if run_id in (None, one.get("run_id", ""))]
 
 
+# -- the block that comes last on the terminal -------------------------------------------------------------------------
+
+_LABEL = re.compile(r"  (\w+): ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Committed:
+    """The newest checkpoint of a run, as its ledger tells."""
+
+    path: str = ""
+    step: int = 0
+    at: float = 0.0
+    """Unix time of the commit; of the start of the run where nothing has been committed."""
+
+
+def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
+    """Tells how to go on, from which checkpoint, and what is lost.
+
+    Args:
+        folder: The artefacts of the run.
+        run_id: ``ControlPlane.run_id``.
+        global_step: The optimizer step at which the run ended.
+        ended_at: Unix time of that, seconds.
+    """
+    last = _last_commit(folder, run_id)
+    lost = f"{max(global_step - last.step, 0)} steps, {duration_in_words(ended_at - last.at)} of work lost"
+    if not last.path:
+        begun = f"from step {last.step} again" if last.step else "at the beginning"
+        return f"no checkpoint has been committed yet; the same command starts {begun} ({lost})"
+    how = 'the same command with fit(..., ckpt_path="auto")'
+    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):  # the launcher chooses the newest one by itself
+        how = "the same command" if sys.argv[1:2] == ["launch"] else "the same command with --ckpt_path auto"
+    return f"{how} goes on from {last.path} (step {last.step}; {lost})"
+
+
+def _last_commit(folder: Path, run_id: str) -> _Committed:
+    files = ledger_files(folder, has_launcher=False)
+    lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
+    events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
+    last = _Committed(at=events[0]["time"] if events else time.time())
+    for event in events:
+        if event["kind"] == "saved" or event["kind"] == "loaded":
+            last = _Committed(path=event["path"], step=event["global_step"] or 0, at=event["time"])
+        elif event["kind"] == "start" and not last.path:
+            last = _Committed(at=event["time"])
+    return last
+
+
+def duration_in_words(seconds: float) -> str:
+    """Seconds in the unit that a person would say: ``"12 s"``, ``"14 min"``, ``"2 h 30 min"``."""
+    seconds = max(round(seconds), 0)
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60} min"
+
+
+def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> None:
+    """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
+    stream = stream or sys.stderr
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
+    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
+    wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
+    if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
+        wrapped = lines
+    text = Text("\n")
+    for number, line in enumerate(wrapped):
+        text.append(f"{line}\n", style="bold red" if number == 0 else "bold" if _LABEL.match(line) else "")
+    with suppress(OSError, ValueError):
+        console.print(text, end="")
+        stream.flush()
+
+
+def shown_mark(verdict: Path) -> Path:
+    """The file that is there once a verdict has been shown."""
+    return verdict.with_name(f".{verdict.stem}.shown")
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    label = _LABEL.match(line)
+    if label is None or label[1] == "file" or len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
+
+
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +449,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         cycles=opinion.cycles,
         load=load,
         run_id=run_id,
-        load_of_culprit=HostLoad.from_plain(load[first.host]).describe() if first.host in load else "",
+        load_of_culprit=HostLoad(**load[first.host]).describe() if first.host in load else "",
     )
 
 
@@ -548,6 +657,53 @@ def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
     )
 
 
+# -- the same rules on dumps that torch's recorder has left ------------------------------------------------------------
+
+_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<")
+
+
+def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) -> Verdict:
+    """Gives the verdict on the job that has left these dumps; see ``read_dumps`` for the arguments and errors."""
+    dumps = load_dumps(folder, on_file)
+    recordings = read_recordings(dumps)
+    if not any(recording.unfinished for recording in recordings.values()):
+        raise DumpError(
+            f"no rank had a call in flight when the {len(dumps)} dumps in {folder} were written; no hang seen"
+        )
+    ranks = set(recordings).union(*(ranks for one in recordings.values() for ranks in one.groups.values()))
+    evidence = {rank: _evidence(rank, recordings.get(rank), dumps.get(rank)) for rank in sorted(ranks)}
+    return judge(evidence, "dumps")
+
+
+def _evidence(rank: int, recording: Recording | None, dump: Mapping[str, Any] | None) -> Evidence:
+    if recording is None or dump is None:
+        return Evidence(
+            rank=rank, host="unknown", pid=0, state=ProcessState.UNKNOWN.value, answers=False, is_recorded_only=True
+        )
+    standing = next(iter(recording.unfinished), None)
+    last = recording.calls[-1] if recording.calls else None
+    return Evidence(
+        rank=rank,
+        host="unknown",
+        pid=0,
+        state=ProcessState.UNKNOWN.value,
+        answers=True,
+        operation=f"last call: {last.describe()}" if last else "",
+        waits=standing is not None,
+        location=_location(dump),
+        stands_in=None if standing is None else asdict(standing),
+        recording=recording.to_plain(),
+        is_recorded_only=True,
+    )
+
+
+def _location(dump: Mapping[str, Any]) -> str | None:
+    """Where the rank made its last call; dumps in JSON hold no frames."""
+    frames = dump["entries"][-1].get("frames", []) if dump["entries"] else []
+    own = (one for one in frames if not any(part in one["filename"] for part in _LIBRARIES))
+    return next((f"{one['filename']}:{one['line']}" for one in own), None)
+
+
 # -- the verdict on a rank that has raised, or whose process is gone ---------------------------------------------------
 
 
@@ -681,7 +837,7 @@ def _verdict(
             for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
         ],
         locations={str(rank): one.get("location") for rank, one in places.items()},
-        load={world.host: load.to_plain()},
+        load={world.host: asdict(load)},
         load_of_culprit=load.describe() if is_here else "",
         field=first.differs.get("field"),
         values=values,

@@ -17,14 +17,23 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from lightning_distplus import _compat
+from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.errors import ExitCode, HangDetected, PeerError, PeerLost, message_of
+from lightning_distplus.errors import (
+    DistplusError,
+    ExitCode,
+    HangDetected,
+    PeerError,
+    PeerLost,
+    message_of,
+    show_errors_with,
+    stop_showing_errors_with,
+)
 from lightning_distplus.process import (
     HostLoad,
     ProcessState,
@@ -37,14 +46,29 @@ from lightning_distplus.process import (
 )
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder
-from lightning_distplus.watchdog.ending import Ending, print_block, shown_mark
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting, has_slate
 from lightning_distplus.watchdog.progress import Marks, Progress
-from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_debugged
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
+from lightning_distplus.watchdog.stacks import (
+    PrintsStacks,
+    StackPrinter,
+    ask_for_stack,
+    fold_traceback,
+    ignore_signal,
+    is_debugged,
+)
+from lightning_distplus.watchdog.verdict import (
+    Verdict,
+    find_verdicts,
+    judge,
+    leave_verdict,
+    name_incident,
+    print_block,
+    shown_mark,
+)
+from lightning_distplus.world import name_ranks
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "show_after_cells"]
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +313,7 @@ class Watchdog:
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
             if self._ending.is_full:
-                say(f"{error.describe()}\n{error.traceback}")
+                _say(f"{error.describe()}\n{error.traceback}")
             self._leave(error.as_heard().exit_code)
 
     def _look_at_silence(self) -> None:
@@ -338,7 +362,7 @@ class Watchdog:
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
                 if self._ending.is_full:
-                    say(first.describe())
+                    _say(first.describe())
                 self._leave(ExitCode.DIVERGENCE)
 
     def _leave(self, code: ExitCode) -> None:
@@ -736,12 +760,6 @@ def _end_with_parent(_: object) -> None:
         end_with_parent()
 
 
-def say(text: str) -> None:
-    """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 def end_process(code: ExitCode) -> None:
     """Ends this process at once: its training thread may stand in a call that nothing interrupts.
 
@@ -761,3 +779,178 @@ def end_peer(peer: Peer) -> None:
         for pid in (*forks(peer.pid), peer.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+# -- the end of this process -------------------------------------------------------------------------------------------
+
+
+_at_exit: list[multiprocessing.util.Finalize] = []
+"""Shows the verdict on the last run where no hook is asked: in a script that goes on."""
+
+
+def _cancel_at_exit() -> None:
+    while _at_exit:
+        _at_exit.pop().cancel()
+
+
+def _notebook() -> Any:
+    """The shell of IPython that runs this process or has forked it, as a notebook's does; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+_after_cells: list[Callable[[Any], None]] = []
+
+
+def show_after_cells(folder: Path) -> None:
+    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
+
+    Args:
+        folder: Where the artefacts of the run are.
+    """
+    if (shell := _notebook()) is None:
+        return
+    began_at = time.time()
+
+    def end_cell(result: Any) -> None:
+        with suppress(Exception):  # the error of the cell has been shown
+            for told in [] if result.success else find_verdicts(folder, since=began_at)[-1:]:
+                shown_mark(told["path"]).touch(exist_ok=False)
+                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
+
+    while _after_cells:  # of an earlier Trainer
+        shell.events.unregister("post_run_cell", _after_cells.pop())
+    shell.events.register("post_run_cell", end_cell)
+    _after_cells.append(end_cell)
+
+
+def _silence_stdout() -> None:
+    """Lets nothing more of this process, which ends, reach standard output, where a thread may redraw a bar."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        if sys.stdout.fileno() == 1:  # else a notebook's, or one that somebody reads
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class Ending:
+    """Shows how the run ends on this rank.
+
+    Args:
+        plane: The control plane, which knows the first error of the job.
+        telling: Knows the verdict, and who speaks for this host.
+        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
+    """
+
+    def __init__(
+        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda path: None
+    ) -> None:
+        self._plane = plane
+        self._rank = plane.world.rank
+        self._telling = telling
+        self._on_shown = on_shown
+        self._is_over = False
+
+    def arm(self) -> None:
+        """From now on, uncaught errors of this process are shown here."""
+        self._is_over = False
+        show_errors_with(self)
+        _compat.stop_child_observer()
+        _cancel_at_exit()  # of an earlier run
+        _at_exit.append(multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0))
+
+    def disarm(self) -> None:
+        """The run has ended well: nothing is left to show."""
+        stop_showing_errors_with(self)
+        self._is_over = True
+        _cancel_at_exit()  # it would hold what this run has held
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the user wants every traceback on the terminal."""
+        return env.DISTPLUS_TRACEBACK.get() == "full"
+
+    def show(self, error: BaseException, printed: str) -> None:
+        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last.
+
+        Args:
+            error: The error.
+            printed: What the hooks of others have printed of it.
+        """
+        if not hasattr(sys, "ps1"):  # this process ends
+            ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
+        own = error if isinstance(error, DistplusError) else error.__cause__
+        known = own if isinstance(own, DistplusError) else None
+        if self.is_full:
+            text = ""
+        else:
+            path = self._telling.leave_traceback(printed)
+            text = fold_traceback(printed) if known is None else self._line(known.exit_code, known)
+            if known is None and path is not None:
+                text += f"\n(whole traceback: {path})"
+        found = self._find_verdict()
+        if known is None:
+            _say(text)
+        elif found is None:
+            if self._telling.speaks_for_host():
+                self._telling.await_others()
+                text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+            _say(text)
+        elif not self._telling.is_shown(found[1]) and not self._says_all(found[0]):  # the verdict comes last
+            _say(text)
+        self.show_block()
+
+    def leave(self, code: ExitCode) -> None:
+        """Shows the end of a process that ends now, without its training thread."""
+        ignore_signal(signal.SIGTERM)  # as above
+        _silence_stdout()
+        if self.show_block():
+            return
+        found = self._find_verdict()
+        if found is None or not self._telling.is_shown(found[1]):
+            _say(self._line(code))
+
+    def _find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run; None where there is none, or where it cannot be read."""
+        with suppress(Exception):  # the process ends
+            return self._telling.find_verdict()
+        return None
+
+    def _says_all(self, verdict: Verdict) -> bool:
+        """Whether the verdict, which this rank prints, leaves nothing for its own line."""
+        return not self._culprits() and self._telling.speaks_for_host(verdict.silent)
+
+    def _culprits(self) -> list[int]:
+        """The other ranks because of which this one stops."""
+        first = self._plane.first_error
+        return [] if first is None else [rank for rank in first.ranks if rank != self._rank]
+
+    def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
+        """What a rank says that has nothing to tell but that it ends."""
+        culprits = self._culprits()
+        why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
+        return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
+
+    def show_block(self, *, waits: bool = True) -> bool:
+        """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
+        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+            return False
+        self._is_over = True
+        with suppress(Exception):  # the process ends
+            found = self._find_verdict()
+            if found is not None and self._telling.speaks_for_host(found[0].silent):
+                if waits:
+                    self._telling.await_others(found[0].silent)
+                if multiprocessing.parent_process() is not None and _notebook() is not None:
+                    self._on_shown(found[1])  # the notebook prints it
+                elif self._telling.claim_showing(found[1]):
+                    print_block(*found)
+                    self._on_shown(found[1])
+                    return True
+        return False
+
+
+def _say(text: str) -> None:
+    if text:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

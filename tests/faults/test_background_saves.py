@@ -48,7 +48,7 @@ class HeldDisk(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.rank = trainer.global_rank
-        trainer.strategy.saves.committed.sync = self.sync
+        trainer.strategy.saves.sync = self.sync
         finish = Writes.finish
 
         def held(writes: Writes) -> None:  # nothing is written before the weights have changed
@@ -170,7 +170,7 @@ def die_while_saving(name: str, folder: str) -> None:
                 assert trainer.strategy.saves.in_flight is not None
                 os.kill(os.getpid(), signal.SIGKILL)
             if trainer.global_step == 3:
-                trainer.strategy.settle_save()
+                trainer.strategy.saves.settle()
                 self.released.clear()
 
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)

@@ -39,7 +39,7 @@ class Saves(Callback):
             strategy.barrier()
         before = strategy.num_failed_saves
         trainer.save_checkpoint(self.folder / f"{number}.ckpt")
-        strategy.settle_save()
+        strategy.saves.settle()
         self.disk.empty()
         strategy.barrier()
         if number == 1:

@@ -161,10 +161,12 @@ def test_phases_that_are_slower_than_before_end_nothing(ended: dict[str, Future[
     result.check()
     found = read_manifest(checkpoint).deadlines_s
     assert set(found) >= set(PHASES)
-    # The first save and validation come after the first review, which may have changed what was found by a little.
     assert set(result.results[1]) == set(PHASES)
     assert result.results[1]["resume"] == found["resume"]
-    assert result.results[1]["setup"] == found["setup"]
+    # The load took a quarter of its deadline, so that the first gate reviews all deadlines: one goes up at once where
+    # this start was slower than the last one, and down by a fifth at most.
+    for phase in ("setup", "validation", "checkpoint"):
+        assert 0.8 * found[phase] <= result.results[1][phase] < Timeouts().deadline(Phase(phase)).total_seconds() / 10
     assert not list(folder.glob("distplus/verdict-*"))
 
 

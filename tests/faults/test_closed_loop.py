@@ -15,7 +15,7 @@ import pytest
 import lightning_distplus
 from lightning_distplus import verify
 from lightning_distplus.checkpoint import read_manifest
-from lightning_distplus.checkpoint.export import tensor_findings
+from lightning_distplus.checkpoint.formats import tensor_findings
 from lightning_distplus.cli.checkpoints import run_verify as distplus_verify
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.testing import spawn

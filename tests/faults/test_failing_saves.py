@@ -68,7 +68,7 @@ class Spoils(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        trainer.strategy.saves.committed.sync = self.sync
+        trainer.strategy.saves.sync = self.sync
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         # The save of a step comes at the end of its batch.

@@ -17,8 +17,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from lightning_distplus import RankDivergenceMonitor
-from lightning_distplus.divergence.fingerprint import fingerprint_of_each
 from lightning_distplus.divergence.gradients import BucketHook, LocalGradients
+from lightning_distplus.divergence.replicas import fingerprint_of_each
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn

@@ -15,7 +15,7 @@ from lightning_distplus import env
 from lightning_distplus.errors import ExitCode, PreflightError
 from lightning_distplus.events import read_events
 from lightning_distplus.preflight.check import Status
-from lightning_distplus.preflight.run_lock import RunLock
+from lightning_distplus.preflight.host import RunLock
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.faults.hosts import TwoHosts, run_on, two_hosts

@@ -18,10 +18,8 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import env
-from lightning_distplus.launch import stand_in
 from lightning_distplus.launch import warm as warm_module
-from lightning_distplus.launch.stand_in import PASSED_ON
-from lightning_distplus.launch.warm import Warm
+from lightning_distplus.launch.warm import PASSED_ON, Warm
 from lightning_distplus.process import children
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +161,7 @@ def test_a_command_that_is_not_there_is_refused_with_pythons_words(command: list
 def test_ranks_share_modules_but_not_chance_and_know_their_rank(warm: Warm, script: Callable[[str], list[str]]) -> None:
     command = script("""
         import sys
-        held = {"torch", "lightning.pytorch", "lightning_distplus.strategies.fsdp"} & set(sys.modules)
+        held = {"torch", "lightning.pytorch", "lightning_distplus.strategies.engines"} & set(sys.modules)
         import random, numpy, torch
         from lightning.pytorch.utilities import rank_zero_only
         print(len(held), __import__("gc").isenabled(), rank_zero_only.rank, hash("text"),
@@ -332,11 +330,11 @@ def test_whoever_asks_and_goes_takes_only_its_own_rank_along(
 def test_a_rank_starts_cold_where_the_imports_do_not_end(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stand_in, "_IMPORTS_S", 0.2)
+    monkeypatch.setattr(warm_module, "_IMPORTS_S", 0.2)
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as link:
         listener.bind("")
         listener.listen()
-        assert not stand_in._ask(link, os.fsdecode(listener.getsockname()[1:]))
+        assert not warm_module._ask(link, os.fsdecode(listener.getsockname()[1:]))
     assert capfd.readouterr().err == (
         "distplus launch: what is imported beforehand has taken 0.2 s and goes on; this rank starts as an interpreter "
         "of its own\n"

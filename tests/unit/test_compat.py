@@ -7,7 +7,7 @@ import inspect
 import logging
 import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +55,6 @@ NAMES = [
     "torch.distributed._checkpointable:_Checkpointable.__create_write_items__",
     "torch.distributed._checkpointable:_Checkpointable.__create_chunk_list__",
     "torch.distributed._checkpointable:_Checkpointable.__get_tensor_shard__",
-    "torch:Tensor._make_wrapper_subclass",
     # what unpickles a checkpoint
     "torch.distributed.checkpoint.filesystem:pickle.load",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",
@@ -135,7 +134,7 @@ def test_full_state_dict_context_has_the_signature_that_we_replace() -> None:
     for module in ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel"):
         original = importlib.import_module(module)._get_full_state_dict_context
         assert list(inspect.signature(original).parameters) == list(
-            inspect.signature(_compat.fsdp._full_state_dict_on_cpu).parameters
+            inspect.signature(_compat.engines._full_state_dict_on_cpu).parameters
         )
 
 
@@ -159,6 +158,60 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def _entered(block: Any) -> Any:
+    with block as made:
+        return made
+
+
+CONNECTORS = "lightning.pytorch.trainer.connectors"
+SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
+LOOPS = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("torch.distributed.distributed_c10d._get_default_timeout",
+         lambda trainer: _entered(_compat.default_group_timeout(timedelta(seconds=5)))),
+        ("torch._C._distributed_c10d._dump_fr_trace_json",
+         lambda trainer: _compat.flight_recorder_dumps(with_collectives=True)),
+        ("torch.utils.data._utils.signal_handling._set_worker_signal_handlers",
+         lambda trainer: _compat.add_to_worker_signals(print)),
+        ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+         lambda trainer: _compat.prepare_workers(lambda loader: None)()),
+        ("torch.testing._internal.distributed.fake_pg.FakeStore",
+         lambda trainer: _entered(_compat.fake_default_group(2))),
+        ("lightning.pytorch.overrides.distributed._register_ddp_comm_hook",
+         lambda trainer: _compat.register_ddp_comm_hook(None, None, None, None)),
+        ("lightning.pytorch.strategies.fsdp._distributed_checkpoint_save",
+         lambda trainer: _entered(_compat.replacing_sharded_saves(print))),
+        (f"{LOOPS}._broadcast_sigterm_tensor", lambda trainer: _compat.replace_batch_broadcast(trainer, print)),
+        (f"{CONNECTORS}.signal_connector._SignalConnector._sigterm_notifier_fn",
+         lambda trainer: _compat.replace_sigterm_notifier(trainer, print)),
+        (f"{CONNECTORS}.signal_connector._SignalConnector.register_signal_handlers",
+         lambda trainer: _compat.replace_stock_signals(trainer, print)),
+        (f"{CONNECTORS}.data_connector._InfiniteBarrier",
+         lambda trainer: _compat.replace_preparation_barrier(trainer, object)),
+        (f"{CONNECTORS}.checkpoint_connector._CheckpointConnector.resume_start",
+         lambda trainer: _compat.agree_on_resume(trainer, str)),
+        (f"{CONNECTORS}.checkpoint_connector._CheckpointConnector._select_ckpt_path",
+         lambda trainer: _compat.choose_checkpoints(print)),
+        (f"{CONNECTORS}.logger_connector.result._ResultMetric",
+         lambda trainer: _compat.logged_metric(inspect.currentframe())),
+        (f"{SAVER}._find_last_checkpoints", lambda trainer: _compat.find_more_last_checkpoints(print)),
+        (f"{SAVER}._link_checkpoint", lambda trainer: _compat.replace_checkpoint_link(ModelCheckpoint(), print)),
+    ],
+)  # fmt: skip
+def test_without_a_name_its_feature_is_off_with_one_warning(
+    name: str, use: Callable[[Trainer], Any], trainer: Trainer, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.delattr(name)
+    assert [bool(use(trainer)) for _ in range(2)] == [False, False]
+    (warning,) = _warnings(caplog)
+    assert f"{name.rpartition('.')[2]} is not in this version of its library" in warning
 
 
 def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:
@@ -206,16 +259,6 @@ def test_a_group_that_does_not_tell_its_backends_keeps_its_time_out(group, caplo
     assert "ProcessGroup._get_backend" in _warnings(caplog)[0]
 
 
-def test_without_the_default_time_out_groups_keep_the_30_minutes(group, monkeypatch, caplog) -> None:
-    monkeypatch.delattr(c10d, "_get_default_timeout")
-    for _ in range(2):
-        with _compat.default_group_timeout(timedelta(seconds=5)):
-            pass
-    assert len(_warnings(caplog)) == 1
-    assert "_get_default_timeout" in _warnings(caplog)[0]
-    assert not hasattr(c10d, "_get_default_timeout")
-
-
 def test_the_gate_takes_the_place_of_the_broadcast_and_gives_it_back(trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     assert _compat.replace_batch_broadcast(trainer, gate := lambda: None)
@@ -225,30 +268,15 @@ def test_the_gate_takes_the_place_of_the_broadcast_and_gives_it_back(trainer: Tr
     assert loop._broadcast_sigterm_tensor.__func__ is type(loop)._broadcast_sigterm_tensor
 
 
-def test_without_the_broadcast_there_is_no_gate(trainer, monkeypatch, caplog) -> None:
-    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_broadcast_sigterm_tensor")
-    for _ in range(2):
-        assert not _compat.replace_batch_broadcast(trainer, lambda: None)
-    _compat.restore_batch_broadcast(trainer)
-    assert len(_warnings(caplog)) == 1
-    assert "ranks are not compared before each step" in _warnings(caplog)[0]
-
-
-def test_the_signal_handler_is_replaced_and_given_back(trainer, monkeypatch, caplog) -> None:
+def test_the_signal_handler_is_replaced_and_given_back(trainer: Trainer) -> None:
     connector = trainer._signal_connector
     assert _compat.replace_sigterm_notifier(trainer, handler := lambda *_: None)
     assert connector._sigterm_notifier_fn is handler
     _compat.restore_sigterm_notifier(trainer)
     assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
-    monkeypatch.delattr(type(connector), "_sigterm_notifier_fn")
-    for _ in range(2):
-        assert not _compat.replace_sigterm_notifier(trainer, handler)
-    _compat.restore_sigterm_notifier(trainer)
-    assert len(_warnings(caplog)) == 1
 
 
-def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch) -> None:
     module = importlib.import_module("torch.utils.data._utils.signal_handling")
     called: list[str] = []
     monkeypatch.setattr(module, "_set_worker_signal_handlers", torchs := lambda: called.append("torch"))
@@ -258,19 +286,6 @@ def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch, ca
     for _ in range(2):
         _compat.restore_worker_signals()
     assert module._set_worker_signal_handlers is torchs
-    monkeypatch.delattr(module, "_set_worker_signal_handlers")
-    for _ in range(2):
-        assert not _compat.add_to_worker_signals(lambda: None)
-    assert len(_warnings(caplog)) == 1
-
-
-def test_without_the_comm_hook_registrar_ddp_runs_without_the_hook(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
-    monkeypatch.delattr("lightning.pytorch.overrides.distributed._register_ddp_comm_hook")
-    for _ in range(2):
-        _compat.register_ddp_comm_hook(None, None, None, None)
-    assert len(_warnings(caplog)) == 1
-    assert "without its communication hook" in _warnings(caplog)[0]
 
 
 def test_without_the_full_state_dict_context_there_is_one_warning_per_module(monkeypatch, caplog) -> None:
@@ -300,16 +315,7 @@ def test_preparation_barrier_is_ours_for_one_preparation(trainer: Trainer) -> No
     assert trainer._data_connector.prepare_data == prepare
 
 
-def test_without_the_preparation_barrier_lightnings_stays(trainer: Trainer, monkeypatch, caplog) -> None:
-    module = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
-    monkeypatch.delattr(module, "_InfiniteBarrier")
-    for _ in range(2):
-        assert not _compat.replace_preparation_barrier(trainer, object)
-    assert len(_warnings(caplog)) == 1
-    assert "_InfiniteBarrier is not in this version" in _warnings(caplog)[0]
-
-
-def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, caplog) -> None:
+def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch) -> None:
     connector = trainer._checkpoint_connector
     resumed = []
     monkeypatch.setattr(type(connector), "resume_start", lambda self, path, **named: resumed.append((path, named)))
@@ -317,13 +323,9 @@ def test_a_run_resumes_once_from_what_is_agreed(trainer: Trainer, monkeypatch, c
     connector.resume_start("mine", weights_only=None)
     connector.resume_start("mine")
     assert resumed == [("agreed mine", {"weights_only": None}), ("mine", {})]
-    monkeypatch.delattr(type(connector), "resume_start")
-    for _ in range(2):
-        assert not _compat.agree_on_resume(trainer, str)
-    assert len(_warnings(caplog)) == 1
 
 
-def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch, caplog) -> None:
+def test_a_checkpoint_callback_links_through_us_until_it_is_put_back() -> None:
     saver = ModelCheckpoint(save_last="link")
     links = []
     assert _compat.replace_checkpoint_link(saver, lambda *arguments: links.append(arguments))
@@ -331,26 +333,18 @@ def test_a_checkpoint_callback_links_through_us_until_it_is_put_back(monkeypatch
     assert links == [("trainer", "from", "to")]
     _compat.restore_checkpoint_link(saver)
     assert saver._link_checkpoint is ModelCheckpoint._link_checkpoint
-    monkeypatch.delattr(ModelCheckpoint, "_link_checkpoint")
-    for _ in range(2):
-        assert not _compat.replace_checkpoint_link(saver, print)
-    assert len(_warnings(caplog)) == 1
     assert not _compat.replace_checkpoint_link(object(), print)
 
 
-def test_the_last_checkpoints_are_searched_for_in_more_places(monkeypatch, caplog, tmp_path) -> None:
+def test_the_last_checkpoints_are_searched_for_in_more_places(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(ModelCheckpoint, "_find_last_checkpoints", lambda self, trainer: {"stock"})
     saver = ModelCheckpoint(tmp_path)
     for name in ("ours", "twice"):  # the first one stays
         assert _compat.find_more_last_checkpoints(lambda callback, trainer, folder, name=name: {f"{folder}/{name}"})
     assert saver._find_last_checkpoints("trainer") == {"stock", f"{tmp_path}/ours"}
-    monkeypatch.delattr(ModelCheckpoint, "_find_last_checkpoints")
-    for _ in range(2):
-        assert not _compat.find_more_last_checkpoints(print)
-    assert len(_warnings(caplog)) == 1
 
 
-def test_what_a_run_begins_from_can_be_chosen(monkeypatch, caplog, tmp_path) -> None:
+def test_what_a_run_begins_from_can_be_chosen(monkeypatch) -> None:
     owner = type(Trainer(accelerator="cpu", logger=False)._checkpoint_connector)
     monkeypatch.setattr(owner, "_select_ckpt_path", lambda self, fn, path, **named: path)
     for name in ("ours", "twice"):  # the first one stays
@@ -360,10 +354,6 @@ def test_what_a_run_begins_from_can_be_chosen(monkeypatch, caplog, tmp_path) -> 
     connector.trainer.ckpt_path = "of the user"
     assert connector._select_ckpt_path("fit", None) is None  # Lightning takes the user's
     assert connector._select_ckpt_path("fit", "auto") == "auto ours"
-    monkeypatch.delattr(owner, "_select_ckpt_path")
-    for _ in range(2):
-        assert not _compat.choose_checkpoints(print)
-    assert len(_warnings(caplog)) == 1
 
 
 def throws_in_cpp(words: str) -> None:
@@ -381,18 +371,11 @@ def test_the_end_that_cpp_decides_is_heard_and_stays_what_it_was(tmp_path: Path)
     assert "terminate called" in run.logs[0]
 
 
-def test_the_flight_recorder_is_there(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flight_recorder_is_there() -> None:
     assert _compat.flight_recorder_dumps(with_collectives=False)[0]["version"].startswith("2.")
-    from torch._C import _distributed_c10d as module
-
-    monkeypatch.delattr(module, "_dump_fr_trace_json")
-    assert _compat.flight_recorder_dumps(with_collectives=True) == []
-    assert "does not know the ranks' collectives" in caplog.text
 
 
-def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not() -> None:
     result = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
     found = []
 
@@ -407,10 +390,6 @@ def test_a_reduction_of_a_logged_value_is_named_and_every_other_one_is_not(
     reduce(torch.tensor(1.0))
     key = "training_step.loss"
     assert found == [(key, "step"), (key, "epoch"), (key, "epoch"), None]  # a mean reduces the sum and the count
-
-    monkeypatch.delattr(result, "_ResultMetric")
-    assert _compat.logged_metric(inspect.currentframe()) is None
-    assert "_ResultMetric" in _warnings(caplog)[0]
 
 
 def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) -> None:
@@ -427,15 +406,6 @@ def test_the_unit_of_an_fsdp_model_tells_its_parameters_in_order(group: None) ->
     assert _compat.flat_units(inner) == []
     assert all(map(_compat.is_fsdp_shard, inner.parameters()))
     assert not any(map(_compat.is_fsdp_shard, nn.Linear(2, 2).parameters()))
-
-
-def test_a_tensor_without_memory_has_the_form_of_another() -> None:
-    class Wrapper(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, *_: object) -> None: ...
-
-    made = _compat.wrapper_tensor(Wrapper, (1000, 1000, 1000), torch.ones(2, dtype=torch.float16))
-    assert (type(made), made.shape, made.dtype) == (Wrapper, (1000, 1000, 1000), torch.float16)
 
 
 def test_buffers_that_are_not_saved_are_known() -> None:
@@ -493,46 +463,29 @@ def test_deepspeeds_own_checkpoint_engine_is_known() -> None:
     assert not _compat.calls_torch_save(Other())
 
 
-def test_shards_are_handed_over_in_a_block_instead_of_being_written(monkeypatch, caplog) -> None:
+def test_shards_are_handed_over_in_a_block_instead_of_being_written() -> None:
     modules = [importlib.import_module(f"lightning.pytorch.strategies.{part}") for part in ("fsdp", "model_parallel")]
     stock = [module._distributed_checkpoint_save for module in modules]
     with _compat.replacing_sharded_saves(print):
         assert [module._distributed_checkpoint_save for module in modules] == [print, print]
     assert [module._distributed_checkpoint_save for module in modules] == stock
-    monkeypatch.delattr(modules[0], "_distributed_checkpoint_save")
-    for _ in range(2):
-        with _compat.replacing_sharded_saves(print):
-            pass
-    assert len(_warnings(caplog)) == 1
 
 
-def test_without_torchs_iterator_over_workers_they_start_as_they_are(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+def test_data_workers_are_prepared_until_that_is_undone() -> None:
     module = importlib.import_module("torch.utils.data.dataloader")
     torchs = module._MultiProcessingDataLoaderIter.__init__
     undo = _compat.prepare_workers(lambda loader: None)
     assert module._MultiProcessingDataLoaderIter.__init__ is not torchs
     undo()
     assert module._MultiProcessingDataLoaderIter.__init__ is torchs
-    monkeypatch.delattr(module, "_MultiProcessingDataLoaderIter")
-    for _ in range(2):
-        _compat.prepare_workers(lambda loader: None)()
-    assert len(_warnings(caplog)) == 1
 
 
-def test_one_process_plays_one_of_many_ranks_in_a_block(monkeypatch, caplog) -> None:
+def test_one_process_plays_one_of_many_ranks_in_a_block() -> None:
     with _compat.fake_default_group(64) as is_there:
         assert is_there
         assert (dist.get_rank(), dist.get_world_size()) == (0, 64)
         dist.all_reduce(torch.ones(1))
     assert not dist.is_initialized()
-    module = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    monkeypatch.setattr(_compat.probing, "_warned", set())
-    monkeypatch.delattr(module, "FakeStore")
-    for _ in range(2):
-        with _compat.fake_default_group(2) as is_there:
-            assert not is_there
-    assert len(_warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.events import EventLog
-from lightning_distplus.watchdog.ending import describe_next
+from lightning_distplus.watchdog.verdict import describe_next
 from lightning_distplus.world import LAUNCHER
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ from lightning_distplus import env
 
 
 def test_every_public_variable_has_its_own_name_and_a_meaning() -> None:
-    for name in env.__all__:
-        variable = getattr(env, name)
+    for name, variable in vars(env).items():
         if isinstance(variable, env.Variable):
             assert variable.name == name
             assert variable.meaning

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.launcher_link import (
+from lightning_distplus.events import (
     InHand,
     SampleNote,
-    introduce_starter,
-    launcher_has_ended,
-    starter_has_ended,
 )
+from lightning_distplus.process import introduce_starter, launcher_has_ended, starter_has_ended
 
 
 @pytest.fixture(autouse=True)

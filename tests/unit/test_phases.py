@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_distplus import _compat
-from lightning_distplus.phases import Phases
+from lightning_distplus.run_access import Phases
 from lightning_distplus.timeouts import Phase, Timeouts
 
 TIMEOUTS = Timeouts(setup=300, step=100, validation=200, checkpoint=400, data=500)

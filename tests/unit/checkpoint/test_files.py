@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from lightning_distplus.checkpoint import files
-from lightning_distplus.checkpoint.files import DigestedWrites, digest_block, digest_file, forget
+from lightning_distplus.checkpoint.files import DigestedWrites, digest_block, digest_file
 
 CONTENT = bytes(range(256)) * 40 + b"the end"  # ten blocks of a thousand bytes, and a part of one
 
@@ -54,38 +54,6 @@ def test_torch_writes_everything_through_the_stream(tmp_path: Path, zipped: bool
         assert torch.equal(torch.load(tmp_path / name)["matrix"], state["matrix"])
     found = writes.found(tmp_path)
     assert found == {name: asdict(digest_file(tmp_path / name)) for name in ("first", "second")}
-
-
-def is_in_page_cache(file: Path) -> bool:
-    with file.open("rb", buffering=0) as opened:
-        try:
-            return os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            pytest.skip(f"this file system does not tell what is in the page cache: {error}")
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Path:
-    """A file that can leave the page cache, and is in it."""
-    file = tmp_path / "file"
-    with file.open("wb") as opened:
-        opened.write(CONTENT)
-        opened.flush()
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if is_in_page_cache(file):
-        pytest.skip("the temporary folder is on a file system that has no disk")
-    assert file.read_bytes() == CONTENT
-    assert is_in_page_cache(file)
-    return file
-
-
-def test_what_is_forgotten_is_read_from_the_disk(on_disk: Path) -> None:
-    forget(on_disk)
-    assert not is_in_page_cache(on_disk)
-    assert on_disk.read_bytes() == CONTENT
 
 
 def test_a_file_has_no_digest_where_its_write_failed_or_something_else_wrote_to_it(tmp_path: Path) -> None:

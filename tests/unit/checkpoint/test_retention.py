@@ -10,34 +10,15 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import is_last_valid, newest_valid, quarantine, rotate, verify
+from lightning_distplus.checkpoint import is_last_valid, newest_valid, verify
 from lightning_distplus.checkpoint.catalog import link
-from lightning_distplus.checkpoint.files import quarantined_in
+from lightning_distplus.checkpoint.files import in_role
 
 KINDS = ["file", "directory"]
 
 
 def data_file(path: Path) -> Path:
     return path if path.is_file() else path / "model.bin"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rotation_keeps_the_newest_valid_and_every_nth_and_touches_nothing_else(
-    tmp_path: Path, save: Any, kind: str
-) -> None:
-    for step in range(1, 8):
-        save(tmp_path / f"{step}.ckpt", step=step, kind=kind)
-    os.truncate(data_file(tmp_path / "7.ckpt"), 2)
-    (tmp_path / "stock.ckpt").write_bytes(b"weights")
-    removed = rotate(tmp_path, keep_last=2, keep_every_n_steps=3)
-    assert [path.name for path in removed] == ["1.ckpt", "2.ckpt", "4.ckpt"]
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"3.ckpt", "5.ckpt", "6.ckpt", "7.ckpt", "stock.ckpt", ".distplus"}
-    assert rotate(tmp_path, keep_last=1) == [tmp_path / "3.ckpt", tmp_path / "5.ckpt"]
-    assert rotate(tmp_path, keep_last=1) == []
-    assert newest_valid(tmp_path) == tmp_path / "6.ckpt"
-    with pytest.raises(ValueError, match="keep_last is 0"):
-        rotate(tmp_path, keep_last=0)
 
 
 def test_the_last_valid_one_is_told_from_one_among_several(tmp_path: Path, save: Any) -> None:
@@ -52,26 +33,6 @@ def test_the_last_valid_one_is_told_from_one_among_several(tmp_path: Path, save:
     assert is_last_valid(tmp_path / "a.ckpt")
     assert not is_last_valid(tmp_path / "c.ckpt")
     assert not is_last_valid(tmp_path / "none")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_goes_into_quarantine_and_its_name_is_free_again(
-    tmp_path: Path, save: Any, kind: str
-) -> None:
-    path = tmp_path / "x.ckpt"
-    save(path, step=2, kind=kind)
-    save(tmp_path / "old.ckpt", step=1, kind=kind)
-    os.truncate(data_file(path), 2)
-    kept = quarantine(path)
-    assert not path.exists()
-    assert [str(finding) for finding in verify(kept).findings] == [
-        f"{data_file(kept)}: expected 7 bytes, found 2 bytes"
-    ]
-    assert quarantined_in(tmp_path) == [kept.parent]
-    assert newest_valid(tmp_path) == tmp_path / "old.ckpt"
-    save(path, step=2, kind=kind)
-    assert newest_valid(tmp_path) == path
-    assert data_file(kept).stat().st_size == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,7 +63,7 @@ def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
     owner.update(pid=os.getpid(), started=start_time(os.getpid()))
     (living / ".distplus" / "owner.json").write_text(json.dumps(owner))
     save(path, step=3, kind=kind)
-    (kept,) = quarantined_in(tmp_path)
+    (kept,) = in_role(tmp_path, "torn")
     assert (kept / "half").read_bytes() == b"torn"
     assert not stage.exists()
     assert living.exists()
@@ -115,8 +76,11 @@ def test_a_damaged_checkpoint_that_is_overwritten_is_kept(tmp_path: Path, save: 
     save(path, step=1, kind=kind)
     os.truncate(data_file(path), 2)
     save(path, step=2, kind=kind)
-    (kept,) = quarantined_in(tmp_path)
-    assert data_file(kept / "x.ckpt").stat().st_size == 2
+    (kept,) = in_role(tmp_path, "torn")
+    damaged = data_file(kept / "x.ckpt")
+    assert damaged.stat().st_size == 2
+    assert [str(one) for one in verify(kept / "x.ckpt").findings] == [f"{damaged}: expected 7 bytes, found 2 bytes"]
+    assert newest_valid(tmp_path) == path
     assert verify(path).ok
 
 

@@ -23,8 +23,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("kind", ["file", "directory"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 50])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("file", 1), ("directory", 2), ("file", 3), ("directory", 50)])
 def test_every_byte_is_read_by_exactly_one_rank(
     save: Callable[..., Any], tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
@@ -46,7 +45,7 @@ def test_every_byte_is_read_by_exactly_one_rank(
         assert not verify(target).ok
     damaged.unlink()
     assert sum(found()) == 11
-    assert "FileNotFoundError" in str(findings_in_share(target, manifest, rank=0, num_ranks=1)[0])
+    assert findings_in_share(target, manifest, rank=0, num_ranks=1)[0].found == "no file"
 
 
 def test_a_rank_reads_the_shard_that_has_its_number(tmp_path: Path) -> None:

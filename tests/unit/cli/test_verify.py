@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone, quarantine
+from lightning_distplus.checkpoint import SaveInfo, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.cli.__main__ import main
 
@@ -77,7 +77,8 @@ def test_deep_reads_the_crc_of_what_has_no_manifest_and_quarantine_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "foreign.ckpt").write_bytes(b"PK\x03\x04 torn")
-    quarantine(save(tmp_path / "bad.ckpt", 1))
+    save(tmp_path / "bad.ckpt", 1).write_bytes(b"torn")
+    save(tmp_path / "bad.ckpt", 2)
     assert main(["verify", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert "BadZipFile" not in output

@@ -25,7 +25,7 @@ def over_a_store(size: int) -> list[Tally]:
 
 
 def in_memory(size: int) -> list[SharedTally]:
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     return [SharedTally(memory, rank, size) for rank in range(size)]
 
 
@@ -75,10 +75,11 @@ def test_a_record_that_is_read_while_it_is_written_counts_as_not_there() -> None
     reader.enter(1, SAME)
     assert reader.look() is None
     writer.enter(3, SAME)  # in the place of number 1
-    whole = memory[:64]
+    whole = memory[:]
     reader.enter(3, SAME)
     assert reader.look() == 2
-    for torn in range(48, 64):  # the place of rank 1 in the set of odd numbers
+    place = 3 * SharedTally.PLACE_BYTES  # of rank 1 in the set of odd numbers
+    for torn in range(place, place + SharedTally.PLACE.size + len(SAME)):
         memory[torn] ^= 0xFF
         assert reader.look() == 1
         memory[torn] = whole[torn]

@@ -9,9 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_distplus.divergence.replicas import Difference, Replica, find_difference, odd_ranks, replicated_state
+from lightning_distplus.divergence.replicas import (
+    Difference,
+    Replica,
+    Windows,
+    find_difference,
+    fingerprint,
+    fingerprint_of_each,
+    from_reductions,
+    odd_ranks,
+    replicated_state,
+    row_sums,
+)
 
 
 def together(held: list[list[Replica]]) -> Difference | None:
@@ -139,3 +150,201 @@ def test_running_statistics_and_unsaved_buffers_are_left_out_and_optimizer_state
     assert states[:3] == ["net.0.weight: exp_avg", "net.0.weight: exp_avg_sq", "net.0.weight: step"]
     assert len(states) == 12
     assert {one.kind for one in replicated_state(model, [optimizer], holds_whole_parameters=False)} == {"buffers"}
+
+
+# -- fingerprints see what an XOR and a plain sum miss, in every dtype -------------------------------------------------
+
+Fingerprint = Callable[[Tensor], int]
+
+SIZES = [1, 3, 1000, 70_001]
+LARGE = 300_000
+
+
+def values(dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=generator).to(dtype)
+
+
+def negate(tensor: Tensor, *indices: int) -> None:
+    for index in indices:
+        tensor[index] = -tensor[index]
+
+
+def swap(tensor: Tensor, one: int, other: int) -> None:
+    tensor[[one, other]] = tensor[[other, one]]
+
+
+def flip(tensor: Tensor, bit: int, *indices: int) -> None:
+    words = tensor.view(torch.int32)
+    for index in indices:
+        words[index] ^= 1 << bit
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "one bit": lambda tensor: flip(tensor, 0, 123_456),
+    "the same flip in two elements": lambda tensor: flip(tensor, 22, 10, 12),
+    "two signs, same column": lambda tensor: negate(tensor, 1, 1 + 2 * 256 * 2),
+    "two signs, same row": lambda tensor: negate(tensor, 1, 5),
+    "two signs, far apart": lambda tensor: negate(tensor, 1, 200_001),
+    "four signs, anywhere": lambda tensor: negate(tensor, 1, 77, 4001, 200_001),
+    "a swap of neighbours": lambda tensor: swap(tensor, 10, 11),
+    "a swap within a row": lambda tensor: swap(tensor, 10, 40),
+    "a swap far apart": lambda tensor: swap(tensor, 10, 250_000),
+    "up and down by one": lambda tensor: tensor.view(torch.int32)[5:7].add_(torch.tensor([1, -1], dtype=torch.int32)),
+    "a swap of two rows": lambda tensor: tensor[:1024].copy_(tensor[:1024].view(2, 512).flip(0).reshape(-1)),
+}
+
+
+@pytest.fixture(params=["on a CPU", "elsewhere"])
+def of(request: pytest.FixtureRequest) -> Fingerprint:
+    """Both kinds."""
+    return fingerprint if request.param == "on a CPU" else lambda tensor: int(from_reductions([tensor]))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_changes_the_fingerprint(of: Fingerprint, name: str) -> None:
+    before = values(torch.float32, LARGE)
+    after = before.clone()
+    CHANGES[name](after)
+    assert not torch.equal(before, after), "the change is one"
+    assert of(before) != of(after)
+
+
+@pytest.mark.parametrize("numel", [2, 10, 4096, LARGE])
+def test_constant_tensors_differ_from_each_other_and_from_nan(of: Fingerprint, numel: int) -> None:
+    constants = [torch.full((numel,), value) for value in (0.0, -0.0, 1.0, 2.0, torch.nan, torch.inf)]
+    assert len({of(tensor) for tensor in constants}) == len(constants)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+     torch.float8_e4m3fn],
+    ids=str,
+)  # fmt: skip
+def test_every_byte_counts_in_every_dtype(of: Fingerprint, dtype: torch.dtype, numel: int) -> None:
+    before = values(dtype, numel)
+    assert of(before) == of(before.clone())
+    for index in {0, numel // 2, numel - 1}:
+        after = before.clone()
+        raw = after.view(torch.uint8).view(numel, -1)
+        raw[index, -1] ^= 1
+        assert of(before) != of(after)
+
+
+def test_the_layout_in_memory_does_not_count(of: Fingerprint) -> None:
+    tensor = values(torch.bfloat16, 3 * 1001)
+    whole = tensor.clone()
+    assert of(tensor[1001:2002]) == of(whole[1001:2002].clone()), "an offset that is no whole word"
+    matrix = values(torch.float32, 64 * 48).view(64, 48)
+    assert of(matrix.t().contiguous()) == of(matrix.t())
+    assert of(torch.nn.Parameter(matrix)) == of(matrix)
+
+
+def test_an_empty_and_a_scalar_tensor_have_a_fingerprint(of: Fingerprint) -> None:
+    assert of(torch.empty(0)) == of(torch.empty(0))
+    assert of(torch.tensor(1.0)) != of(torch.tensor(2.0))
+
+
+def test_ten_thousand_random_tensors_have_ten_thousand_fingerprints() -> None:
+    tensors = list(torch.randn(10_000, 5, generator=torch.Generator().manual_seed(1)))
+    assert len(set(fingerprint_of_each(tensors).tolist())) == 10_000
+
+
+def test_row_sums_find_the_place() -> None:
+    before = values(torch.float32, LARGE)
+    after = before.clone()
+    flip(after, 3, 1234)
+    (differing,) = (row_sums(before) != row_sums(after)).nonzero(as_tuple=True)
+    assert differing.tolist() == [1234 * 4 // 2048]
+
+
+def state() -> list[Tensor]:
+    shapes = [(1000, 700), (700,), (), (3,), (50_000,), (0,), (64, 64, 3, 3), (7,)]
+    generator = torch.Generator().manual_seed(2)
+    dtypes = [torch.float32, torch.bfloat16]
+    return [torch.randn(shape, generator=generator).to(dtypes[i % 2]) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [4096, 65_536, 1 << 18])
+def test_a_negated_tensor_and_slice_are_other_ones(of: Fingerprint, dtype: torch.dtype, numel: int) -> None:
+    before = values(dtype, numel)
+    half = before.clone()
+    half[: numel // 2] *= -1
+    assert len({of(before), of(-before), of(half)}) == 3
+
+
+def test_row_sums_find_two_signs_in_one_row() -> None:
+    before = values(torch.float64, LARGE)
+    after = before.clone()
+    negate(after, 300, 302)
+    (differing,) = (row_sums(before) != row_sums(after)).nonzero(as_tuple=True)
+    assert differing.tolist() == [1]
+
+
+def test_windows_cover_every_element_once_and_are_about_equal() -> None:
+    tensors = state()
+    windows = Windows(tensors)
+    seen = [torch.zeros(tensor.numel(), dtype=torch.int) for tensor in tensors]
+    sizes = []
+    for pieces in windows.pieces:
+        sizes.append(sum((piece.stop - piece.start) * tensors[piece.index].element_size() for piece in pieces))
+        for piece in pieces:
+            seen[piece.index][piece.start : piece.stop] += 1
+    assert all(bool((count == 1).all()) for count in seen)
+    assert max(sizes) < 2 * sum(sizes) / len(sizes) + 40_000
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 4, 6, 7])
+def test_a_flip_anywhere_shows_in_exactly_one_window(index: int) -> None:
+    tensors = state()
+    before = [windows_of(tensors, number) for number in range(16)]
+    flat = tensors[index].view(-1)
+    flat[flat.numel() // 2] += 1
+    after = [windows_of(tensors, number) for number in range(16)]
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+
+
+def windows_of(tensors: list[Tensor], number: int) -> int | None:
+    found = Windows(tensors).fingerprint(number)
+    return None if found is None else int(found)
+
+
+def test_small_tensors_are_read_whole_and_their_order_counts() -> None:
+    windows = Windows([torch.zeros(1000)] * 3, count=4)
+    assert [(one.start, one.stop) for pieces in windows.pieces for one in pieces] == [(0, 1000)] * 3
+    one, other = torch.tensor([1]), torch.tensor([2])
+    assert int(from_reductions([one, other])) != int(from_reductions([other, one]))
+
+
+def test_windows_of_nothing_are_empty() -> None:
+    assert Windows([]).fingerprint(3) is None
+
+
+def test_a_tensor_can_be_freed_and_filled_again_after_a_look_at_it() -> None:
+    """As FSDP2 does with whole parameters; numpy would forbid it."""
+    tensor = torch.ones(1000)
+    fingerprint(tensor)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4000)
+
+
+def test_a_window_reads_tensors_where_they_lie_now() -> None:
+    tensors = [torch.nn.Parameter(torch.arange(10.0)), torch.nn.Parameter(torch.ones(7))]
+    windows = Windows(tensors, 1)
+    found = [int(windows.fingerprint(0))]
+    with torch.no_grad():
+        tensors[1][3] = 2
+    found.append(int(windows.fingerprint(0)))
+    tensors[0].data = torch.arange(10.0).flip(0)
+    found.append(int(windows.fingerprint(0)))
+    tensors[0].data = torch.arange(20.0)[::2]
+    found.append(int(windows.fingerprint(0)))
+    assert len(set(found)) == 4
+    for one in tensors:
+        one.data = one.data.contiguous()
+    assert int(windows.fingerprint(0)) == found[-1] == int(Windows(tensors, 1).fingerprint(0))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_distplus.launch.rendezvous import HostsApart, Meeting
+from lightning_distplus.launch.agent import HostsApart, Meeting
 from lightning_distplus.testing.spawning import free_port
 
 FIRST, SECOND = 0, 1
@@ -19,8 +19,8 @@ def two_hosts() -> tuple[Meeting, Meeting]:
     return Meeting(endpoint, "job"), Meeting(endpoint, "job")
 
 
-def never(number: int) -> None:
-    raise AssertionError(f"attempt {number} is not under way")
+def never(text: str) -> None:
+    raise AssertionError(text)
 
 
 def test_the_attempts_are_those_of_the_job() -> None:
@@ -35,13 +35,13 @@ def test_the_attempts_are_those_of_the_job() -> None:
 def test_a_host_that_comes_late_says_so_and_takes_part_in_the_next_attempt() -> None:
     here, late = two_hosts()
     here.begin(here.join(never), num_hosts=1)
-    told: list[int] = []
+    told: list[str] = []
     came = threading.Event()
     with ThreadPoolExecutor() as pool:
         with here.watched(FIRST, came.set):
             joined = pool.submit(late.join, told.append)
             assert came.wait(30)
-        assert told == [FIRST]
+        assert told == [f"attempt {FIRST} is under way; this host asks to be let in, and waits"]
         assert here.newcomer(FIRST) is not None
         assert here.next(FIRST) == SECOND
         assert joined.result(timeout=30) == SECOND

@@ -14,9 +14,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     monkeypatch.setenv("DISTPLUS_IN_HAND", "")
     monkeypatch.setenv("DISTPLUS_QUARANTINE", "")
     made = Poison(2, same_step=2, sets_apart=True)
-    made.begin_attempt()
+    made.in_hand.forget()
     yield made
-    made.close()
+    made.in_hand.close()
 
 
 def end(poison: Poison, *, step: int, rank: int = 1, samples: list[int]) -> None:

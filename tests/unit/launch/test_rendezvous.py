@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from lightning_distplus.control.secret import Secret
-from lightning_distplus.launch.rendezvous import SignedState
+from lightning_distplus.launch.agent import SignedState
 
 KEY = "distplus-rendezvous/run"
 

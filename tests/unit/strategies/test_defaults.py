@@ -41,7 +41,7 @@ def test_a_name_of_the_users_in_the_bar_wins_and_the_bar_is_put_back() -> None:
     told._extend_bar(bar)
     told._extend_bar(bar)  # training may start more than once
     assert bar.get_metrics(None, None) == {"ckpt": "mine", "loss": 1.0}
-    told._stop()
+    told.teardown(None, None, "fit")
     assert "get_metrics" not in vars(bar)
 
 
@@ -62,7 +62,7 @@ def test_a_method_that_the_user_has_put_into_a_bar_stays_and_other_bars_are_left
     bar.get_metrics = own
     told._extend_bar(bar)
     assert bar.get_metrics(None, None) == {"ckpt": "0 s ago", "loss": 1.0}
-    told._stop()
+    told.teardown(None, None, "fit")
     assert bar.get_metrics is own
     other = ProgressBar()
     told._extend_bar(other)

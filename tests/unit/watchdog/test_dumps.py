@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from lightning_distplus.testing import spawn
-from lightning_distplus.watchdog.dumps import DumpError, judge_dumps, read_dumps
-from lightning_distplus.watchdog.flight_recorder import Recording
+from lightning_distplus.watchdog.flight_recorder import DumpError, Recording, load_dumps, read_recordings
+from lightning_distplus.watchdog.verdict import judge_dumps
+
+
+def read_dumps(folder: Path) -> dict[int, Recording]:
+    return read_recordings(load_dumps(folder))
 
 
 def entry(group: str, seq: int, **changes: Any) -> dict[str, Any]:

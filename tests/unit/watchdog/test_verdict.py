@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_distplus.checkpoint.foreign import refuse_foreign
+from lightning_distplus.checkpoint.formats import refuse_foreign
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.watchdog import stacks

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.watchdog.dumps import judge_dumps
-from lightning_distplus.watchdog.flight_recorder import Collective, Recording
-from lightning_distplus.watchdog.wait_graph import Ends, follow
+from lightning_distplus.watchdog.flight_recorder import Collective, Ends, Recording, follow
+from lightning_distplus.watchdog.verdict import judge_dumps
 from tests.unit.watchdog.mesh_simulation import FAULTS, HABITS, Mesh
 
 TP = {"tp0": [0, 1], "tp1": [2, 3]}

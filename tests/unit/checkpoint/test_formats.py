@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus import ResilientDeepSpeed
-from lightning_distplus.checkpoint import export, newest_valid, read_manifest
-from lightning_distplus.checkpoint.foreign import origin_of, parameter_order, refuse_foreign
+from lightning_distplus.checkpoint import formats, newest_valid, read_manifest
+from lightning_distplus.checkpoint.formats import origin_of, parameter_order, refuse_foreign
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 from lightning_distplus.testing import spawn
@@ -164,7 +164,7 @@ def test_the_order_of_the_parameters_is_that_of_transformers() -> None:
 def test_a_folder_of_transformers_comes_in_and_goes_out_with_its_logits(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "FILE_BYTES", 20_000 if shards == "20KB" else 10**9)
+    monkeypatch.setattr(formats, "FILE_BYTES", 20_000 if shards == "20KB" else 10**9)
     source, target, back = tmp_path / "hf", tmp_path / "run" / "in.ckpt", tmp_path / "back"
     model = llama()
     model.save_pretrained(source, max_shard_size=shards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_distplus import RankDivergenceMonitor
-from lightning_distplus.divergence.budget import Budget
+from lightning_distplus.divergence.check import Budget
 
 FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
 

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1), resilient, on GPUs and on the CPU."""
+"""torch's engines, resilient: DDP, FSDP (FSDP1), and FSDP2 with tensor parallelism; on GPUs and on the CPU."""
 
 from __future__ import annotations
 
@@ -10,19 +10,70 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.export import is_sharded
+from lightning_distplus.checkpoint.formats import is_sharded
 from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["ResilientFSDP"]
+__all__ = ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"]
+
+# -- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+class _DDPOnAnyDevice(DDPStrategy):
+    """Registers communication hooks on every device; Lightning does so on CUDA only, though they work on gloo.
+
+    So a run with a hook has other weights on a CPU than stock, which leaves the hook out without a word.
+    """
+
+    def _register_ddp_hooks(self) -> None:
+        if self.root_device.type == "cpu":
+            assert isinstance(self.model, DistributedDataParallel)
+            _compat.register_ddp_comm_hook(
+                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            )
+        else:
+            super()._register_ddp_hooks()
+
+
+class ResilientDDP(ResilientStrategy, _DDPOnAnyDevice):
+    """``DDPStrategy`` with deadlines, a step gate and committed checkpoints.
+
+    Args:
+        rebuild_buckets: Whether DDP lays its buckets out anew after the first step of each process, by the order in
+            which gradients came. The order in which a sum of three is taken depends on the layout, so that a resume on
+            three or more ranks may then differ in the last bit. By default they lie as the parameters are registered,
+            last first, from the first step on. True is faster for a model that registers them in another order than it
+            uses them.
+        **kwargs: Everything that ``ResilientStrategy`` and ``DDPStrategy`` take.
+    """
+
+    strategy_name = "resilient_ddp"
+    wrapper_class = DistributedDataParallel
+
+    def __init__(self, *, rebuild_buckets: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rebuilds_buckets = rebuild_buckets
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        if self._rebuilds_buckets:
+            return super()._setup_model(model)
+        with _compat.with_parameters_reversed():
+            wrapped = super()._setup_model(model)
+        _compat.settle_ddp_buckets(wrapped)
+        return wrapped
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
 
 _CPU = torch.device("cpu")
 
@@ -144,3 +195,42 @@ class ResilientFSDP(ResilientStrategy, _FSDPOnAnyDevice):
 
     def __init__(self, *, state_dict_type: Literal["full", "sharded"] = "sharded", **kwargs: Any) -> None:
         super().__init__(state_dict_type=state_dict_type, **kwargs)
+
+
+# -- FSDP2 and tensor parallelism --------------------------------------------------------------------------------------
+
+
+class _LoadsWhatItSaves(ModelParallelStrategy):
+    """The parent saves a model of which nothing is sharded, and an optimizer without state, and cannot load them."""
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        with _compat.loading_unsharded_models(), _compat.loading_empty_optimizers_of_fsdp2():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class ResilientModelParallel(ResilientStrategy, _LoadsWhatItSaves):
+    """``ModelParallelStrategy`` with deadlines, a step gate and committed checkpoints.
+
+    Args:
+        data_parallel_size: Number of data-parallel ranks; ``"auto"``: all ranks divided by ``tensor_parallel_size``.
+        tensor_parallel_size: Number of ranks that share each layer. 1 by default, unlike the parent, whose ``"auto"``
+            makes all ranks of a node tensor-parallel.
+        **kwargs: Everything that ``ResilientStrategy`` and ``ModelParallelStrategy`` take.
+    """
+
+    strategy_name = "resilient_model_parallel"
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs)
+
+    def setup_environment(self) -> None:
+        """Spreads the data over all ranks that tensor parallelism leaves; then the parent's part."""
+        if self._data_parallel_size == "auto" and isinstance(self._tensor_parallel_size, int):
+            self._data_parallel_size = max(1, self.num_processes * self.num_nodes // self._tensor_parallel_size)
+        super().setup_environment()

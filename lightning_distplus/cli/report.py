@@ -301,11 +301,15 @@ def run_top(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="show it once, as for a log")
     arguments = parser.parse_args(argv)
     live_run = LiveRun(artefacts_of(arguments.run))
+    if arguments.once:
+        live_run.refresh()
+        _console().print(live_run.show())
+        return 0
     with suppress(KeyboardInterrupt), Live(console=_console(), auto_refresh=False) as live:
         while True:
             live_run.refresh()
             live.update(live_run.show(), refresh=True)
-            if arguments.once or live_run.is_over:
+            if live_run.is_over:
                 break
             time.sleep(arguments.every)
     return 0

@@ -368,7 +368,8 @@ class TokenDataModule(ExactDataModule):
         if not self._sources["train"]:
             raise ValueError("sources is empty; name at least one source.")
         self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
-        self._seq_len = seq_len
+        self.seq_len = seq_len
+        """Tokens of a sample, without the one that is only a target."""
         require_type("global_batch_size", global_batch_size, int, or_none=True)
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
@@ -393,7 +394,7 @@ class TokenDataModule(ExactDataModule):
 
     def _open(self, stage: str) -> list[TokenStream]:
         if stage not in self._files:
-            self._files[stage] = [open_source(source, self._seq_len) for source in self._sources[stage]]
+            self._files[stage] = [open_source(source, self.seq_len) for source in self._sources[stage]]
         return self._files[stage]
 
     def _num_samples(self, stage: str) -> list[int]:
@@ -405,7 +406,7 @@ class TokenDataModule(ExactDataModule):
         rows = zip(self._fingerprints, self._mixture.numerators, self._num_samples("train"), strict=True)
         return {
             "sources": [list(row) for row in rows],
-            "seq_len": self._seq_len,
+            "seq_len": self.seq_len,
             "seed": self._seed,
             "shuffle": self._shuffle,
             **(self._phase.as_state() if self._phase is not None else {}),
@@ -451,11 +452,6 @@ class TokenDataModule(ExactDataModule):
             self._contents[place] = self._open("train")[place].contents()
         return self._contents[place]
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sample, without the one that is only a target."""
-        return self._seq_len
-
     def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
         """Micro-batches of an optimizer step, from ``global_batch_size`` where it is given.
 
@@ -498,7 +494,7 @@ class TokenDataModule(ExactDataModule):
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.label for source in self._sources[stage]]
         sources, size = self._open(stage), self._vocab_size
-        return TokenFetcher(sources=sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
+        return TokenFetcher(sources=sources, names=names, seq_len=self.seq_len, vocab_size=size, **self._extras)
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         sizes = self._num_samples("val")

@@ -106,11 +106,12 @@ def detect(path: str) -> str:
     if is_pair and place.suffix in (".bin", ".idx"):
         return "megatron"  # the pair is named by one of its files
     is_packed = any(map(_is_packed, _packed_files(place)[:_MAX_LOOKED_AT]))
+    alone = [one for one in _files(place, ".bin") if one.suffix == ".bin" and not one.with_suffix(".idx").exists()]
     looks = {
         "litpkds": is_packed,
         "megatron": is_pair,
         "npy": any(one.suffix == ".npy" for one in _files(place, ".npy")),
-        "raw": not is_packed and not _is_litdata(place) and any(map(_is_lone_bin, _files(place, ".bin"))),
+        "raw": bool(alone) and not is_packed and not _is_litdata(place),
     }
     found = [name for name, is_so in looks.items() if is_so]
     if len(found) > 1:
@@ -145,10 +146,6 @@ def _packed_files(path: Path) -> list[Path]:
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
     return sorted(one for one in folder.glob(pattern) if one.is_file() and not one.name.startswith("."))
-
-
-def _is_lone_bin(path: Path) -> bool:
-    return path.suffix == ".bin" and not path.with_suffix(".idx").exists()
 
 
 def _is_packed(path: Path) -> bool:
@@ -194,6 +191,8 @@ class TokenStream:
         ValueError: ``seq_len`` or ``split`` is senseless, or the share holds no whole sample.
     """
 
+    _version = ""  # in the fingerprint, behind the format
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -217,6 +216,7 @@ class TokenStream:
         lengths = np.array([part.num_tokens for part in parts], dtype=np.int64)
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
+        self.num_tokens = int(lengths.sum())
         self._maps: OrderedDict[int, Tokens] = OrderedDict()
         self._mapped: dict[int, os.stat_result] = {}  # the file of each map, as it was then
         self._documents: NDArray[np.int64] | None = None
@@ -225,11 +225,6 @@ class TokenStream:
             self._block_ends = np.cumsum(counts)
             self._block_starts = self._block_ends - counts
         self._first, self.num_samples = self._share()
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the files."""
-        return int(self._ends[-1])
 
     @property
     def dtype(self) -> type[np.integer[Any]]:
@@ -277,25 +272,22 @@ class TokenStream:
 
     def fingerprint(self) -> str:
         """16 hex digits over format, type, share and content (of much data: some spread samples of 4 KiB)."""
-        digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name}".encode())
-        _digest_files(digest, self._paths())
-        return self._sealed(digest)
+        digest, paths = xxhash.xxh3_64(f"{self.format}{self._version} {self.dtype.__name__}".encode()), self._paths()
+        _digest_files(digest, paths, self._samples(paths))
+        if self._split != _WHOLE:
+            digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
+        return digest.hexdigest()
 
     def contents(self) -> dict[str, Any]:
         """What the fingerprint is made of, file by file: a record of ``inventory``."""
         paths = self._paths()
-        facts: dict[str, Any] = {"format": self.format, "dtype": np.dtype(self.dtype).name}
+        facts: dict[str, Any] = {"format": self.format, "dtype": self.dtype.__name__}
         if self._split != _WHOLE:
             facts["split"] = list(self._split)
-        return {"facts": facts, "num_files": len(paths), "files": self._rows(paths)}
+        return {"facts": facts, "num_files": len(paths), "files": _rows_of_files(paths, self._samples(paths))}
 
-    def _rows(self, paths: list[Path]) -> list[list[Any]]:
-        return _rows_of_files(paths, _samples_of_files(paths))
-
-    def _sealed(self, digest: xxhash.xxh3_64) -> str:
-        if self._split != _WHOLE:
-            digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
-        return digest.hexdigest()
+    def _samples(self, paths: list[Path]) -> dict[int, int]:
+        return _samples_of_files(paths)
 
     def _share(self) -> tuple[int, int]:
         """The first token (or block) of the share, and the number of its samples."""
@@ -447,21 +439,16 @@ class MegatronTokens(TokenStream):
         ValueError: A file is missing, empty, truncated, too long or of another format; or holds no whole sample.
     """
 
+    _version = f" {_MEGATRON_VERSION}"
+
     def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = _WHOLE) -> None:
         self._bin, self._idx = _pair(prefix)
         dtype, num_tokens, self._num_sequences, self.num_documents = _read_index(self._idx, self._bin)
         parts = [Part(self._bin, 0, num_tokens)]
         super().__init__(parts, name=str(self._bin), format="megatron", dtype=dtype, seq_len=seq_len, split=split)
 
-    def fingerprint(self) -> str:
-        """16 hex digits over format, sizes and content (of large files: 64 spread samples of 4 KiB each)."""
-        digest = xxhash.xxh3_64(f"megatron {_MEGATRON_VERSION} {self.dtype.__name__}".encode())
-        for path in self._paths():
-            _digest_file(digest, path)
-        return self._sealed(digest)
-
-    def _rows(self, paths: list[Path]) -> list[list[Any]]:
-        return _rows_of_files(paths, {})
+    def _samples(self, paths: list[Path]) -> dict[int, int]:
+        return {}  # each file is read by itself
 
     def _paths(self) -> list[Path]:
         return [self._idx, self._bin]
@@ -781,9 +768,9 @@ _MAX_ROWS = 4096  # of a source
 _MAX_NAME = 64  # characters, from the end
 
 
-def _digest_files(digest: xxhash.xxh3_64, paths: list[Path]) -> None:
+def _digest_files(digest: xxhash.xxh3_64, paths: list[Path], samples: dict[int, int]) -> None:
     """All sizes; all content of a little data; of much data samples, from at most 64 files."""
-    if not (samples := _samples_of_files(paths)):
+    if not samples:
         for path in paths:
             _digest_file(digest, path)
         return

@@ -19,7 +19,7 @@ __all__ = [
     "MegatronTokens",
     "MegatronWriter",
     "Source",
-    "TokenStream",
+    "TokenSource",
     "detect",
     "dtype_for",
     "open_source",
@@ -78,7 +78,7 @@ class Source:
         return self.name or self.path
 
 
-def open_source(source: Source, seq_len: int) -> "TokenStream":
+def open_source(source: Source, seq_len: int) -> "TokenSource":
     """Opens and checks a source.
 
     Raises:
@@ -170,7 +170,7 @@ class Part(NamedTuple):
     num_tokens: int
 
 
-class TokenStream:
+class TokenSource:
     """Samples of ``seq_len + 1`` tokens, cut out of some parts.
 
     Either the parts are one stream, in which sample i is tokens[i * seq_len : i * seq_len + seq_len + 1]: neighbours
@@ -424,7 +424,7 @@ def dtype_for(vocab_size: int) -> type[np.integer[Any]]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
-class MegatronTokens(TokenStream):
+class MegatronTokens(TokenSource):
     """Megatron-LM's indexed dataset ``<prefix>.bin`` and ``<prefix>.idx``, read as one stream of tokens.
 
     Blocks run across documents; documents keep the order in which they were written. Header and sizes of both files are
@@ -655,7 +655,7 @@ def _flat_files(source: Source, suffix: str) -> list[Path]:
     raise ValueError(f"{source.path} is no file, and no folder with files *{suffix} (format {source.format}).")
 
 
-def _read_raw(source: Source, seq_len: int) -> TokenStream:
+def _read_raw(source: Source, seq_len: int) -> TokenSource:
     """Files that hold nothing but little-endian tokens, as nanoGPT writes them; several are one stream."""
     if source.dtype is None:
         raise ValueError(f'{source.path} (raw) does not say its token type; name it, as in dtype="uint16".')
@@ -667,10 +667,10 @@ def _read_raw(source: Source, seq_len: int) -> TokenStream:
                 f"of {dtype.itemsize}. {_AGAIN}"
             )
         parts.append(Part(path, 0, size // dtype.itemsize))
-    return TokenStream(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
+    return TokenSource(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
 
 
-def _read_npy(source: Source, seq_len: int) -> TokenStream:
+def _read_npy(source: Source, seq_len: int) -> TokenSource:
     """One-dimensional arrays of integers; several are one stream."""
     parts: list[Part] = []
     first: np.dtype[Any] | None = None
@@ -689,7 +689,7 @@ def _read_npy(source: Source, seq_len: int) -> TokenStream:
             )
         parts.append(Part(path, offset, shape[0]))
     assert first is not None
-    return TokenStream(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
+    return TokenSource(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
 
 
 def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
@@ -703,7 +703,7 @@ def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[
         return shape, dtype, stream.tell()
 
 
-def _read_packed(source: Source, seq_len: int) -> TokenStream:
+def _read_packed(source: Source, seq_len: int) -> TokenSource:
     """Files that lit-gpt's ``PackedDatasetBuilder`` wrote, read as its ``PackedDataset`` reads them."""
     parts: list[Part] = []
     first: tuple[int, type[np.integer[Any]]] | None = None
@@ -719,7 +719,7 @@ def _read_packed(source: Source, seq_len: int) -> TokenStream:
         parts.append(Part(path, _PACKED_HEADER.size, chunk))
     if first is None:
         raise ValueError(f"{source.path} holds no LITPKDS file (*.bin that begins with {_PACKED_MAGIC!r}).")
-    return TokenStream(
+    return TokenSource(
         parts,
         name=source.path,
         format="litpkds",
@@ -751,7 +751,7 @@ def _read_packed_header(path: Path, place: str, size: int) -> tuple[int, type[np
     return num_tokens, _TYPE_CODES[code]
 
 
-_READERS: dict[str, Callable[[Source, int], TokenStream]] = {
+_READERS: dict[str, Callable[[Source, int], TokenSource]] = {
     "megatron": lambda source, seq_len: MegatronTokens(source.path, seq_len, split=source.split),
     "litpkds": _read_packed,
     "raw": _read_raw,

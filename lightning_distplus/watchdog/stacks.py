@@ -185,11 +185,9 @@ def _library_of(file: str) -> str:
 
 
 def _tell_hidden(libraries: Sequence[str]) -> list[str]:
-    if not libraries:
-        return []
-    names = list(dict.fromkeys(libraries))
-    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"]
+    *others, last = dict.fromkeys(libraries) or [""]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"] if libraries else []
 
 
 # -- stacks of other processes -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.majority import outvoted
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.preflight.host import versions
 from lightning_distplus.world import name_ranks
@@ -33,7 +33,6 @@ __all__ = [
     "disagreements",
     "gathered",
     "merged",
-    "odd_ranks",
     "revision",
     "run_in_time",
     "spans_hosts",
@@ -223,7 +222,8 @@ def compare(statements: Sequence[Statement], name: Callable[[int], str] = str) -
 
 def _difference(field: str, values: Sequence[str], name: Callable[[int], str]) -> Finding:
     check, _, part = field.partition(".")
-    odd, common = odd_ranks(values)
+    odd, right = odd_ranks(dict(enumerate(values)))
+    common = None if right is None else values[right]
     told = "; ".join(f"{name(rank)}: {_short(values[rank])}" for rank in odd[:_SHOWN_RANKS])
     more = f"; and {len(odd) - _SHOWN_RANKS} more" if len(odd) > _SHOWN_RANKS else ""
     others = "" if common is None else f"; the other {len(values) - len(odd)} ranks: {_short(common)}"
@@ -237,14 +237,6 @@ def _difference(field: str, values: Sequence[str], name: Callable[[int], str]) -
         detail=f"{told}{more}{others}",
         remedy=_REMEDIES[check],
     )
-
-
-def odd_ranks(values: Sequence[str]) -> tuple[Sequence[int], str | None]:
-    """The ranks that differ from the majority, and its value; all of them and None where none is the majority."""
-    odd = outvoted(dict(enumerate(values)))
-    if odd is None:
-        return range(len(values)), None
-    return odd, next(value for rank, value in enumerate(values) if rank not in odd)
 
 
 def _short(value: str) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.majority import outvoted
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.world import name_ranks
 
 __all__ = [
@@ -317,7 +317,8 @@ def _guilty(
         made: The call of each rank that made one.
         recordings: What the ranks did before.
     """
-    if (wrong := outvoted(sides)) is not None:
+    wrong, right = odd_ranks(sides)
+    if right is not None:
         return wrong, True
     expected = {rank: _was_expected(call, recordings[rank].calls) for rank, call in made.items()}
     odd = {sides[rank] for rank, was in expected.items() if was is False}

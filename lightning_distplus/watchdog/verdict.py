@@ -37,7 +37,7 @@ from lightning_distplus.errors import (
     message_of,
 )
 from lightning_distplus.events import ledger_files, read_ledger
-from lightning_distplus.majority import outvoted
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import (
@@ -619,10 +619,10 @@ def _at_the_ends(ends: Ends) -> _Opinion:
 def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
     """The ranks that wait elsewhere than most; all of them where there is no majority."""
     places = {rank: (one.operation, one.location) for rank, one in evidence.items()}
-    odd = outvoted(places)
+    odd, right = odd_ranks(places)
     return _Opinion(
         culprits=odd or sorted(places),
-        is_decided=bool(odd),
+        is_decided=bool(odd) and right is not None,
         cause="the ranks wait in different places: something was called on some ranks only, or in another order",
         remedy="compare the stacks in the file; code under `if rank == 0` must not synchronise",
     )

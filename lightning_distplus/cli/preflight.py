@@ -36,8 +36,6 @@ AGREEMENT = ("versions", "revision", "seed", "variables")
 BETWEEN_HOSTS = ("network", "mtu", "clock")
 """The names of what it finds between hosts."""
 
-_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
-
 
 def run_doctor(argv: Sequence[str]) -> int:
     """Exit code 0 where nothing is wrong, 173 where a check found an error, 2 for an unknown check."""
@@ -129,24 +127,12 @@ def _exit_code(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
-    """A table where rich is there; the same lines where the installation is too broken for it."""
+    """Without rich, which an installation may lack that is to be looked at."""
     print(f"{facts.host}: started by {facts.launcher}; {len(names)} checks in {elapsed_s:.1f} s")
     found = {finding.check for finding in findings}
     quiet = [name for name in names if name not in found]
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:
-        for finding in findings:
-            print(f"{finding.status.value} ({finding.check}): {finding}")
-    else:
-        table = Table("check", "", "what", show_lines=True)
-        for finding in findings:
-            status = f"[{_COLOURS[finding.status]}]{finding.status.value}"
-            table.add_row(finding.check, status, escape(str(finding)))
-        if findings:
-            Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(table)
+    for finding in findings:
+        print(f"{finding.status.value} ({finding.check}): {finding}")
     print(f"nothing to say: {', '.join(quiet) or '-'}")
     print(_summary(findings))
 
@@ -249,9 +235,8 @@ def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     first, last = min(ranks, key=lambda rank: rank["clock"]), max(ranks, key=lambda rank: rank["clock"])
     skew_s = last["clock"] - first["clock"]
     if skew_s > _SKEW_S:
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
+        yield Finding.warning(
+            f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
             detail=f"{last['host']} is ahead of {first['host']}",
             remedy="Start chrony or ntpd on both",
         )

@@ -26,7 +26,6 @@ from lightning_distplus.report.goodput import Window
 from lightning_distplus.report.run import step_parts
 from lightning_distplus.timeouts import parse_duration
 from lightning_distplus.watchdog.verdict import duration_in_words, judge_dumps
-from lightning_distplus.world import name_ranks
 
 __all__ = ["LiveRun", "main", "run_top", "show_job"]
 
@@ -232,15 +231,7 @@ def _verdicts(job: Mapping[str, Any]) -> Text | None:
 
 
 def _stragglers(job: Mapping[str, Any]) -> Text | None:
-    """For example ``rank 5 (host a) is slow: data takes 63 ms, 2.1 x the median of the others, since step 1200``."""
-    lines = []
-    for one in job["stragglers"]:
-        host = f" (host {one['host']})" if one["host"] else ""
-        factor = f", {one['factor']:.1f} x the median of the others" if one["factor"] else ""
-        since = f", since step {one['since_step']}" if one["since_step"] else ""
-        took = f"{one['part']} takes {1e3 * one['seconds']:.0f} ms"
-        lines.append(f"{name_ranks([one['rank']])}{host} is slow: {took}{factor}{since}")
-    return _as_text(lines, style="yellow")
+    return _as_text([one["text"] for one in job["stragglers"]], style="yellow")
 
 
 def _checkpoints(job: Mapping[str, Any]) -> Table | None:
@@ -310,11 +301,15 @@ def run_top(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="show it once, as for a log")
     arguments = parser.parse_args(argv)
     live_run = LiveRun(artefacts_of(arguments.run))
+    if arguments.once:
+        live_run.refresh()
+        _console().print(live_run.show())
+        return 0
     with suppress(KeyboardInterrupt), Live(console=_console(), auto_refresh=False) as live:
         while True:
             live_run.refresh()
             live.update(live_run.show(), refresh=True)
-            if arguments.once or live_run.is_over:
+            if live_run.is_over:
                 break
             time.sleep(arguments.every)
     return 0

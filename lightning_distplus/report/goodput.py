@@ -32,6 +32,7 @@ PARTS = {
 _FATAL = frozenset({"hang", "peer_lost", "exception", "divergence", "preflight", "no_progress"})
 _IN_PHASE = {"checkpoint": "checkpoint", "validation": "validation", "setup": "setup", "resume": "setup"}
 _FEWEST_FAILURES = 3
+_QUIET_S = 120.0
 
 
 class Window(NamedTuple):
@@ -62,10 +63,21 @@ class Window(NamedTuple):
             get("checkpoint_s", 0.0), get("validation_s", 0.0), get("loss"),
         )  # fmt: skip
 
+    def before(self, later: Window) -> Window:
+        """Both as one window."""
+        summed = ("seconds", "steps", *self._fields[4:-1])
+        both: dict[str, Any] = {name: getattr(self, name) + getattr(later, name) for name in summed}
+        return later._replace(**both, loss=self.loss if later.loss is None else later.loss)
+
     @property
     def step_s(self) -> float:
         """Seconds of one step, without saves and validation."""
         return max(self.seconds - self.checkpoint_s - self.validation_s, 0.0) / max(self.steps, 1)
+
+    @property
+    def own_s(self) -> float:
+        """The same without the backward and the gate, where a rank waits for others."""
+        return max(self.step_s - (self.backward_s + self.wait_s) / max(self.steps, 1), 0.0)
 
 
 @dataclass(kw_only=True)
@@ -116,20 +128,17 @@ class Attempt:
 
 def find_attempts(
     events: Iterable[Mapping[str, Any]],
-    windows: Mapping[tuple[str, int], Sequence[Window]],
-    verdicts: Sequence[Mapping[str, Any]] = (),
-    *,
-    now: float = math.inf,
-    quiet_s: float = 120.0,
+    windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]],
+    verdicts: Sequence[Mapping[str, Any]],
+    now: float,
 ) -> list[Attempt]:
     """The starts of a job, in order.
 
     Args:
         events: Of all ranks and the launcher, without ``steps``; oldest first.
-        windows: By run and attempt, those of the lowest rank that has any, oldest first.
-        verdicts: As their files hold them, each with ``at``, its unix time, and ``headline``; oldest first.
-        now: Unix time. An attempt without an end runs where it was heard of lately; infinite: it does not.
-        quiet_s: How lately.
+        windows: By run and attempt, and by rank; oldest first.
+        verdicts: As their files hold them, each with ``at``, its unix time; oldest first.
+        now: Unix time. An attempt without an end runs where it was heard of lately.
     """
     of_attempt: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     of_launcher: list[Mapping[str, Any]] = []
@@ -138,7 +147,10 @@ def find_attempts(
             of_launcher.append(event)
         else:
             of_attempt.setdefault((event["run_id"], event["attempt"]), []).append(event)
-    found = [_attempt(*key, told, windows.get(key, ())) for key, told in of_attempt.items()]
+    found = []
+    for key, told in of_attempt.items():
+        ranks = windows.get(key, {})
+        found.append(_attempt(*key, told, ranks[min(ranks)] if ranks else ()))
     found.sort(key=lambda one: one.began)
     for index, attempt in enumerate(found):
         until = found[index + 1].began if index + 1 < len(found) else math.inf
@@ -148,7 +160,7 @@ def find_attempts(
         since = max(attempt.began, went_on_at)
         judged = [one for one in verdicts if since <= one["at"] < until and one["kind"] in _FATAL]
         launcher = [one for one in of_launcher if attempt.began <= one["time"] < until + 1]
-        is_heard = now - attempt.last < quiet_s
+        is_heard = now - attempt.last < _QUIET_S
         _find_end(attempt, told, judged, launcher, until if math.isfinite(until) else None, is_heard=is_heard)
     return found
 
@@ -224,6 +236,7 @@ def _find_end(
         earliest = last_window.end - last_window.seconds if verdicts else last_window.end
         attempt.ended = max(attempt.ended, earliest)
     attempt.detected = max(attempt.detected, attempt.ended)
+    attempt.last = max(attempt.last, attempt.detected)
 
 
 # -- the split ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_distplus.report.goodput import Window, split_wall_time
-from lightning_distplus.report.run import attempts_of, chains_of, read_ledgers
+from lightning_distplus.report.goodput import Window, find_attempts, split_wall_time
+from lightning_distplus.report.run import chains_of, read_ledgers
 from lightning_distplus.watchdog.verdict import duration_in_words
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class RunHealth:
         self._job_began, self._num_restarts = began, attempt
         try:
             ledgers = read_ledgers(home, rank=rank)
-            runs = next(runs for runs in chains_of(ledgers) if run_id in runs)
-            attempts = attempts_of(ledgers.of_runs(runs), now)
+            own = ledgers.of_runs(next(runs for runs in chains_of(ledgers) if run_id in runs))
+            attempts = find_attempts(own.events, own.windows, own.verdicts, now)
             goodput = split_wall_time(attempts)
             self._trained_s = goodput["share"] * goodput["wall_s"]
             self._job_began, self._num_restarts = attempts[0].began, len(attempts) - 1

@@ -4,7 +4,7 @@ const jobs = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("report");
 const SVG = "http://www.w3.org/2000/svg";
 const NAMES = { data_wait: "data wait", checkpoint: "checkpoint stall", setup: "set-up and end", redone: "redone steps", peer_lost: "peer lost", no_progress: "no progress" };
-const MOODS = { done: "good", running: "good", committed: "good", preempted: "warn", regrouped: "warn", missing: "warn", rotated: "", elsewhere: "", unknown: "" };
+const MOODS = { done: "good", running: "good", committed: "good", preempted: "warn", regrouped: "warn", missing: "warn", slow: "warn", rotated: "", elsewhere: "", unknown: "" };
 const COLOURS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 // Of a chart, in the units of its text: on a phone a chart is narrow, and its text stays readable.
 const WIDTH = Math.min(Math.max(document.documentElement.clientWidth - 40, 320), 1040);
@@ -54,12 +54,12 @@ function section(title, ...children) {
   const id = `section-${++count}`;
   return h("section", { "aria-labelledby": id }, h("h2", { id, tabindex: "-1" }, title), ...children);
 }
-// Columns: [title, cell of a row, class].
-function table(caption, columns, rows) {
+// Columns: [title, cell of a row, class]. On a phone each row is a card, where the table is not wide.
+function table(caption, columns, rows, isWide = false) {
   const head = h("tr", null, columns.map(([title, , kind]) => h("th", { scope: "col", class: kind }, title)));
-  const body = rows.map((row) => h("tr", null, columns.map(([, cell, kind]) => h("td", { class: kind }, cell(row)))));
+  const body = rows.map((row) => h("tr", null, columns.map(([title, cell, kind]) => h("td", { class: kind, "data-title": title }, cell(row)))));
   const inner = h("table", null, h("caption", null, caption), h("thead", null, head), h("tbody", null, body));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, inner);
+  return h("div", { class: isWide ? "scroll" : "scroll cards", tabindex: "0", role: "region", "aria-label": caption }, inner);
 }
 
 // -- what happened ----------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ function headOf(job) {
   ];
   return h("header", { class: mood(job.state) },
     badge(job.state), h("h1", null, job.headline), job.todo ? h("p", { class: "todo" }, job.todo) : null,
+    job.stragglers.slice(0, 4).map((one) => h("p", null, badge("slow"), ` ${one.text}`)),
     h("p", { class: "soft" }, facts.filter(Boolean).join(" · ")),
     h("p", { class: "soft" }, `run ${job.runs.join(", ") || "(without an id)"} · ${job.home} · made ${moment(job.made_at)} UTC`));
 }
@@ -98,7 +99,7 @@ function goodputOf(job) {
 }
 function attemptsOf(job) {
   return section("Attempts", table("Why each start of all ranks ended", [
-    ["attempt", (one) => one.number, "number"], ["began (UTC)", (one) => moment(one.began)],
+    ["attempt", (one) => one.number, "number"], ["began (UTC)", (one) => moment(one.began), "when"],
     ["ranks", (one) => one.world_size, "number"],
     ["steps", (one) => `${number(one.first_step)} to ${number(one.last_step)}`, "number"],
     ["lasted", (one) => duration(one.last - one.began), "number"], ["lost", (one) => (one.steps_lost ? `${number(one.steps_lost)} steps` : ""), "number"],
@@ -146,7 +147,9 @@ function explore(svg, columns, rows, locate, show) {
 function heatMapOf(job) {
   const map = job.steps;
   if (!map) return null;
-  const all = map.rows.flatMap((row) => row.step_s).filter((value) => value !== null).sort((a, b) => a - b);
+  // All ranks of a step take equally long, because they wait for the slowest: what it does itself shows which one it is.
+  const series = job.stragglers.length ? "own_s" : "step_s";
+  const all = map.rows.flatMap((row) => row[series]).filter((value) => value !== null).sort((a, b) => a - b);
   if (!all.length) return null;
   const low = all[0], high = Math.max(all[Math.floor(0.99 * (all.length - 1))], 1.5 * all[Math.floor(all.length / 2)]);
   const columns = map.rows[0].step_s.length, left = 48, width = WIDTH, cell = (width - left) / columns;
@@ -155,7 +158,7 @@ function heatMapOf(job) {
   const svg = h("svg:svg", { viewBox: `0 0 ${width} ${height + 22}`, role: "img", tabindex: "0",
     "aria-label": `Time of a step, ${map.rows.length} rows of ranks by time, from ${milliseconds(low)} to ${milliseconds(all[all.length - 1])} ms. The arrow keys read single values.` });
   map.rows.forEach((row, index) => {
-    row.step_s.forEach((value, column) => {
+    row[series].forEach((value, column) => {
       if (value !== null) svg.append(h("svg:rect", { x: left + column * cell, y: index * tall, width: cell + 0.3, height: tall - (tall > 8 ? 1 : 0), fill: colour((value - low) / (high - low)) }));
     });
     if (index % Math.ceil(14 / tall) === 0) svg.append(h("svg:text", { x: left - 6, y: index * tall + tall / 2 + 4, "text-anchor": "end" }, ranksOf(row.ranks).replace(/ranks? /, "")));
@@ -169,29 +172,28 @@ function heatMapOf(job) {
     const x = (event.clientX - box.left) * scale - left, y = (event.clientY - box.top) * scale;
     return x < 0 || y > height ? null : [Math.floor(x / cell), Math.floor(y / tall)];
   }, (column, row) => {
-    const value = map.rows[row].step_s[column];
+    const { ranks, step_s, own_s } = map.rows[row];
     cursor.setAttribute("x", left + column * cell);
     cursor.setAttribute("y", row * tall);
     cursor.setAttribute("visibility", "visible");
-    told.textContent = `${ranksOf(map.rows[row].ranks)}, ${moment(atColumn(column))} UTC: ${value === null ? "no steps" : `${milliseconds(value)} ms a step`}`;
+    told.textContent = `${ranksOf(ranks)}, ${moment(atColumn(column))} UTC: ${step_s[column] === null ? "no steps" : `${milliseconds(step_s[column])} ms a step, ${milliseconds(own_s[column])} ms without backward and gate`}`;
   });
   const stops = COLOURS.map((one) => `rgb(${one.join(",")})`).join(",");
   return section("Step time, by rank and time", svg, told,
+    series === "own_s" ? h("p", { class: "soft" }, "Coloured by what a rank does itself: without the backward and the gate, where it waits for others.") : null,
     h("div", { class: "scale", "aria-hidden": "true", style: { background: `linear-gradient(to right, ${stops})` } }),
     h("div", { class: "ends soft" }, h("span", null, `${milliseconds(low)} ms`), h("span", null, `${milliseconds(high)} ms and more`)));
 }
 function ranksTable(job) {
   const parts = ["data", "forward", "backward", "optimizer", "wait", "other", "whole"];
   const late = new Map(job.stragglers.map((one) => [one.rank, one]));
-  const told = job.stragglers.map((one) => h("p", { class: "todo" },
-    `Rank ${one.rank}${one.host ? ` (host ${one.host})` : ""} is slow: ${one.part} takes ${milliseconds(one.seconds)} ms, the median of the others is ${milliseconds(one.median_s)} ms` +
-    (one.factor ? ` (${one.factor.toFixed(1)} x)` : "") + (one.since_step ? `, since step ${number(one.since_step)}` : "") + "."));
+  const told = job.stragglers.map((one) => h("p", { class: "todo" }, one.text));
   if (!job.ranks.length) return null;
   const rows = [...job.ranks].sort((a, b) => late.has(b.rank) - late.has(a.rank) || a.rank - b.rank).slice(0, 64);
   return section("Ranks", told, table("Milliseconds of a step in the last windows of each rank, on the clock of its host", [
     ["rank", (one) => one.rank, "number"], ["host", (one) => one.host], ["step", (one) => number(one.step), "number"],
     ...parts.map((part) => [part, (one) => milliseconds(one[part]), "number"]),
-  ], rows));
+  ], rows, true));
 }
 function lossOf(job) {
   const lines = job.loss;
@@ -242,7 +244,7 @@ function lossOf(job) {
 function checkpointsOf(job) {
   if (!job.checkpoints.length) return null;
   return section("Checkpoints", table(`The newest ${job.checkpoints.length} saves, and what is there now`, [
-    ["step", (one) => number(one.step), "number"], ["saved (UTC)", (one) => moment(one.at)], ["now", (one) => badge(one.state)],
+    ["step", (one) => number(one.step), "number"], ["saved (UTC)", (one) => moment(one.at), "when"], ["now", (one) => badge(one.state)],
     ["size", (one) => bytes(one.size_bytes), "number"], ["stall", (one) => duration(one.stall_s), "number"], ["path", (one) => one.path, "path"],
   ], [...job.checkpoints].reverse()));
 }
@@ -266,20 +268,22 @@ function costsOf(job) {
 function noticesOf(job) {
   if (!job.notices.length) return null;
   const known = new Set(["time", "rank", "attempt", "seq", "kind"]);
-  const rest = (one) => Object.entries(one).filter(([key]) => !known.has(key)).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+  const short = (value) => (typeof value === "object" ? JSON.stringify(value) : Number.isInteger(value) || isNaN(value) ? value : Number(value).toPrecision(3));
+  const rest = (one) => Object.entries(one).filter(([key]) => !known.has(key)).map(([key, value]) => `${key} ${short(value)}`).join(", ");
   return section("Notices", table(`The last ${job.notices.length} of ${number(job.num_notices)}`, [
-    ["time (UTC)", (one) => moment(one.time)], ["rank", (one) => one.rank, "number"], ["what", (one) => one.kind.replaceAll("_", " ")], ["more", rest, "wide"],
+    ["time (UTC)", (one) => moment(one.time), "when"], ["rank", (one) => one.rank, "number"], ["what", (one) => one.kind.replaceAll("_", " ")], ["more", rest, "wide"],
   ], [...job.notices].reverse()));
 }
 function failuresOf(job) {
   if (!job.failures.length) return null;
   return section("Errors", table("The first line of the error of each rank", [
-    ["time (UTC)", (one) => moment(one.at)], ["attempt", (one) => one.attempt, "number"], ["rank", (one) => one.rank, "number"], ["error", (one) => one.error, "wide"],
+    ["time (UTC)", (one) => moment(one.at), "when"], ["attempt", (one) => one.attempt, "number"], ["rank", (one) => one.rank, "number"], ["error", (one) => one.error, "wide"],
   ], job.failures));
 }
 
 for (const job of jobs) {
-  const parts = [goodputOf, attemptsOf, verdictsOf, heatMapOf, ranksTable, lossOf, checkpointsOf, dataOf, deadlinesOf, costsOf, failuresOf, noticesOf].map((draw) => draw(job)).filter(Boolean);
+  const first = mood(job.state) === "bad" ? [verdictsOf, failuresOf, goodputOf, attemptsOf] : [goodputOf, attemptsOf, verdictsOf, failuresOf];
+  const parts = [...first, heatMapOf, ranksTable, lossOf, checkpointsOf, dataOf, deadlinesOf, costsOf, noticesOf].map((draw) => draw(job)).filter(Boolean);
   const links = parts.map((part) => { const title = part.querySelector("h2"); return h("a", { href: `#${title.id}` }, title.textContent); });
   main.append(headOf(job), h("nav", { "aria-label": "Sections" }, links), ...parts);
 }

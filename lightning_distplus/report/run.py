@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ __all__ = [
     "VERSION",
     "Ledgers",
     "artefacts_of",
-    "attempts_of",
     "chains_of",
     "describe_job",
     "describe_runs",
@@ -37,6 +35,7 @@ _VERDICT_VERSION = 1
 _MOST_CHECKPOINTS = 50
 _MOST_STACKS = 16
 _MOST_NOTICES = 50
+_MOST_WINDOWS = 1024  # of a rank and attempt: a thousand ranks of a million steps write some seven million
 _COLUMNS, _ROWS, _POINTS = 120, 64, 600
 _LATE_SHARE, _LATE_S = 0.2, 0.01
 _PARTS_OF_STEP = ("data", "forward", "backward", "optimizer")
@@ -44,7 +43,7 @@ _NOTICES = (
     "difference", "step_skipped", "not_finite", "repaired", "straggler", "save_failed", "copy_failed",
     "preemption_late", "run_lock_taken_over", "quarantine",
 )  # fmt: skip
-_QUIET_S = 120.0
+_HARMLESS = "initial weights"  # differ where no seed is set, and the strategy makes them equal
 COSTS = {
     "gate": "the exchange of each step, when nobody is late",
     "monitor": "the hooks of the divergence monitor",
@@ -97,6 +96,8 @@ class Ledgers:
 def read_ledgers(home: Path, run_id: str | None = None, rank: int | None = None) -> Ledgers:
     """Reads the ledgers and verdicts of a folder, on the clock of rank 0; torn lines are left out.
 
+    Where a rank has told of very many windows, two older ones become one.
+
     Args:
         home: The folder of the artefacts; a missing one has none.
         run_id: The run that is wanted; None: all of this folder.
@@ -116,7 +117,12 @@ def read_ledgers(home: Path, run_id: str | None = None, rank: int | None = None)
                 event |= {name: event[name] - offset_s for name in ("time", "began_at") if name in event}
             if event["kind"] == "steps":
                 ranks = found.windows.setdefault((event["run_id"], event["attempt"]), {})
-                ranks.setdefault(event["rank"], []).append(Window.from_event(event))
+                windows = ranks.setdefault(event["rank"], [])
+                windows.append(Window.from_event(event))
+                if len(windows) == _MOST_WINDOWS:
+                    half = _MOST_WINDOWS // 2
+                    pairs = zip(windows[:half:2], windows[1:half:2], strict=True)
+                    windows[:half] = [one.before(other) for one, other in pairs]
             else:
                 found.events.append(event)
     found.events.sort(key=lambda event: (event["time"], event["rank"], event["seq"]))
@@ -166,11 +172,13 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
     """
     now = time.time() if now is None else now
     verdicts = [_verdict(one) for one in ledgers.verdicts]
-    attempts = attempts_of(ledgers, now, verdicts)
-    saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == _lowest(ledgers)]
+    attempts = find_attempts(ledgers.events, ledgers.windows, verdicts, now)
+    lowest = min((event["rank"] for event in ledgers.events if event["rank"] >= 0), default=0)
+    saves = [event for event in ledgers.events if event["kind"] == "saved" and event["rank"] == lowest]
     stalls_s = [event["stall_s"] for event in saves if "stall_s" in event]
     checkpoints = _checkpoints(saves, [event for event in ledgers.events if event["kind"] == "removed"])
     starts = [event for event in ledgers.events if event["kind"] == "start"]
+    notices = [event for event in ledgers.events if event["kind"] in _NOTICES and event.get("field") != _HARMLESS]
     return {
         "version": VERSION,
         "home": str(ledgers.home),
@@ -192,29 +200,13 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "stragglers": _stragglers(ledgers),
         "deadlines": _deadlines(ledgers.events),
         "costs": _costs(ledgers.events, saves),
-        "notices": _notices(ledgers.events),
-        "num_notices": sum(event["kind"] in _NOTICES for event in ledgers.events),
+        "notices": [{name: one[name] for name in one if name != "run_id"} for one in notices[-_MOST_NOTICES:]],
+        "num_notices": len(notices),
         "failures": _failures(ledgers.events, attempts),
         "steps": _heat_map(ledgers.windows),
         "loss": _loss(attempts),
-        "ranks": _ranks(ledgers, now),
+        "ranks": _ranks(ledgers),
     }
-
-
-def attempts_of(ledgers: Ledgers, now: float, verdicts: Sequence[Mapping[str, Any]] | None = None) -> list[Attempt]:
-    """The starts of one job, oldest first.
-
-    Args:
-        ledgers: Of that job alone.
-        now: Unix time.
-        verdicts: With their headlines; by default without.
-    """
-    reference = {key: ranks[min(ranks)] for key, ranks in ledgers.windows.items()}
-    return find_attempts(ledgers.events, reference, verdicts or ledgers.verdicts, now=now, quiet_s=_QUIET_S)
-
-
-def _lowest(ledgers: Ledgers) -> int:
-    return min((event["rank"] for event in ledgers.events if event["rank"] >= 0), default=0)
 
 
 def _verdict(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,8 +267,7 @@ def _last_word(
 
 def _attempt(one: Attempt, follower: Attempt | None) -> dict[str, Any]:
     fields = {name: value for name, value in vars(one).items() if name != "windows"}
-    told = {"steps_lost": one.steps_lost(follower), "has_failed": one.has_failed, "first_step_at": one.first_step_at}
-    return {**fields, **told}
+    return {**fields, "steps_lost": one.steps_lost(follower), "has_failed": one.has_failed}
 
 
 def _checkpoints(saves: Sequence[Mapping[str, Any]], removals: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -327,11 +318,6 @@ def _costs(events: Sequence[Mapping[str, Any]], saves: Sequence[Mapping[str, Any
         {"name": name, "microseconds": value, "meaning": COSTS[name]}
         for name, value in {**parts, "checkpoints": round(stall_us, 1)}.items()
     ]}  # fmt: skip
-
-
-def _notices(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    told = [event for event in events if event["kind"] in _NOTICES]
-    return [{name: value for name, value in event.items() if name != "run_id"} for event in told[-_MOST_NOTICES:]]
 
 
 def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
@@ -386,14 +372,19 @@ def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
         part = max(_PARTS_OF_STEP, key=lambda name: parts[name] - others[name])
         excess = parts[part] - others[part]
         if rank in since or (excess > _LATE_SHARE * parts["whole"] and excess > _LATE_S and part != "backward"):
-            factor = parts[part] / others[part] if others[part] else None
-            place = {"rank": rank, "host": hosts.get(rank, ""), "part": part, "since_step": since.get(rank)}
-            found.append({**place, "seconds": parts[part], "median_s": others[part], "factor": factor})
+            host, first_step = hosts.get(rank, ""), since.get(rank)
+            told = f"{name_ranks([rank])}{f' (host {host})' if host else ''} is slow: {part} takes "
+            told += f"{1e3 * parts[part]:.0f} ms"
+            if others[part]:
+                told += f", {parts[part] / others[part]:.1f} x the median of the others"
+            told += f", since step {first_step}" if first_step else ""
+            place = {"rank": rank, "host": host, "part": part, "since_step": first_step, "text": told}
+            found.append({**place, "seconds": parts[part], "median_s": others[part]})
     return found
 
 
 def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]]) -> dict[str, Any] | None:
-    """The time of a step, by rank and time; above 64 ranks a row is the slowest one of several."""
+    """The slowest step by rank and time, and the most that a rank did itself; above 64 ranks a row is several."""
     every = [window for ranks in windows.values() for of_rank in ranks.values() for window in (of_rank[0], of_rank[-1])]
     if not every:
         return None
@@ -401,42 +392,23 @@ def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]])
     end = max(window.end for window in every)
     ranks = sorted({rank for of_ranks in windows.values() for rank in of_ranks})
     per_row = math.ceil(len(ranks) / _ROWS)
-    num_windows: Counter[int] = Counter()
-    for of_ranks in windows.values():
-        num_windows.update({rank: len(of_rank) for rank, of_rank in of_ranks.items()})
-    columns = min(_COLUMNS, max(num_windows.values()))
+    columns = min(_COLUMNS, max(sum(len(one.get(rank, ())) for one in windows.values()) for rank in ranks))
     width = max(end - begin, 1e-6) / columns
     rows = []
-    for first in range(0, len(ranks), per_row):
-        members = ranks[first : first + per_row]
-        slowest: list[float | None] = [None] * columns
-        for member in members:
-            for column, seconds in enumerate(_binned(windows, member, begin, width, columns)):
-                if seconds is not None:
-                    slowest[column] = max(seconds, slowest[column] or 0.0)
-        rows.append({"ranks": members, "step_s": [None if one is None else round(one, 5) for one in slowest]})
+    for members in (ranks[first : first + per_row] for first in range(0, len(ranks), per_row)):
+        step_s, own_s = [0.0] * columns, [0.0] * columns
+        for window in (one for of_ranks in windows.values() for rank in members for one in of_ranks.get(rank, ())):
+            # The columns whose middle it covers, else the one in which its own middle lies.
+            first = math.ceil((window.end - window.seconds - begin) / width - 0.5)
+            last = math.floor((window.end - begin) / width - 0.5)
+            if first > last:
+                first = last = int((window.end - window.seconds / 2 - begin) / width)
+            for column in range(max(first, 0), min(last, columns - 1) + 1):
+                step_s[column] = max(step_s[column], window.step_s)
+                own_s[column] = max(own_s[column], window.own_s)
+        cells = {"step_s": step_s, "own_s": own_s}
+        rows.append({"ranks": members, **{name: [round(one, 5) or None for one in cells[name]] for name in cells}})
     return {"begin": begin, "end": end, "rows": rows}
-
-
-def _binned(
-    windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]], rank: int, begin: float, width: float,
-    columns: int,
-) -> Iterator[float | None]:  # fmt: skip
-    """The mean time of a step of one rank in each column; a window counts in all columns that it covers."""
-    seconds, steps = [0.0] * columns, [0.0] * columns
-    for of_ranks in windows.values():
-        for window in of_ranks.get(rank, ()):
-            length = max(window.seconds, 1e-9)
-            start = window.end - window.seconds
-            first = min(max(int((start - begin) / width), 0), columns - 1)
-            last = min(max(int((window.end - begin) / width), 0), columns - 1)
-            step_s = window.step_s
-            for column in range(first, last + 1):
-                left = max(start, begin + column * width)
-                share = max(min(window.end, begin + (column + 1) * width) - left, 0.0) / length * window.steps
-                seconds[column] += step_s * share
-                steps[column] += share
-    return (took / count if count > 0.01 else None for took, count in zip(seconds, steps, strict=True))
 
 
 def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
@@ -451,7 +423,7 @@ def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     return lines
 
 
-def _ranks(ledgers: Ledgers, now: float) -> list[dict[str, Any]]:
+def _ranks(ledgers: Ledgers) -> list[dict[str, Any]]:
     """The last that is known of each rank."""
     hosts = ledgers.hosts
     return [
@@ -459,7 +431,6 @@ def _ranks(ledgers: Ledgers, now: float) -> list[dict[str, Any]]:
             "rank": rank,
             "host": hosts.get(rank, ""),
             "step": windows[-1].step,
-            "heard_s": round(now - windows[-1].end, 1),
             **{part: round(seconds, 5) for part, seconds in step_parts(windows[-3:]).items()},
         }
         for rank, windows in sorted(ledgers.newest.items())

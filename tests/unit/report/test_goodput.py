@@ -49,6 +49,31 @@ def test_what_a_rank_waited_for_a_dead_peer_in_its_last_window_is_detection(tmp_
     assert found["training"] == pytest.approx(22)
 
 
+def test_an_attempt_lasts_until_it_is_known_that_it_has_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.start(0)
+    job.train(10, 0, 20)
+    job.hang(60, silence_s=25, step=20)  # nobody has written anything since
+    told = describe_job(read_ledgers(job.home), now=BEGAN + 100)
+    assert (told["last"], told["attempts"][0]["last"]) == (BEGAN + 60, BEGAN + 60)
+    assert told["goodput"]["wall_s"] == pytest.approx(60)
+
+
+def test_very_many_windows_become_fewer_and_the_seconds_stay(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_ranks=1)
+    job.start(0)
+    end = job.train(10, 0, 40_000, data_s=2.0, checkpoint_s=1.0)
+    ledgers = read_ledgers(job.home)
+    windows = ledgers.windows["a", 0][0]
+    assert len(windows) < 1024
+    assert sum(window.steps for window in windows) == windows[-1].step == 40_000
+    assert (windows[-1].steps, windows[0].end - windows[0].seconds) == (10, BEGAN + 10)
+    assert len(describe_job(ledgers, now=BEGAN + end)["loss"][0]["points"]) > 300
+    found = goodput_of(job)
+    assert [found[part] for part in ("data_wait", "checkpoint", "setup")] == pytest.approx([8000, 4000, 10])
+    assert found["training"] == pytest.approx(28_000)
+
+
 def test_a_hang_that_was_only_reported_is_no_incident(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.start(0)

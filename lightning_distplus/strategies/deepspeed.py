@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +25,10 @@ from lightning_distplus.strategies.saving import Writes
 if TYPE_CHECKING:
     pass
 
-__all__ = ["ResilientDeepSpeed", "remove_abandoned_locks"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["ResilientDeepSpeed", "naming_builds", "remove_abandoned_locks"]
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +125,13 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         """Clears what a killed start has left in DeepSpeed's way, while the other ranks wait at the rendezvous."""
         if self.local_rank == 0:
             remove_abandoned_locks()
-        super().setup_environment()
+        with naming_builds(self.local_rank == 0):
+            super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Names what DeepSpeed compiles for its optimizers on a GPU."""
+        with naming_builds(self.local_rank == 0):
+            super().setup(trainer)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------
@@ -235,8 +246,7 @@ def remove_abandoned_locks() -> list[Path]:
     Returns:
         What was removed.
     """
-    root = Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
-    locks = {path.resolve() for path in root.glob("**/lock")}
+    locks = _locks()
     removed = []
     for lock in sorted(locks - set(_open_files() if locks else ())):
         if _file_system_of(lock) not in _LOCAL_FILE_SYSTEMS:
@@ -246,6 +256,32 @@ def remove_abandoned_locks() -> list[Path]:
         removed.append(lock)
         log.warning("removed %s: the process that held it is gone, and everybody would have waited for it", lock)
     return removed
+
+
+@contextmanager
+def naming_builds(is_first: bool, every_s: float = 10.0) -> Iterator[None]:
+    """Says on the first rank of a host what DeepSpeed compiles in this block: its first start takes minutes there."""
+    is_over, begin = threading.Event(), time.monotonic()
+
+    def look() -> None:
+        while is_first and not is_over.wait(every_s):
+            for folder in (lock.parent for lock in _locks()):
+                message = "DeepSpeed compiles %s, once for this host, for %.0f s now; the result stays in %s"
+                log.info(message, folder.name, time.monotonic() - begin, folder)
+
+    watcher = threading.Thread(target=look, name="distplus-builds", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _locks() -> set[Path]:
+    """Those of builds, which lie in their folders."""
+    root = Path(env.TORCH_EXTENSIONS_DIR.get() or get_default_build_root())
+    return {path.resolve() for path in root.glob("**/lock")}
 
 
 def _open_files() -> Iterator[Path]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lightning_distplus.strategies import deepspeed
-from lightning_distplus.strategies.deepspeed import remove_abandoned_locks
+from lightning_distplus.strategies.deepspeed import naming_builds, remove_abandoned_locks
 
 HOLD = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
 
@@ -49,3 +50,15 @@ def test_a_lock_that_another_host_may_hold_is_reported_and_stays(
 def test_no_folder_of_extensions_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "missing"))
     assert remove_abandoned_locks() == []
+
+
+def test_a_long_build_is_named_while_it_lasts_and_only_then(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock.touch()
+    with caplog.at_level("INFO"), naming_builds(True, 0.02):
+        while "DeepSpeed compiles some_extension" not in caplog.text:
+            time.sleep(0.01)
+        lock.unlink()
+    caplog.clear()
+    with caplog.at_level("INFO"), naming_builds(True, 0.02):
+        time.sleep(0.1)
+    assert not caplog.text

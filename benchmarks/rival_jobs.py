@@ -88,7 +88,7 @@ def ours(folder: Path, width: int, workers: int, position: int = 0) -> Any:
     cut = {"first_batch": position, "first_position": position * BATCH, "num_batches": 2**40}
     plan = EpochPlan(order=order, geometry=geometry, **cut)
     return SampleLoader(
-        TokenFetcher(sources, names=["a", "b"], seq_len=width - 1, vocab_size=None),
+        TokenFetcher(sources=sources, names=["a", "b"], seq_len=width - 1, vocab_size=None),
         plan=lambda: (Request(ids, positions, 0) for positions, ids in plan),
         num_batches=lambda: 2**40,
         options=WorkerOptions(num_workers=workers),

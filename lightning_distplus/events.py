@@ -18,7 +18,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from lightning_distplus import env
 
@@ -207,18 +207,15 @@ def told_on_verdict(file: str | Path | None) -> str | None:
 
 
 def _told(file: str | Path | None) -> dict[str, str | None]:
-    try:
-        told: dict[str, str | None] = json.loads(Path(file or "").read_text())
-    except (FileNotFoundError, IsADirectoryError):
-        return {}
-    return told
+    with suppress(FileNotFoundError, IsADirectoryError):
+        return cast("dict[str, str | None]", json.loads(Path(file or "").read_text()))
+    return {}
 
 
 # -- samples in hand ---------------------------------------------------------------------------------------------------
 
-_NOTE_HEAD = struct.Struct(
-    "<IIII"
-)  # CRC-32 of what follows, global rank, numbers, numbers per id (0: an id is a number)
+# CRC-32 of what follows, global rank, numbers, numbers per id (0: an id is a number)
+_NOTE_HEAD = struct.Struct("<IIII")
 _REGION_BYTES = 1 << 20  # of each rank; memory is taken for what is written only
 _NUMBER_BYTES = 8
 
@@ -269,12 +266,7 @@ class SampleNote:
                 self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, ids: bytes, width: int) -> None:
-        """Takes the place of what was noted before.
-
-        Args:
-            ids: int64 numbers.
-            width: Numbers of each id; 0 where an id is one number and no list.
-        """
+        """Takes the place of what was noted before: int64 numbers, of which ``width`` are an id; 0: each one is."""
         if self._descriptor is None or _NOTE_HEAD.size + len(ids) > _REGION_BYTES:
             return
         record = _NOTE_HEAD.pack(0, self._rank, len(ids) // _NUMBER_BYTES, width)[4:] + ids

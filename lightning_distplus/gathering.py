@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from lightning_distplus.control import Point, active_points
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.trees import flatten
 
 __all__ = ["gather"]
@@ -112,9 +112,9 @@ def _exchange_leaves(mine: list[_Leaf]) -> list[list[_Leaf]]:
 def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
     """Raises, on all ranks alike, where the trees do not fit together."""
     refused = {
-        rank: _shown("holds", [leaf for leaf in leaves if leaf.is_refused])
+        rank: _shown(odd)
         for rank, leaves in enumerate(all_leaves)
-        if any(leaf.is_refused for leaf in leaves)
+        if (odd := [leaf for leaf in leaves if leaf.is_refused])
     }
     if refused:
         raise DivergenceError(
@@ -125,15 +125,12 @@ def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
             values=refused,
         )
     kinds = [tuple(leaf.kind for leaf in leaves) for leaves in all_leaves]
-    (common, count), *others = Counter(kinds).most_common()
-    if not others:
+    wrong, _ = odd_ranks(dict(enumerate(kinds)))
+    if not wrong:
         return
-    is_tie = others[0][1] == count
-    wrong = [rank for rank, kind in enumerate(kinds) if is_tie or kind != common]
     shared = set(kinds[0]).intersection(*kinds[1:])
     texts = {
-        rank: _shown("holds", [leaf for leaf in leaves if leaf.kind not in shared])
-        for rank, leaves in enumerate(all_leaves)
+        rank: _shown([leaf for leaf in leaves if leaf.kind not in shared]) for rank, leaves in enumerate(all_leaves)
     }
     raise DivergenceError(
         f"The trees that the ranks gather differ in more than the number of rows: {sides(texts)}. Nothing was "
@@ -145,10 +142,10 @@ def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
     )
 
 
-def _shown(verb: str, leaves: Sequence[_Leaf]) -> str:
+def _shown(leaves: Sequence[_Leaf]) -> str:
     texts = [leaf.describe() for leaf in leaves[:_SHOWN_LEAVES]] or ["nothing in that place"]
     more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
-    return f"{verb} {', '.join(texts)}{more}"
+    return f"holds {', '.join(texts)}{more}"
 
 
 def _exchange_bytes(tensors: Sequence[torch.Tensor], all_leaves: Sequence[Sequence[_Leaf]]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import name_ranks
 
-__all__ = ["disagreement", "first_difference", "is_equal"]
+__all__ = ["disagreement", "first_difference", "is_equal", "odd_ranks"]
 
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
@@ -50,16 +50,23 @@ def disagreement(
     return DivergenceError("\n".join(lines), ranks=ranks, field=field, values=values)
 
 
-def _judge(values: Mapping[int, Any], expected: Any) -> tuple[list[int], str]:
-    """The wrong ranks, all of them when nothing decides, and the reason."""
+def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
+    """The ranks that differ from the majority, and its lowest rank; without a majority all ranks, and None."""
     keys = {rank: repr(value) for rank, value in values.items()}
     (common, count), *others = Counter(keys.values()).most_common()
-    if not others or others[0][1] < count:
-        return sorted(rank for rank, key in keys.items() if key != common), ""
-    if expected is not None and repr(expected) in keys.values():
-        wrong = sorted(rank for rank, key in keys.items() if key != repr(expected))
-        return wrong, f" (expected {expected!r} after what all ranks did before)"
-    return sorted(values), "as many ranks say the one as the other"
+    if others and others[0][1] == count:
+        return sorted(keys), None
+    return sorted(rank for rank in keys if keys[rank] != common), min(rank for rank in keys if keys[rank] == common)
+
+
+def _judge(values: Mapping[int, Any], expected: Any) -> tuple[list[int], str]:
+    """The wrong ranks, all of them when nothing decides, and the reason."""
+    wrong, right = odd_ranks(values)
+    if right is not None:
+        return wrong, ""
+    if expected is not None and (found := [rank for rank in wrong if repr(values[rank]) != repr(expected)]) != wrong:
+        return found, f" (expected {expected!r} after what all ranks did before)"
+    return wrong, "as many ranks say the one as the other"
 
 
 def _sides(values: Mapping[int, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -47,9 +48,6 @@ class StopRequests:
     A repeated signal changes nothing: schedulers repeat them, and torchrun's agent sends a SIGTERM of its own. A
     second SIGINT is a person who does not want to wait, and ends the process at once.
 
-    Args:
-        signals: Names of signals, as ``"SIGTERM"``.
-
     Raises:
         ValueError: A name is not that of a signal that can be taken.
     """
@@ -85,9 +83,8 @@ class StopRequests:
     def detach(self, *, is_ending: bool = False) -> None:
         """Puts the earlier handlers back.
 
-        Args:
-            is_ending: The process is about to exit. Then the signals are ignored from here on, because torchrun's
-                agent terminates all ranks as soon as it sees the first one end, and the exit codes would differ.
+        Where the process is about to exit, the signals are ignored from here on, because torchrun's agent terminates
+        all ranks as soon as it sees the first one end, and the exit codes would differ.
         """
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._note:
@@ -142,66 +139,50 @@ def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum:
 # -- notices -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True)
 class NoticeWatch:
-    """Looks for notices on a thread of its own, and says so when the grace has passed without a checkpoint.
+    """Looks for notices on a thread of its own: a file that is there, a command that succeeds.
 
-    Args:
-        requests: Where a notice is noted.
-        file: Its existence is a notice.
-        command: Its success (exit code 0) is a notice.
-        every: How often both are asked for.
-        grace: How long after a request the platform lets this process live; None: not known.
-        on_late: Called once, when the grace has passed and nothing has stopped this watch.
+    It calls ``on_late`` once, when the grace after a request has passed and nothing has stopped this watch.
     """
 
-    def __init__(
-        self,
-        requests: StopRequests,
-        *,
-        file: Path | None,
-        command: Sequence[str] | None,
-        every: timedelta,
-        grace: timedelta | None,
-        on_late: Callable[[timedelta], None],
-    ) -> None:
-        self._requests = requests
-        self._file = file
-        self._command = command
-        self._every_s = every.total_seconds()
-        self._grace = grace
-        self._on_late = on_late
-        self._has_warned = False
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="distplus-notices", daemon=True)
+    requests: StopRequests
+    file: Path | None
+    command: Sequence[str] | None
+    every: timedelta
+    grace: timedelta | None
+    on_late: Callable[[timedelta], None]
 
     def start(self) -> None:
         """Starts the thread, where there is anything to look for."""
-        if self._file or self._command or self._grace:
-            self._thread.start()
+        self._has_warned = False
+        self._stopping = threading.Event()
+        if self.file or self.command or self.grace:
+            threading.Thread(target=self._watch, name="distplus-notices", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the thread; a command that runs is not waited for."""
         self._stopping.set()
 
     def _watch(self) -> None:
-        look_at = monotonic()
-        tick_s = min(_TICK_S, self._every_s)
+        look_at, every_s = monotonic(), self.every.total_seconds()
+        tick_s = min(_TICK_S, every_s)
         while not self._stopping.wait(tick_s):
-            if self._requests.reason is not None:
-                if self._grace is None:
+            if self.requests.reason is not None:
+                if self.grace is None:
                     return
-                if monotonic() - self._requests.asked_at > self._grace.total_seconds():
-                    self._on_late(self._grace)
+                if monotonic() - self.requests.asked_at > self.grace.total_seconds():
+                    self.on_late(self.grace)
                     return
             elif monotonic() >= look_at:
-                look_at = monotonic() + self._every_s
+                look_at = monotonic() + every_s
                 self._look()
 
     def _look(self) -> None:
-        if self._file is not None and self._file.exists():
-            self._requests.request(f"the notice file {self._file}")
-        elif self._command is not None and self._succeeds(self._command):
-            self._requests.request(f"the notice command {self._command[0]}")
+        if self.file is not None and self.file.exists():
+            self.requests.request(f"the notice file {self.file}")
+        elif self.command is not None and self._succeeds(self.command):
+            self.requests.request(f"the notice command {self.command[0]}")
 
     def _succeeds(self, command: Sequence[str]) -> bool:
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": False}
@@ -296,7 +277,7 @@ class PreemptionHandler(Callback):
         _compat.add_to_worker_signals(self._requests.outlive)
         looks = trainer.local_rank == 0
         self._watch = NoticeWatch(
-            self._requests,
+            requests=self._requests,
             file=self._notice_file if looks else None,
             command=self._notice_command if looks else None,
             every=self._notice_every,

@@ -120,12 +120,7 @@ def age_of_process() -> float:
 
 
 def process_state(pid: int, started: int | None) -> ProcessState:
-    """The state of a process of this host.
-
-    Args:
-        pid: Its number.
-        started: Its ``start_time``, as it told it itself; None where it could not.
-    """
+    """The state of a process of this host that has ``started`` then, as it told it itself; None where it could not."""
     if started is None or not Path("/proc/self/stat").exists():
         return ProcessState.UNKNOWN
     fields = _stat(pid)

@@ -131,11 +131,7 @@ def gather_bytes(strategy: Any, name: str, value: bytes, *, phase: Phase = Phase
     Under a Resilient strategy the messages travel through its control plane with the deadline of the phase,
     otherwise through the store of torch's default process group with the same deadline. No collective is issued.
 
-    Args:
-        strategy: The Trainer's strategy.
-        name: What is gathered, for messages.
-        value: At most 256 MiB; what is larger than 1 MiB goes in several messages.
-        phase: Its deadline holds, or on a stock strategy the default one of that phase.
+    A value has at most 256 MiB; what is larger than 1 MiB goes in several messages.
 
     Raises:
         ValueError: The value is too large.

@@ -231,11 +231,7 @@ class Calibration:
     """
 
     def __init__(
-        self,
-        *,
-        factor: float = _FACTOR,
-        floors: Mapping[Phase, timedelta] = _FLOORS,
-        gates: int = MEASURED_GATES,
+        self, *, factor: float = _FACTOR, floors: Mapping[Phase, timedelta] = _FLOORS, gates: int = MEASURED_GATES
     ) -> None:
         self._factor = factor
         self._floors = floors

@@ -24,7 +24,7 @@ from lightning_distplus.majority import disagreement
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["MUST_AGREE", "BatchGate", "Flag", "Moment", "decisions", "flags_of", "moment_of"]
+__all__ = ["BatchGate", "Flag", "Moment", "flags_of", "moment_of"]
 
 _MOMENT_BITS = 4
 _MOMENT = (1 << _MOMENT_BITS) - 1
@@ -33,33 +33,27 @@ _MOMENT = (1 << _MOMENT_BITS) - 1
 class Moment(IntEnum):
     """The points of a run at which ranks meet. A rank that comes to another one than its peers has left the path."""
 
-    STEP = 1
-    DECISION = 2
-    VALIDATION = 3
-    VALIDATION_END = 4
-    EPOCH_END = 5
-    SAVE = 6
-    END = 7
-    FORWARD = 8
-    GRADIENTS = 9
-    METRICS = 10
+    STEP = 1, "the start of a step"
+    DECISION = 2, "a decision after a step"
+    VALIDATION = 3, "the start of a validation"
+    VALIDATION_END = 4, "the end of a validation"
+    EPOCH_END = 5, "the end of an epoch"
+    SAVE = 6, "a save"
+    END = 7, "the end of training"
+    FORWARD = 8, "the end of training_step"
+    GRADIENTS = 9, "the end of the backward"
+    METRICS = 10, "the reduction of logged metrics"
+
+    text: str
+
+    def __new__(cls, number: int, text: str = "") -> Moment:
+        """A number that knows what is printed for it."""
+        moment = int.__new__(cls, number)
+        moment._value_, moment.text = number, text
+        return moment
 
     def __str__(self) -> str:
-        return _NAMES[self]
-
-
-_NAMES = {
-    Moment.STEP: "the start of a step",
-    Moment.DECISION: "a decision after a step",
-    Moment.VALIDATION: "the start of a validation",
-    Moment.VALIDATION_END: "the end of a validation",
-    Moment.EPOCH_END: "the end of an epoch",
-    Moment.SAVE: "a save",
-    Moment.END: "the end of training",
-    Moment.FORWARD: "the end of training_step",
-    Moment.METRICS: "the reduction of logged metrics",
-    Moment.GRADIENTS: "the end of the backward",
-}
+        return self.text
 
 
 class Flag(IntFlag):
@@ -76,11 +70,6 @@ class Flag(IntFlag):
 _LASTING = int(Flag.WANTS_STOP | Flag.WANTS_VALIDATION)
 
 
-def decisions(moment: Moment, flags: Flag) -> int:
-    """Both as one number of 16 bits."""
-    return int(moment) | int(flags)
-
-
 def moment_of(record: GateRecord) -> Moment:
     """The moment at which a rank made this record."""
     return Moment(record.decisions & _MOMENT)
@@ -94,20 +83,10 @@ def flags_of(record: GateRecord) -> Flag:
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
-MUST_AGREE = (
-    "decisions",
-    "epoch",
-    "global_step",
-    "micro_batch",
-    "learning_rate",
-    "loss_scale",
-    "settings",
-    "collectives",
-    "consumed_samples",
-    "data_fingerprint",
-    "batch_structure",
-    "state_fingerprint",
-)
+_MUST_AGREE = (
+    "decisions", "epoch", "global_step", "micro_batch", "learning_rate", "loss_scale", "settings", "collectives",
+    "consumed_samples", "data_fingerprint", "batch_structure", "state_fingerprint",
+)  # fmt: skip
 # What every step asks for, in plain numbers and text: an operation of an ``IntFlag`` costs a microsecond.
 _MARKS = {moment: f"the gate at {moment}" for moment in Moment}
 _DECISION = int(Moment.DECISION)
@@ -145,7 +124,7 @@ class BatchGate:
         points: Points | None = None,
     ) -> None:
         self._trainer = trainer
-        arguments: dict[str, Any] = {"name": f"run-{next(_runs)}", "must_agree": MUST_AGREE}
+        arguments: dict[str, Any] = {"name": f"run-{next(_runs)}", "must_agree": _MUST_AGREE}
         if points is None:
             self._gate = StepGate(plane, **arguments)
         else:
@@ -176,7 +155,7 @@ class BatchGate:
         """Asked at each gate: whether a save in the background has ended on this rank."""
         self.is_late: Callable[[], bool] = lambda: False
         """Asked at each gate: whether this rank has come close to a deadline, which should grow."""
-        self._handler = _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
+        _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
 
     def open(self) -> None:
         """Meets all ranks and takes the place of the stock broadcast; where it has it already, it begins anew.
@@ -227,7 +206,7 @@ class BatchGate:
         """
         while True:
             self._mark(_MARKS[moment])
-            with self.attend(_NAMES[moment]):
+            with self.attend(moment.text):
                 records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
             said = set(map(_DECISIONS, records))
             for one in said:
@@ -268,27 +247,17 @@ class BatchGate:
             log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
             raise SIGTERMException
 
-    @property
-    def _micro_batch(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-
     def _record(self, moment: Moment, flags: Flag, fields: dict[str, Any]) -> GateRecord:
         return GateRecord(
             global_step=self._trainer.global_step,
-            micro_batch=max(0, self._micro_batch),
+            micro_batch=max(0, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1),
             epoch=self._trainer.current_epoch,
-            wishes=self._wishes(),
-            decisions=decisions(moment, flags),
-            **fields,
-        )
-
-    def _wishes(self) -> int:
-        """Bits of ``Wish``."""
-        return (
-            (_STOP if self._sigterm_seen else 0)
+            wishes=(_STOP if self._sigterm_seen else 0)
             | (_SAVED if self.has_saved() else 0)
             | (_LATE if self.is_late() else 0)
-            | (_PREEMPT if self.wants_preemption() else 0)
+            | (_PREEMPT if self.wants_preemption() else 0),
+            decisions=int(moment) | int(flags),
+            **fields,
         )
 
     # -- where all must stand ----------------------------------------------------------------------------------------
@@ -297,52 +266,37 @@ class BatchGate:
         """Raises unless all ranks stand at the same moment of the same step."""
         if len(set(map(_PLACE, records))) == 1:
             return
-        moments = {rank: str(moment_of(record)) for rank, record in enumerate(records)}
-        if len(set(moments.values())) > 1:
-            places = {
-                rank: f"{moments[rank]} (epoch {record.epoch}, micro-batch {record.micro_batch}, "
-                f"{record.global_step} steps done)"
-                for rank, record in enumerate(records)
-            }
+        moments = [str(moment_of(record)) for record in records]
+        if len(set(moments)) > 1:
+            places = [
+                f"{moment} (epoch {record.epoch}, micro-batch {record.micro_batch}, {record.global_step} steps done)"
+                for moment, record in zip(moments, records, strict=True)
+            ]
             self._tell("moment", places, remedy="look for code that runs, returns or raises on some ranks only")
-        for field in ("epoch", "global_step", "micro_batch"):
-            values = {rank: getattr(record, field) for rank, record in enumerate(records)}
-            if len(set(values.values())) > 1:
-                self._tell(
-                    field,
-                    values,
-                    expected=self._expected(field),
-                    remedy="a rank skipped or repeated a step: look for code that returns or raises on one rank only",
-                )
-        self._require_one_end(records)
+        for field, expected in self._expected().items():
+            remedy = "a rank skipped or repeated a step: look for code that returns or raises on one rank only"
+            self._tell(field, [getattr(record, field) for record in records], remedy=remedy, expected=expected)
+        if moment_of(records[0]) is Moment.STEP:
+            self._tell(
+                "last_batch",
+                [bool(flags_of(record) & Flag.LAST_BATCH) for record in records],
+                remedy="the ranks have different numbers of batches; ResumableDataModule(uneven=...) cuts them alike, "
+                "a DistributedSampler drops or pads",
+            )
 
-    def _require_one_end(self, records: Sequence[GateRecord]) -> None:
-        if moment_of(records[0]) is not Moment.STEP:
-            return
-        is_last = {rank: bool(flags_of(record) & Flag.LAST_BATCH) for rank, record in enumerate(records)}
-        if len(set(is_last.values())) == 1:
-            return
-        self._tell(
-            "last_batch",
-            is_last,
-            remedy="the ranks have different numbers of batches; ResumableDataModule(uneven=...) cuts them alike, "
-            "a DistributedSampler drops or pads",
-        )
-
-    def _expected(self, field: str) -> int | None:
+    def _expected(self) -> dict[str, int | None]:
         """What all ranks must say after what they said at the gate before; None where more than one value is sound."""
         last = self._last
         if last is None:
-            return None
-        if field == "global_step":
-            return last.global_step + 1
-        if field == "micro_batch":
-            return last.micro_batch + self._trainer.accumulate_grad_batches
-        return None
+            return dict.fromkeys(("epoch", "global_step", "micro_batch"))
+        micro_batch = last.micro_batch + self._trainer.accumulate_grad_batches
+        return {"epoch": None, "global_step": last.global_step + 1, "micro_batch": micro_batch}
 
-    def _tell(self, field: str, values: dict[int, Any], *, remedy: str, expected: Any = None) -> None:
-        where = f"before step {self._trainer.global_step}; nothing was averaged"
-        self.tell(disagreement(field, values, where=where, remedy=remedy, expected=expected))
+    def _tell(self, field: str, values: Sequence[Any], *, remedy: str, expected: Any = None) -> None:
+        """Raises where the values differ."""
+        if len(set(values)) > 1:
+            where = f"before step {self._trainer.global_step}; nothing was averaged"
+            self.tell(disagreement(field, dict(enumerate(values)), where=where, remedy=remedy, expected=expected))
 
 
 def _raise(error: DivergenceError) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["NUMBERS_OF_LIGHTNING", "Rebuild", "describe", "describe_tensor", "flatten"]
+__all__ = ["Rebuild", "describe", "describe_tensor", "flatten"]
 
 # What Lightning's all_gather turns numbers into.
-NUMBERS_OF_LIGHTNING: Mapping[type, str] = {bool: "uint8[]", int: "int32[]", float: "float32[]"}
+_NUMBERS: Mapping[type, str] = {bool: "uint8[]", int: "int32[]", float: "float32[]"}
 
 Rebuild = Callable[[Iterator[Any]], Any]
 """Puts the tree together again, with other leaves in the order in which ``flatten`` gave them."""
@@ -28,30 +28,25 @@ def _describe_tensor(device: str, dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{'' if device == 'cpu' else f'{device} '}{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def describe(tree: Any, numbers: Mapping[type, str] = NUMBERS_OF_LIGHTNING) -> str:
-    """The containers, dtypes and shapes of a tree in the order of its leaves; what holds no tensor is left out.
-
-    Args:
-        tree: Tensors in dictionaries, lists, tuples and dataclasses.
-        numbers: What a number is taken for.
-    """
-    return _describe(tree, numbers) or "no tensors"
+def describe(tree: Any) -> str:
+    """The containers, dtypes and shapes of a tree in the order of its leaves; what holds no tensor is left out."""
+    return _describe(tree) or "no tensors"
 
 
-def _describe(tree: Any, numbers: Mapping[type, str]) -> str:
+def _describe(tree: Any) -> str:
     if isinstance(tree, torch.Tensor):
         return describe_tensor(tree)
-    if type(tree) in numbers:
-        return numbers[type(tree)]
+    if type(tree) in _NUMBERS:
+        return _NUMBERS[type(tree)]
     if hasattr(tree, "__array__") and hasattr(tree, "dtype"):
         return f"{tree.dtype}{list(tree.shape)}"
     named = _named_children(tree)
     if named is not None:
-        parts = {name: _describe(child, numbers) for name, child in named.items()}
+        parts = {name: _describe(child) for name, child in named.items()}
         inner = ", ".join(f"{name}: {text}" for name, text in parts.items() if text)
         return f"{_name_of(tree)}{{{inner}}}" if inner else ""
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes)):
-        inner = ", ".join(text for text in (_describe(child, numbers) for child in tree) if text)
+        inner = ", ".join(text for text in (_describe(child) for child in tree) if text)
         opening, closing = "[]" if isinstance(tree, list) else "()"
         return f"{opening}{inner}{closing}" if inner else ""
     return ""

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,8 +41,7 @@ __all__ = [
 ]
 
 
-@contextmanager
-def full_state_dict_without_offload() -> Iterator[None]:
+def full_state_dict_without_offload() -> AbstractContextManager[None]:
     """Gathers full FSDP1 state dicts without ``offload_to_cpu`` in this block.
 
     On the CPU the offload is a use-after-free that crashes the process (Lightning-AI/pytorch-lightning#21804, fixed
@@ -50,8 +49,7 @@ def full_state_dict_without_offload() -> Iterator[None]:
     """
     modules = ("lightning.pytorch.strategies.fsdp", "lightning.fabric.strategies.model_parallel")
     consequence = "a full FSDP checkpoint on the CPU may crash the process"
-    with replaced(modules, "_get_full_state_dict_context", _full_state_dict_on_cpu, consequence):
-        yield
+    return replaced(modules, "_get_full_state_dict_context", _full_state_dict_on_cpu, consequence)
 
 
 def _full_state_dict_on_cpu(module: Any, world_size: int, rank0_only: bool = True) -> Any:
@@ -79,20 +77,17 @@ def in_shards(model: torch.nn.Module) -> Any:
     )
 
 
-@contextmanager
-def loading_unsharded_models() -> Iterator[None]:
+def loading_unsharded_models() -> AbstractContextManager[None]:
     """Lets ModelParallelStrategy load, in this block, a model of which nothing is sharded.
 
     It saves such a model, and refuses to load it (lightning 2.6.6, fabric's ``model_parallel.py`` 424).
     """
     modules = ("lightning.fabric.strategies.model_parallel",)
     consequence = "the checkpoint of a model without shards is not loaded"
-    with replaced(modules, "_has_dtensor_modules", lambda part: isinstance(part, torch.nn.Module), consequence):
-        yield
+    return replaced(modules, "_has_dtensor_modules", lambda part: isinstance(part, torch.nn.Module), consequence)
 
 
-@contextmanager
-def loading_whole_files(weights_only: bool | None) -> Iterator[None]:
+def loading_whole_files(weights_only: bool | None) -> AbstractContextManager[None]:
     """Has FSDPStrategy read a whole checkpoint as ModelParallelStrategy does: mapped into memory, by ``torch.load``.
 
     Its own reader finds any class that a pickle names (lightning 2.6.6, fabric's ``load.py`` 170).
@@ -102,20 +97,17 @@ def loading_whole_files(weights_only: bool | None) -> Iterator[None]:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
     consequence = "a whole checkpoint that FSDP reads may run code"
-    with replaced(("lightning.pytorch.strategies.fsdp",), "_lazy_load", load, consequence):
-        yield
+    return replaced(("lightning.pytorch.strategies.fsdp",), "_lazy_load", load, consequence)
 
 
-@contextmanager
-def replacing_sharded_saves(save: Callable[[dict[str, Any], Any], None]) -> Iterator[None]:
+def replacing_sharded_saves(save: Callable[[dict[str, Any], Any], None]) -> AbstractContextManager[None]:
     """Has FSDPStrategy and ModelParallelStrategy hand their shards to ``save`` in this block, instead of writing them.
 
     Lightning calls ``torch.distributed.checkpoint.save`` on the default group (lightning 2.6.6, ``fsdp.py`` 860).
     """
     modules = ("lightning.pytorch.strategies.fsdp", "lightning.pytorch.strategies.model_parallel")
     consequence = "sharded checkpoints are written while training waits"
-    with replaced(modules, "_distributed_checkpoint_save", save, consequence):
-        yield
+    return replaced(modules, "_distributed_checkpoint_save", save, consequence)
 
 
 def is_fsdp_shard(parameter: torch.Tensor) -> bool:
@@ -371,11 +363,8 @@ def refusing_code(path: Path | str, remedy: str) -> Iterator[None]:
 
     DeepSpeed's loaders and torch's DCP unpickle without any restriction (deepspeed 0.19.8, torch 2.13 in
     ``filesystem.py`` 930 and ``default_planner.py`` 387). Here ``torch.load`` is that of ``weights_only=True``, with
-    what was given to ``torch.serialization.add_safe_globals``, and ``.metadata`` may name the classes of DCP.
-
-    Args:
-        path: The checkpoint.
-        remedy: How to go past the refusal.
+    what was given to ``torch.serialization.add_safe_globals``, and ``.metadata`` may name the classes of DCP. The
+    ``remedy`` says how to go past the refusal of this checkpoint.
 
     Raises:
         CheckpointUnsafe: A pickle names something else; nothing of it was run.

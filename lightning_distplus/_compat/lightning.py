@@ -1,4 +1,7 @@
-"""What Lightning and torch's data loader keep to themselves: loops of the Trainer, its signals, worker processes."""
+"""What Lightning and torch's data loader keep to themselves: loops of the Trainer, its signals, worker processes.
+
+A function that takes the place of something returns whether it was there.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,6 @@ def replace_batch_broadcast(trainer: Any, gate: Callable[[], None]) -> bool:
 
     That broadcast carries one bit (SIGTERM on rank 0) and swallows its own errors (lightning 2.6.6,
     ``training_epoch_loop.py`` 259-272); it runs only when a process group exists.
-
-    Returns:
-        Whether the broadcast was there to be replaced.
     """
     consequence = "ranks are not compared before each step"
     return replace_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", gate, consequence)
@@ -162,10 +162,7 @@ _STEP_HOOKS = (
 
 def skip_step_hooks(callback: Callback, *done: str) -> None:
     """Keeps Lightning from calling the hooks of a step that a callback does not have: each call takes microseconds.
-
-    Args:
-        callback: One of ours.
-        *done: Hooks that it has, and needs no more in this run.
+    Those that are ``done`` it has, and needs no more in this run.
     """
     if _skips_what_is_not_callable():
         own = vars(callback)
@@ -206,9 +203,6 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
 
     Lightning's waits 10,000 days, and waits so too where ``prepare_data`` has raised on one rank (lightning 2.6.6,
     ``data_connector.py`` 93 and 100).
-
-    Returns:
-        Whether the barrier was there to be replaced.
     """
     connector = getattr(trainer, "_data_connector", None)
     module = importlib.import_module(f"{_CONNECTORS}.data_connector")
@@ -231,9 +225,6 @@ def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:
 
     Lightning resolves ``"last"`` and ``"hpc"`` on each rank by itself (lightning 2.6.6, ``checkpoint_connector.py``
     158-230), so that some may resume while others start anew.
-
-    Returns:
-        Whether the path could be taken over.
     """
     connector = getattr(trainer, "_checkpoint_connector", None)
 
@@ -249,12 +240,7 @@ def choose_checkpoints(choose: Callable[[Any, Any], Any]) -> bool:
 
     Lightning settles the path before its strategy hears of the run (2.6.6, ``trainer.py`` 630), so that the class is
     changed, once. A path that was set as ``trainer.ckpt_path`` is the user's choice as well.
-
-    Args:
-        choose: Given the Trainer and the path, or None.
-
-    Returns:
-        Whether the choice can be made.
+    ``choose`` is given the Trainer and the path, or None.
     """
     module = importlib.import_module(f"{_CONNECTORS}.checkpoint_connector")
 
@@ -272,12 +258,7 @@ def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> boo
 
     Lightning looks at the folder before its strategy hears of the run (2.6.6, ``model_checkpoint.py`` 867), so that the
     class is changed, once.
-
-    Args:
-        find: Given a ModelCheckpoint, the Trainer and the folder.
-
-    Returns:
-        Whether the search was there to be extended.
+    ``find`` is given a ModelCheckpoint, the Trainer and the folder.
     """
     owner = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     consequence = 'ckpt_path="last" does not see what a killed save left aside'
@@ -291,11 +272,8 @@ def find_more_last_checkpoints(find: Callable[[Any, Any, str], set[str]]) -> boo
 
 def before_scripts_of_ranks(launcher: Any, call: Callable[[], None]) -> None:
     """Calls ``call`` in rank 0 just before it starts the script once more for each other rank of its host.
-
-    Args:
-        launcher: Of the strategy; only one that starts scripts does so (lightning 2.6.6,
-            ``strategies/launchers/subprocess_script.py``).
-        call: Sets in the environment what they are to find there.
+    Only a launcher of scripts does so (lightning 2.6.6, ``strategies/launchers/subprocess_script.py``). ``call`` sets
+    in the environment what they are to find there.
     """
 
     def start(inner: Callable[[], None]) -> None:
@@ -308,11 +286,8 @@ def before_scripts_of_ranks(launcher: Any, call: Callable[[], None]) -> None:
 
 def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> None:
     """Handles an error in a rank that is forked from a notebook as Lightning does in any other: there it asks no hook.
-
-    Args:
-        launcher: Of the strategy; only one that forks is compatible with a notebook (lightning 2.6.6,
-            ``strategies/launchers/multiprocessing.py``, ``_wrapping_function``).
-        before: Told the Trainer before its ranks are forked.
+    Only a launcher that forks is compatible with a notebook (lightning 2.6.6,
+    ``strategies/launchers/multiprocessing.py``, ``_wrapping_function``). ``before`` is told the Trainer before.
     """
     consequence = "a notebook shows no verdict on an error"
 
@@ -335,11 +310,7 @@ def handle_errors_of_forks(launcher: Any, before: Callable[[Any], object]) -> No
 
 
 def replace_checkpoint_link(callback: Any, link: Callable[[Any, str, str], None]) -> bool:
-    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first.
-
-    Returns:
-        Whether there was one to be replaced.
-    """
+    """Puts ``link`` in the place of a ModelCheckpoint's for ``save_last="link"``, which removes the old link first."""
     consequence = 'with save_last="link" there are moments without a link'
     return hasattr(callback, "save_last") and replace_method(callback, "_link_checkpoint", link, consequence)
 
@@ -358,9 +329,6 @@ def replace_sigterm_notifier(trainer: Any, handler: Callable[[int, Any], None]) 
     """Puts ``handler`` in the place of Lightning's SIGTERM handler, which broadcasts inside the signal.
 
     Takes effect when the Trainer registers its handlers, after the strategy's set-up.
-
-    Returns:
-        Whether the handler was there to be replaced.
     """
     connector = getattr(trainer, "_signal_connector", None)
     return replace_method(connector, "_sigterm_notifier_fn", handler, "a SIGTERM may block this rank in a broadcast")
@@ -377,13 +345,8 @@ def replace_stock_signals(trainer: Any, restore: Callable[[], None]) -> bool:
 
     Its SIGTERM handler broadcasts, and its Slurm handler saves, inside the signal (lightning 2.6.6,
     ``signal_connector.py`` 58-118).
-
-    Args:
-        trainer: The Trainer, before it registers its handlers, which it does after the strategy's set-up.
-        restore: Called once, when the Trainer would put back the handlers that it found; Lightning's are back then.
-
-    Returns:
-        Whether the registration was there to be kept off.
+    The Trainer does so after the strategy's set-up. ``restore`` is called once, when it would put back the handlers
+    that it found; Lightning's are back then.
     """
     connector: Any = getattr(trainer, "_signal_connector", None)
     name, consequence = "register_signal_handlers", "Lightning's own signal handlers stand before ours"
@@ -405,9 +368,6 @@ def add_to_worker_signals(also: Callable[[], None]) -> bool:
 
     Torch's own handler ends a worker on SIGTERM, whoever sends it, and the step that needs its batch fails (torch
     2.13, ``signal_handling.py``).
-
-    Returns:
-        Whether the place was there.
     """
     module = importlib.import_module(_WORKER_SIGNALS)
     consequence = "a SIGTERM to all processes ends data workers"

@@ -54,17 +54,7 @@ def restore_method(owner: Any, name: str) -> None:
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:
-    """Calls ``wrapper(method, *arguments)`` in the place of a method of this one object.
-
-    Args:
-        owner: A Trainer, a loop, a connector or a strategy.
-        name: The method, private or not.
-        wrapper: Gets the method as it was, and its arguments.
-        consequence: What follows where the method is gone.
-
-    Returns:
-        Whether the method was there.
-    """
+    """Calls ``wrapper(method, *arguments)`` in its place on this one object; returns whether the method was there."""
     return replace_method(owner, name, functools.partial(wrapper, getattr(owner, name, None)), consequence)
 
 

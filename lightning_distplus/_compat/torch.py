@@ -181,13 +181,7 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def init_default_group(
-    backend: str,
-    *,
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta | None,
-    device: torch.device,
+    backend: str, *, store: Store, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> None:
     """Forms the default process group on a store of ours; otherwise as Lightning does it."""
     dist.init_process_group(

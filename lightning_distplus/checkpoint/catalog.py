@@ -26,7 +26,6 @@ from lightning_distplus.checkpoint.files import (
     Stage,
     asides_in,
     bytes_digest,
-    digest_block,
     digest_file,
     discard,
     fresh_beside,
@@ -141,15 +140,15 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
         NotADirectoryError: ``directory`` is a file.
     """
     _check_mode(verify)
-    candidates = [(_inspect(path), successor) for path, successor in _children(Path(directory))]
+    candidates = [(_look(path), successor) for path, successor in _children(Path(directory))]
     line = _line_of_reports([candidate for candidate, _ in candidates])
     candidates.sort(key=lambda candidate: _age(candidate[0], line), reverse=True)
     for candidate, successor in candidates:
         if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
-        if successor is not None and successor not in but and _verify(successor, verify).ok:
+        if successor is not None and successor not in but and _look(successor, verify).ok:
             continue
-        report = _verify(candidate.path, verify)
+        report = _look(candidate.path, verify)
         if report.ok:
             if not but:
                 _warn_of_line_left(report, [other for other, _ in candidates], line)
@@ -160,7 +159,7 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
 
 def committed_in(directory: Path) -> list[Report]:
     """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
-    found = [_inspect(path) for path, moved_from in _children(directory) if moved_from is None]
+    found = [_look(path) for path, moved_from in _children(directory) if moved_from is None]
     committed = [report for report in found if report.ok]
     line = _line_of_reports(committed)
     return sorted(committed, key=lambda report: _age(report, line), reverse=True)
@@ -190,10 +189,10 @@ def age(manifest: Manifest, manifest_xxh3_128: str | None, line: Collection[str]
 
 def whole_one_of(path: Path) -> Path:
     """The checkpoint at ``path``; where that is gone or damaged, the newest whole one that a killed save left aside."""
-    report = _verify(path, "size")
+    report = _look(path, "size")
     if report.ok or report.state is CheckpointState.UNMANIFESTED:
         return path
-    asides = [_verify(aside, "size") for aside, target in asides_in(path.parent) if target.name == path.name]
+    asides = [_look(aside, "size") for aside, target in asides_in(path.parent) if target.name == path.name]
     whole = [(found.manifest.committed_at, found.path) for found in asides if found.ok and found.manifest is not None]
     if not whole:
         return path
@@ -203,7 +202,7 @@ def whole_one_of(path: Path) -> Path:
 
 def asides_without_target(directory: Path) -> list[Path]:
     """Whole checkpoints that a killed save has left aside while there is nothing at their place."""
-    return [path for path, target in asides_in(directory) if not os.path.lexists(target) and _verify(path, "size").ok]
+    return [path for path, target in asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok]
 
 
 def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], object] | None = None) -> Report:
@@ -215,7 +214,7 @@ def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], o
         on_bytes: Told how many bytes were read, for a progress bar.
     """
     _check_mode(mode)
-    return _verify(Path(path), mode, on_bytes)
+    return _look(Path(path), mode, on_bytes)
 
 
 def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
@@ -235,7 +234,7 @@ def verify_or_raise(path: str | Path, mode: Mode = "full") -> Manifest:
 
 def state(path: str | Path) -> CheckpointState:
     """What manifest and marker say about a path; its other files are not looked at."""
-    return _inspect(Path(path)).state
+    return _look(Path(path)).state
 
 
 def is_committed(path: str | Path) -> bool:
@@ -250,7 +249,7 @@ def read_manifest(path: str | Path) -> Manifest:
         CheckpointCorrupt: There is none, or it is malformed.
         CheckpointMismatch: It has another version.
     """
-    if (found := _inspect(Path(path)).manifest) is not None:
+    if (found := _look(Path(path)).manifest) is not None:
         return found
     file = meta_folder(_real(Path(path))) / MANIFEST
     try:
@@ -330,24 +329,17 @@ def _warn_of_line_left(chosen: Report, others: list[Report], line: Collection[st
 
 def reference(path: Path) -> dict[str, str] | None:
     """A committed checkpoint by its path and the digest of its manifest, for the manifest of one that follows it."""
-    digest = _inspect(path).manifest_xxh3_128
+    digest = _look(path).manifest_xxh3_128
     return None if digest is None else {"path": str(path.absolute()), "manifest_xxh3_128": digest}
 
 
-def _inspect(path: Path) -> Report:
-    """The report of manifest and marker alone."""
-    return _look_until_steady(path, lambda: _inspect_once(path))
-
-
-def _verify(path: Path, mode: Mode, on_bytes: Callable[[int], object] | None = None) -> Report:
-    return _look_until_steady(path, lambda: _with_files(_inspect_once(path), mode, on_bytes))
-
-
-def _look_until_steady(path: Path, look: Callable[[], Report]) -> Report:
-    """The report of one checkpoint: looks again where a save has replaced it meanwhile."""
+def _look(path: Path, mode: Mode | None = None, on_bytes: Callable[[int], object] | None = None) -> Report:
+    """The report of manifest and marker, and by a mode of the files; looks again where a save has replaced it."""
     for _ in range(_LOOKS):
         before = _whereabouts(path)
-        report = look()
+        report = _inspect_once(path)
+        if mode is not None:
+            report = _with_files(report, mode, on_bytes)
         if _whereabouts(path) == before:
             break
     return report
@@ -404,7 +396,7 @@ def _read_marker(marker: Path) -> str:
     return str(document.get("manifest_xxh3_128"))
 
 
-def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | None = None) -> Report:
+def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | None) -> Report:
     """Adds the findings about the files to a report that has none yet."""
     if not report.ok or report.manifest is None:
         return report
@@ -431,14 +423,13 @@ def check_file(
         size_bytes = file.stat().st_size
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
-        if mode == "full" and block is None:
-            digest = digest_file(file, on_bytes=on_bytes).xxh3_128
-            if digest != entry.xxh3_128:
-                return FileFinding(str(file), f"XXH3 digest {entry.xxh3_128}", digest)
-        elif block is not None and (digest := digest_block(file, block)) != (expected := entry.blocks_64_mib[block]):
-            begin = block * BLOCK_BYTES
-            where = f"in bytes {begin} to {begin + _size_bytes((entry, block))}"
-            return FileFinding(str(file), f"XXH3 digest {expected} {where}", digest)
+        if mode == "full":
+            digest = digest_file(file, block=block, on_bytes=on_bytes).xxh3_128
+            expected = entry.xxh3_128 if block is None else entry.blocks_64_mib[block]
+            if digest != expected:
+                begin = 0 if block is None else block * BLOCK_BYTES
+                where = "" if block is None else f" in bytes {begin} to {begin + _size_bytes((entry, block))}"
+                return FileFinding(str(file), f"XXH3 digest {expected}{where}", digest)
     except FileNotFoundError:
         return FileFinding(str(file), f"{entry.size_bytes} bytes", "no file")
     except OSError as error:

@@ -10,8 +10,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from lightning_distplus.checkpoint.catalog import age, line_of_newest, read_manifest, reference
@@ -35,6 +38,22 @@ __all__ = ["Copier", "Copies"]
 logger = logging.getLogger(__name__)
 
 _KEPT = 3
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Where the copy of one checkpoint lies."""
+
+    root: str
+    name: str
+    is_directory: bool
+
+    @property
+    def meta(self) -> str:
+        return f"{self.root}/{self.name}/{META}" if self.is_directory else f"{self.root}/{META}/{self.name}"
+
+    def file(self, inner: str) -> str:
+        return f"{self.root}/{self.name}/{inner}" if self.is_directory else f"{self.root}/{self.name}"
 
 
 class Copies:
@@ -63,38 +82,41 @@ class Copies:
         before, manifest = reference(path), read_manifest(path)
         meta = meta_folder(path)
         documents = {name: (meta / name).read_bytes() for name in (MANIFEST, MARKER)}
-        name, target = path.name, self._meta_of(path.name, is_directory=path.is_dir())
-        self._discard(f"{target}/{MARKER}")
+        copy = _Copy(self._root, path.name, path.is_dir())
+        self._unmark(copy)
         for entry in manifest.files:
             source = path / entry.path if path.is_dir() else path
-            there = self._file_of(name, entry.path, is_directory=path.is_dir())
+            there = copy.file(entry.path)
             self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(source), there)
             if self._fs.size(there) != entry.size_bytes:
                 raise OSError(f"{there} has {self._fs.size(there)} bytes after it was copied, not {entry.size_bytes}")
         if before is None or reference(path) != before:
             raise FileNotFoundError(f"{path} was removed or replaced while it was copied")
-        self._fs.makedirs(target, exist_ok=True)
+        self._fs.makedirs(copy.meta, exist_ok=True)
         for document, content in documents.items():  # the marker last
-            self._fs.pipe_file(f"{target}/{document}", content)
-        for old, is_directory, *_ in self._committed()[self._kept :]:
-            self._remove(old, is_directory=is_directory)
+            self._fs.pipe_file(f"{copy.meta}/{document}", content)
+        for old, *_ in self._committed()[self._kept :]:
+            self._unmark(old)
+            for place in (old.meta, f"{self._root}/{old.name}"):
+                if self._fs.exists(place):
+                    self._fs.rm(place, recursive=True)
 
-    def ensure(self, path: Path, manifest_xxh3_128: str) -> bool:
-        """Copies a checkpoint now where the URL has no copy of it.
+    def ensure(self, path: Path, manifest_xxh3_128: str) -> dict[str, Any]:
+        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then.
 
         Raises:
             CheckpointCorrupt: It cannot be copied.
         """
-        if self._find(path.name, manifest_xxh3_128) is None:
-            try:
+        try:
+            if self._find(path.name, manifest_xxh3_128) is None:
                 self.put(path)
-            except Exception as error:  # whatever a file system raises
-                raise CheckpointCorrupt(
-                    f"{path} is not on all nodes, and cannot be copied to {self.url} for the others: "
-                    f"{type(error).__name__}: {error}. Resume from a checkpoint that has a copy there."
-                ) from error
-        return True
+        except Exception as error:  # whatever a file system raises
+            raise CheckpointCorrupt(
+                f"{path} is not on all nodes, and cannot be copied to {self.url} for the others: "
+                f"{type(error).__name__}: {error}. Resume from a checkpoint that has a copy there."
+            ) from error
+        return {}
 
     def fetch(self, path: Path, manifest_xxh3_128: str) -> list[str]:
         """Makes the copy of one checkpoint the committed one at ``path``; returns what went wrong, if anything."""
@@ -102,35 +124,33 @@ class Copies:
             found = self._find(path.name, manifest_xxh3_128)
             if found is None:
                 return [f"{self.url} has no copy of {path.name} with the manifest {manifest_xxh3_128}"]
-            self._fetch(path.name, found[1], path.parent, is_directory=found[0])
+            self._fetch(*found, path.parent)
         except Exception as error:  # whatever a file system raises: all ranks hear of it
             return [f"{path} cannot be fetched from {self.url}: {type(error).__name__}: {error}"]
         return []
 
-    def _find(self, name: str, manifest_xxh3_128: str) -> tuple[bool, Manifest] | None:
-        for found, is_directory, manifest, digest in self._committed():
-            if (found, digest) == (name, manifest_xxh3_128):
-                return is_directory, manifest
-        return None
+    def _find(self, name: str, manifest_xxh3_128: str) -> tuple[_Copy, Manifest] | None:
+        wanted = (name, manifest_xxh3_128)
+        return next(((copy, one) for copy, one, digest in self._committed() if (copy.name, digest) == wanted), None)
 
     def fetch_newest(self, folder: Path) -> Path | None:
         """Makes the newest copy whose bytes are right a committed checkpoint in ``folder``; None: there is none."""
-        for name, is_directory, manifest, _ in self._committed():
+        for copy, manifest, _ in self._committed():
             try:
-                return self._fetch(name, manifest, folder, is_directory=is_directory)
+                return self._fetch(copy, manifest, folder)
             except (CheckpointCorrupt, FileNotFoundError) as error:
-                logger.warning("The copy of %s at %s is passed over: %s", name, self.url, error)
+                logger.warning("The copy of %s at %s is passed over: %s", copy.name, self.url, error)
         return None
 
-    def _fetch(self, name: str, manifest: Manifest, folder: Path, *, is_directory: bool) -> Path:
-        stage = Stage(folder.absolute() / name, new_nonce())
+    def _fetch(self, copy: _Copy, manifest: Manifest, folder: Path) -> Path:
+        stage = Stage(folder.absolute() / copy.name, new_nonce())
         stage.folder.mkdir(parents=True)
         claim(stage)
         try:
             for entry in manifest.files:
-                here = stage.payload / entry.path if is_directory else stage.payload
+                here = stage.payload / entry.path if copy.is_directory else stage.payload
                 here.parent.mkdir(parents=True, exist_ok=True)
-                there = self._file_of(name, entry.path, is_directory=is_directory)
+                there = copy.file(entry.path)
                 self._fs.get_file(there, str(here))
                 found = digest_file(here, sync=os.fsync)
                 if found.xxh3_128 != entry.xxh3_128:
@@ -141,48 +161,30 @@ class Copies:
             raise
         return stage.target
 
-    def _committed(self) -> list[tuple[str, bool, Manifest, str]]:
-        """Name, whether it is a directory, manifest and its digest of each copy with a marker, the newest first."""
+    def _committed(self) -> list[tuple[_Copy, Manifest, str]]:
+        """Each copy with a marker, its manifest and the digest of that, the newest first."""
         found = []
-        for name, is_directory in self._names():
-            meta = self._meta_of(name, is_directory=is_directory)
+        for copy in self._all():
             try:
-                content = self._fs.cat_file(f"{meta}/{MANIFEST}")
-                marker = self._fs.cat_file(f"{meta}/{MARKER}")
-                if (digest := bytes_digest(content)).encode() in marker:
-                    found.append((name, is_directory, Manifest.from_json(content, f"{meta}/{MANIFEST}"), digest))
+                content = self._fs.cat_file(f"{copy.meta}/{MANIFEST}")
+                if (digest := bytes_digest(content)).encode() in self._fs.cat_file(f"{copy.meta}/{MARKER}"):
+                    found.append((copy, Manifest.from_json(content, f"{copy.meta}/{MANIFEST}"), digest))
             except (OSError, DistplusError):
                 continue  # not committed
-        line = line_of_newest({digest: manifest for _, _, manifest, digest in found})
-        return sorted(found, key=lambda copy: age(copy[2], copy[3], line), reverse=True)
+        line = line_of_newest({digest: manifest for _, manifest, digest in found})
+        return sorted(found, key=lambda one: age(one[1], one[2], line), reverse=True)
 
-    def _names(self) -> Iterator[tuple[str, bool]]:
+    def _all(self) -> Iterator[_Copy]:
         for folder, is_directory in ((self._root, True), (f"{self._root}/{META}", False)):
-            try:
-                children = self._fs.ls(folder, detail=True, refresh=True)
-            except FileNotFoundError:
-                continue
-            for child in children:
-                name = str(child["name"]).rstrip("/").rpartition("/")[2]
-                if child["type"] == "directory" and name != META:
-                    yield name, is_directory
+            with suppress(FileNotFoundError):
+                for child in self._fs.ls(folder, detail=True, refresh=True):
+                    name = str(child["name"]).rstrip("/").rpartition("/")[2]
+                    if child["type"] == "directory" and name != META:
+                        yield _Copy(self._root, name, is_directory)
 
-    def _remove(self, name: str, *, is_directory: bool) -> None:
-        meta = self._meta_of(name, is_directory=is_directory)
-        self._discard(f"{meta}/{MARKER}")
-        for place in (meta, f"{self._root}/{name}"):
-            if self._fs.exists(place):
-                self._fs.rm(place, recursive=True)
-
-    def _discard(self, file: str) -> None:
-        if self._fs.exists(file):
-            self._fs.rm_file(file)
-
-    def _meta_of(self, name: str, *, is_directory: bool) -> str:
-        return f"{self._root}/{name}/{META}" if is_directory else f"{self._root}/{META}/{name}"
-
-    def _file_of(self, name: str, inner: str, *, is_directory: bool) -> str:
-        return f"{self._root}/{name}/{inner}" if is_directory else f"{self._root}/{name}"
+    def _unmark(self, copy: _Copy) -> None:
+        if self._fs.exists(f"{copy.meta}/{MARKER}"):
+            self._fs.rm_file(f"{copy.meta}/{MARKER}")
 
 
 class Copier:
@@ -196,16 +198,12 @@ class Copier:
     def __init__(self, copies: Copies, on_result: Callable[[Path, str | None], object]) -> None:
         self._copies = copies
         self._on_result = on_result
-        self._next: Path | None = None
-        self._is_closed = False
-        self._changed = threading.Condition()
+        self._waiting: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, path: Path) -> None:
         """Has a checkpoint copied; returns at once."""
-        with self._changed:
-            self._next = path
-            self._changed.notify()
+        self._waiting.put(path)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="distplus-copier", daemon=True)
             self._thread.start()
@@ -214,24 +212,24 @@ class Copier:
         """Waits for the last copy; whether it has ended in time."""
         if self._thread is None:
             return True
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._waiting.put(None)
         self._thread.join(deadline.total_seconds())
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (path := self._take()) is not None:
-            error: Any = None
-            try:
-                self._copies.put(path)
-            except Exception as caught:  # whatever a file system raises: the next commit is the retry
-                error = f"{type(caught).__name__}: {caught}"
-                logger.warning("%s is not copied to %s (%s); the next one is the retry", path, self._copies.url, error)
-            self._on_result(path, error)
+        found: list[Path | None] = []
+        while None not in found:
+            found = [self._waiting.get()]
+            while not self._waiting.empty():
+                found.append(self._waiting.get())
+            if newest := [path for path in found if path is not None][-1:]:
+                self._copy(newest[0])
 
-    def _take(self) -> Path | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._is_closed)
-            path, self._next = self._next, None
-            return path
+    def _copy(self, path: Path) -> None:
+        error = None
+        try:
+            self._copies.put(path)
+        except Exception as caught:  # whatever a file system raises: the next commit is the retry
+            error = f"{type(caught).__name__}: {caught}"
+            logger.warning("%s is not copied to %s (%s); the next one is the retry", path, self._copies.url, error)
+        self._on_result(path, error)

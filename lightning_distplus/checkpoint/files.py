@@ -49,7 +49,6 @@ __all__ = [
     "Sync",
     "asides_in",
     "bytes_digest",
-    "digest_block",
     "digest_file",
     "discard",
     "exchange",
@@ -115,12 +114,6 @@ def sync_folder(folder: Path, *, sync: Sync | None) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def read_ahead(file: IO[bytes]) -> None:
-    """Has the system read more of a file at once, where it can do that: it is read from its begin to its end."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -382,39 +375,29 @@ class _Running:
 def digest_file(
     path: Path,
     *,
+    block: int | None = None,
     sync: Sync | None = None,
     on_bytes: Callable[[int], object] | None = None,
     with_blocks: bool = False,
 ) -> FileDigest:
-    """The digest of what can be read at ``path``, with those of its blocks on request; ``sync`` forces it to the disk.
+    """The digest of what can be read at ``path``, or of one block of it, with those of its blocks on request.
 
-    ``on_bytes`` is told how many bytes were read, after each part.
+    ``sync`` forces it to the disk; ``on_bytes`` is told how many bytes were read, after each part.
     """
-    view = memoryview(bytearray(_CHUNK_BYTES))
+    digest, view = _Running(with_blocks=with_blocks), memoryview(bytearray(_CHUNK_BYTES))
+    left_bytes = sys.maxsize if block is None else BLOCK_BYTES
     with path.open("rb", buffering=0) as file:
-        read_ahead(file)
-        digest = _Running(with_blocks=with_blocks)
-        while num_bytes := file.readinto(view):
+        if hasattr(os, "posix_fadvise"):  # it is read from its begin to its end: more of it at once
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        file.seek((block or 0) * BLOCK_BYTES)
+        while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, left_bytes)]):
             digest.update(view[:num_bytes])
+            left_bytes -= num_bytes
             if on_bytes is not None:
                 on_bytes(num_bytes)
         if sync is not None:
             sync(file.fileno())
     return digest.result()
-
-
-def digest_block(path: Path, number: int) -> str:
-    """The digest of one block of a file, as far as it can be read."""
-    digest = _Running(with_blocks=False)
-    view = memoryview(bytearray(_CHUNK_BYTES))
-    left_bytes = BLOCK_BYTES
-    with path.open("rb", buffering=0) as file:
-        read_ahead(file)
-        file.seek(number * BLOCK_BYTES)
-        while num_bytes := file.readinto(view[: min(_CHUNK_BYTES, left_bytes)]):
-            digest.update(view[:num_bytes])
-            left_bytes -= num_bytes
-    return digest.result().xxh3_128
 
 
 class DigestedStream:

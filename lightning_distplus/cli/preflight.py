@@ -245,9 +245,8 @@ def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     first, last = min(ranks, key=lambda rank: rank["clock"]), max(ranks, key=lambda rank: rank["clock"])
     skew_s = last["clock"] - first["clock"]
     if skew_s > _SKEW_S:
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
+        yield Finding.warning(
+            f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
             detail=f"{last['host']} is ahead of {first['host']}",
             remedy="Start chrony or ntpd on both",
         )

@@ -266,10 +266,10 @@ class Points:
 
     At each point a rank shows the digest of what it is about to do. One that waits, at a point or at a gate, publishes
     where it stands, and looks where the others stand: two ranks that wait for each other in different places are found,
-    whether they differ at one number or not.
+    whether they differ at one number or not. All ranks make their points at the same moment of the run.
 
     Args:
-        plane: The control plane. All ranks make their points at the same moment of the run.
+        plane: The control plane.
         patience: Tells how long to wait for the slowest rank.
         locate: Tells the line of the user's code in which this rank stands.
         name: Keeps the runs of one process apart; by default a number that grows.
@@ -336,9 +336,6 @@ class Points:
 
     def meet(self, point: Point) -> None:
         """Returns on every rank once all of them are about to do the same.
-
-        Args:
-            point: What this rank is about to do.
 
         Raises:
             DivergenceError: The ranks are in different calls; the error holds both sides.

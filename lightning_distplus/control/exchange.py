@@ -53,8 +53,6 @@ class Wish(IntFlag):
     NONE = 0
     STOP = 1
     PREEMPT = 2
-    SKIP = 4
-    FAILED = 8
     SAVED = 16
     LATE = 32
 

@@ -91,6 +91,11 @@ class FirstError:
             has_verdict=getattr(error, "has_verdict", False),
         )
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks raise the same: one has found it out about what is no rank's own, such as a checkpoint."""
+        return self.type in _SHARED
+
     def describe(self) -> str:
         """The error in one line, as its peers show it."""
         return f"Rank {self.rank} (host {self.host}, pid {self.pid}) failed first: {self.type}: {self.message}"

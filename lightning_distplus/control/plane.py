@@ -130,11 +130,7 @@ class ControlPlane:
     and what nobody of the job has signed counts as not there. Counters, and what the ranks show each other at every
     step, are not: they end nothing by themselves.
 
-    Args:
-        store: The job's store, already prefixed with job and attempt.
-        world: This process.
-        host_rank: The rank whose process serves the store, or None where a launcher does.
-        secret: Of this attempt; by default there is none, and everybody can sign.
+    The store is prefixed with job and attempt already; where ``host_rank`` is None, a launcher serves it.
     """
 
     def __init__(self, store: Store, world: World, *, host_rank: int | None = 0, secret: Secret | None = None) -> None:
@@ -348,10 +344,9 @@ class ControlPlane:
         return self._listener.heard
 
     def report_failure(self, error: BaseException) -> FirstError | None:
-        """Tells all ranks that this one failed; the first report of a job wins. Never raises.
+        """Tells all ranks that this one failed; the first report of a job wins, and is returned. Never raises.
 
-        Returns:
-            The error that won, or None when the store is out of reach.
+        None: the store is out of reach.
         """
         with suppress(RuntimeError):
             return self._listener.report(self.own_error(error), is_host=self.world.rank == self.host_rank)

@@ -99,24 +99,18 @@ def has_own_store() -> bool:
 def connect(world: World, address: Address, deadline: timedelta, folder: Path | None = None) -> ControlPlane:
     """Meets all ranks at the store; a second call returns the plane of the first.
 
-    Args:
-        world: This process.
-        address: Where the store is.
-        deadline: How long to wait for the last rank.
-        folder: Where the run writes. Who cannot reach the store says so there too, for those hosts that share it.
+    Who cannot reach the store says so in the ``folder`` of the run too, for those hosts that share it.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
         PeerLost: The process that serves the store ended meanwhile.
         RendezvousError: The port is busy, another job answers there, or this rank is taken.
     """
-    global _plane, _met_over
+    global _plane
     with _lock:
         if _plane is not None and _met_over is None and _plane.world == world:
             return _plane
-        if _plane is not None:
-            _plane.stop_listening()
-            _plane = _met_over = None  # this rank may serve that store, at the same port
+        _forget()  # this rank may serve that store, at the same port
         end = time.monotonic() + deadline.total_seconds()
         unheard = Unheard(folder, f"{address.prefix} {address.host}:{address.port}", world.rank)
         try:
@@ -126,18 +120,15 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
             raise
         makes_secret = world.rank == 0
         joined = _introduce(store, world, address, _left_until(end), unheard, makes_secret=makes_secret)
-        _meet(joined, _left_until(end), _refusals(joined), unheard)
-        _plane, _met_over = joined.plane, None
-        return joined.plane
+        _meet(joined, _left_until(end), unheard)
+        _plane = joined.plane
+        return _plane
 
 
 def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlane:
     """Meets all ranks at a store that they have in common already; a second call with it returns the same plane.
 
-    Args:
-        world: This process.
-        store: Rank 0 serves it; its keys are ours alone below the prefix ``distplus``.
-        deadline: How long to wait for the last rank.
+    Rank 0 serves it, and its keys are ours alone below the prefix ``distplus``.
 
     Raises:
         PeerMissing: Some ranks never came; ``.ranks`` names them.
@@ -147,19 +138,19 @@ def connect_over(world: World, store: Store, deadline: timedelta) -> ControlPlan
     with _lock:
         if _plane is not None and _met_over is store:
             return _plane
-        if _plane is not None:  # of a process group that is gone, and its store with it
-            _plane.stop_listening()
+        _forget()  # that of a process group that is gone, and its store with it
         end = time.monotonic() + deadline.total_seconds()
         own = clone_store(store)
         own.set_timeout(_CALL_TIMEOUT)
-        secret, file = _secret_of_job(own, world, deadline, makes=world.rank == 0)
+        unheard = Unheard(None, "", world.rank)
+        secret, file = _secret_of_job(own, world, deadline, unheard, makes=world.rank == 0)
         joined = _Joined(own, world, secret, Address(host="", port=0), "distplus")
         joined.plane.secret_file = file
         _claim_rank(joined.plane)
         joined.plane.run_id = _agree_on_run_id(joined)
-        _meet(joined, _left_until(end))
+        _meet(joined, _left_until(end), unheard)
         _plane, _met_over = joined.plane, store
-        return joined.plane
+        return _plane
 
 
 class _Joined:
@@ -178,13 +169,7 @@ class _Joined:
 
 
 def _introduce(
-    store: Store,
-    world: World,
-    address: Address,
-    deadline: timedelta,
-    unheard: Unheard | None = None,
-    *,
-    makes_secret: bool,
+    store: Store, world: World, address: Address, deadline: timedelta, unheard: Unheard, *, makes_secret: bool
 ) -> _Joined:
     try:
         end = time.monotonic() + deadline.total_seconds()
@@ -211,7 +196,7 @@ def _introduce(
 
 
 def _secret_of_job(
-    store: Store, world: World, deadline: timedelta, unheard: Unheard | None = None, *, makes: bool
+    store: Store, world: World, deadline: timedelta, unheard: Unheard, *, makes: bool
 ) -> tuple[Secret, Path | None]:
     """The secret that the launcher has given, or that rank 0 leaves to the ranks of its host; else none.
 
@@ -246,18 +231,14 @@ def _secret_of_job(
             SignedStore(store, secret).set(_SHOWN, b"")
             return secret, file
         elapsed_s = time.monotonic() - begin
-        if unheard is not None and (told := unheard.look(elapsed_s)):
+        if told := unheard.look(elapsed_s):
             raise RendezvousError(came_apart(told))
         if sealed is not None and elapsed_s > SILENCE_S and not says:
             says = True
             log.warning("%s; waiting", _unknown_secret(world, is_left_in_file))
         if elapsed_s >= deadline.total_seconds():
             if sealed is None:
-                raise PeerMissing(
-                    f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s for rank 0, which has "
-                    "not come to the job's store. Look at the last lines of its log.",
-                    [0],
-                )
+                raise _without_rank_0(world, deadline, "the job's")
             raise RendezvousError(_unknown_secret(world, is_left_in_file))
         time.sleep(CONNECT_EVERY_S)
 
@@ -291,11 +272,9 @@ def _refusals(joined: _Joined) -> Refusals:
     return Refusals(joined.store, key, serves_store=joined.plane.world.rank == 0)
 
 
-def _meet(
-    joined: _Joined, deadline: timedelta, refusals: Refusals | None = None, unheard: Unheard | None = None
-) -> None:
+def _meet(joined: _Joined, deadline: timedelta, unheard: Unheard) -> None:
     """The first rank whose deadline passes tells the others: all name the same ranks, also after rank 0 has ended."""
-    plane = joined.plane
+    plane, refusals = joined.plane, _refusals(joined)
     show_at_s = 0.0
     door = _Door(joined) if plane.world.rank == 0 and joined.address.is_served_by_launcher else None
 
@@ -303,7 +282,7 @@ def _meet(
         return plane.read(f"hello/{rank}") is not None
 
     def end_with(text: str) -> RendezvousError:
-        if refusals is not None and any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
+        if any(has_come(rank) for rank in plane.world.ranks if rank != plane.world.rank):
             refusals.leave(text, is_certain=True)
         return RendezvousError(came_apart(text))
 
@@ -314,11 +293,10 @@ def _meet(
             joined.store.claim(_SHOWN, b"")  # a stranger may have written over it
         if door is not None:
             door.answer(elapsed_s, has_come)
-        if refusals is not None:
-            refusals.raise_if_any(elapsed_s)
+        refusals.raise_if_any(elapsed_s)
         if starter_has_ended(joined.address.job):
             raise RendezvousError(_without_starter(plane.world))
-        if unheard is not None and plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
+        if plane.world.rank == 0 and (text := unheard.look(elapsed_s, has_come)):
             raise end_with(text)
 
     plane.listen()
@@ -329,8 +307,7 @@ def _meet(
         try:
             plane.barrier("rendezvous", deadline)
         except PeerMissing as error:
-            text = None if unheard is None else unheard.last_word(has_come)
-            if text is None:
+            if (text := unheard.last_word(has_come)) is None:
                 raise
             raise end_with(text) from error
         plane.is_attended = plane.read(_ATTENDED) is not None
@@ -347,11 +324,15 @@ def _meet(
 
 def disconnect() -> None:
     """Leaves this process's control plane; the next ``connect`` makes a new one."""
-    global _plane, _met_over
     with _lock:
-        if _plane is not None:
-            _plane.stop_listening()
-        _plane = _met_over = None
+        _forget()
+
+
+def _forget() -> None:
+    global _plane, _met_over
+    if _plane is not None:
+        _plane.stop_listening()
+    _plane = _met_over = None
 
 
 def _open_store(world: World, address: Address, deadline: timedelta, unheard: Unheard) -> Store:
@@ -410,7 +391,8 @@ def _refuse_if_another_is_rank_0(store: Store, world: World, address: Address) -
             return
         time.sleep(CONNECT_EVERY_S)
     try:
-        _introduce(store, world, address, timedelta(seconds=_SECOND_ANSWER_S), makes_secret=False)
+        nobody = Unheard(None, "", world.rank)
+        _introduce(store, world, address, timedelta(seconds=_SECOND_ANSWER_S), nobody, makes_secret=False)
     except PeerMissing:  # nobody has shown a secret
         return
 
@@ -522,9 +504,13 @@ def _enter_round(store: SignedStore, world: World, deadline: timedelta) -> str:
         if heard == word:
             return name.decode()
         time.sleep(CONNECT_EVERY_S)
-    raise PeerMissing(
-        f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s at the launcher's store for rank 0, "
-        "which has not come. Look at the last lines of its log.",
+    raise _without_rank_0(world, deadline, "the launcher's")
+
+
+def _without_rank_0(world: World, deadline: timedelta, whose: str) -> PeerMissing:
+    return PeerMissing(
+        f"Rank {world.rank} on {world.host} waited {deadline.total_seconds():g} s at {whose} store for rank 0, which "
+        "has not come. Look at the last lines of its log.",
         [0],
     )
 

@@ -63,12 +63,9 @@ class _Ignored:
 
 
 class Secret:
-    """Signs values, each together with its key, and tells those of others from them.
+    """Signs values, each together with its key, by a text that only the processes of the job know.
 
     Without a secret everybody can sign: the format is the same, and a stranger who knows it is believed.
-
-    Args:
-        text: What only the processes of the job know; empty: nothing.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -140,12 +137,7 @@ def _prefix(key: str) -> bytes:
 
 
 class Entries:
-    """The signed entries of one key, to which every process appends its own; each is checked once.
-
-    Args:
-        sign: Makes the signature of a value.
-        ignore: Counts what a stranger has written.
-    """
+    """The signed entries of one key, to which every process appends its own; each is checked once."""
 
     def __init__(self, sign: Callable[[bytes], bytes], ignore: Callable[[bytes], None]) -> None:
         self._sign = sign
@@ -191,12 +183,7 @@ class Entries:
 
 
 class SignedStore:
-    """A store in which only signed values count.
-
-    Args:
-        store: Holds the values of strangers too.
-        secret: Of this job.
-    """
+    """A store in which only values count that this job has signed."""
 
     def __init__(self, store: Store, secret: Secret) -> None:
         self._store = store

@@ -72,23 +72,14 @@ class AuditWriter:
 
 
 class AuditBatch(NamedTuple):
-    """One micro-batch that went through ``training_step``.
-
-    Attributes:
-        epoch: Of the positions.
-        step: The optimizer step that it belongs to.
-        at: Unix time.
-        positions: int64 of shape (num_samples,).
-        ids: What the data set was asked for: int64 of shape (num_samples, numbers per id).
-        arrived: Likewise, as the batch carried them into ``training_step``; None where the records do not have them.
-    """
+    """One micro-batch that went through ``training_step``."""
 
     epoch: int
-    step: int
-    at: float
-    positions: Numbers
-    ids: Numbers
-    arrived: Numbers | None
+    step: int  # of the optimizer, to which it belongs
+    at: float  # unix time
+    positions: Numbers  # int64 of shape (num_samples,)
+    ids: Numbers  # what the data set was asked for: int64 of shape (num_samples, numbers per id)
+    arrived: Numbers | None  # likewise, as the batch carried them into `training_step`, where the records have them
 
 
 @dataclass(kw_only=True)
@@ -287,10 +278,10 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
         if epoch < last_epoch:
             end = max(end, (batches[-1].run if batches else runs[-1]).facts["epoch_samples"])
         lost = np.setdiff1d(np.arange(start, end, dtype=np.int64), values)
-        for identity, places in _by_phase(runs, lost):
-            ids = _expected_ids(identity, epoch, places)
-            rows = [()] * len(places) if ids is None else map(tuple, ids.tolist())
-            report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
+        identity = runs[-1].facts["identity"]
+        ids = None if "phase" in identity else _expected_ids(identity, epoch, lost)
+        rows = [()] * len(lost) if ids is None else map(tuple, ids.tolist())
+        report.missed += [(epoch, place, row) for place, row in zip(lost.tolist(), rows, strict=True)]
         report.repeated += _sightings(batches, set(values[counts > 1].tolist()))
         for one in batches:
             expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
@@ -307,18 +298,6 @@ def _sightings(batches: list[_Kept], doubled: set[int]) -> list[list[Sighting]]:
                 place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
                 found[position].append(Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number))
     return [found[position] for position in sorted(found)]
-
-
-def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, Any], Numbers]]:
-    """The positions that each identity governs: a run that resumes ends the phases that began later."""
-    phases: list[tuple[int, dict[str, Any]]] = []
-    for run in runs:
-        identity = run.facts["identity"]
-        begins = identity.get("phase", [0])[0]
-        phases = [one for one in phases if one[0] < begins] + [(begins, identity)]
-    ends: list[float] = [begins for begins, _ in phases[1:]]
-    for (begins, identity), end in zip(phases, [*ends, float("inf")], strict=True):
-        yield identity, positions[(positions >= begins) & (positions < end)]
 
 
 def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:

@@ -43,19 +43,12 @@ __all__ = [
 
 
 class Request(NamedTuple):
-    """One micro-batch to fetch.
+    """One micro-batch to fetch."""
 
-    Attributes:
-        ids: What the data set is asked for, one row per sample.
-        positions: The samples' places in the epoch's global order.
-        epoch: The epoch of that order.
-        weights: float32 of shape (num_samples,), 0 for a repeat; None where the batch carries no weights.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    epoch: int
-    weights: NDArray[np.float32] | None = None
+    ids: NDArray[np.int64]  # what the data set is asked for, one row per sample
+    positions: NDArray[np.int64]  # the samples' places in the epoch's global order
+    epoch: int  # of that order
+    weights: NDArray[np.float32] | None = None  # of shape (num_samples,), 0 for a repeat; None: the batch carries none
 
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -115,21 +108,13 @@ def num_global_batches(num_samples: int, geometry: Geometry, uneven: Uneven) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """This rank's micro-batches from ``first_batch`` to the end of an epoch.
+    """This rank's micro-batches from ``first_batch`` to the end of an epoch."""
 
-    Args:
-        order: Positions to sample ids.
-        geometry: Batch sizes.
-        first_batch: Number of the first micro-batch, counted from the beginning of the epoch.
-        first_position: Position at which the micro-step of ``first_batch`` begins.
-        num_batches: Micro-batches of the whole epoch.
-    """
-
-    order: Order
-    geometry: Geometry
-    first_batch: int
-    first_position: int
-    num_batches: int
+    order: Order  # positions to sample ids
+    geometry: Geometry  # batch sizes
+    first_batch: int  # number of the first micro-batch, counted from the beginning of the epoch
+    first_position: int  # position at which the micro-step of `first_batch` begins
+    num_batches: int  # micro-batches of the whole epoch
 
     def positions(self, batch: int, count: int = 1) -> NDArray[np.int64]:
         """Positions of this rank in ``count`` micro-batches from ``batch``: int64 of shape (count, micro_batch)."""

@@ -41,6 +41,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_collate,
     get_worker_info,
 )
 
@@ -212,35 +213,21 @@ States = dict[str, Any]
 """Of generators, by name."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
-    """One iteration over a loader; there are several in an epoch where a ``CombinedLoader`` begins a short one again.
-
-    Attributes:
-        epoch: The Trainer's.
-        number: Of the passes in that epoch.
-        first_batch: The batch of the epoch before which it began.
-        skip: Its batches that a resume leaves out.
-        at_iter: Generators as they were when torch asked the sampler for an iterator, where some samplers draw.
-        at_draw: And when it asked for the first index, where others do; None before that.
-        num_drawn: How often the sampler, or batch sampler, has been asked for more.
-        digest: Of what it gave.
-        saved: This pass in the checkpoint, if it began in an earlier process.
-        rewinds_to: The generators before torch drew the seed of persistent workers that are started anew.
-        has_delivered: Whether a batch has left it; Lightning makes iterators that it does not use.
-    """
+    """One iteration over a loader; several in an epoch where a ``CombinedLoader`` begins a short one again."""
 
     epoch: int
-    number: int = 0
-    first_batch: int = 0
-    skip: int = 0
-    at_iter: States = field(default_factory=dict)
-    at_draw: States | None = None
-    num_drawn: int = 0
-    digest: int = 0
-    saved: Mapping[str, Any] | None = None
-    rewinds_to: States = field(default_factory=dict)
-    has_delivered: bool = False
+    number: int = 0  # of the passes in that epoch
+    first_batch: int = 0  # the batch of the epoch before which it began
+    skip: int = 0  # its batches that a resume leaves out
+    at_iter: States = field(default_factory=dict)  # when torch asked the sampler for an iterator, where some draw
+    at_draw: States | None = None  # and when it asked for the first index, where others do; None before that
+    num_drawn: int = 0  # how often the sampler, or batch sampler, has been asked for more
+    digest: int = 0  # of what it gave
+    saved: Mapping[str, Any] | None = None  # this pass in the checkpoint, if it began in an earlier process
+    rewinds_to: States = field(default_factory=dict)  # before torch drew the seed of persistent workers started anew
+    has_delivered: bool = False  # a batch; Lightning makes iterators that it does not use
 
     @property
     def place(self) -> tuple[int, int]:
@@ -368,7 +355,7 @@ class _Order:
         return self._draw(after(self.sampler if self._batches is None else self._batches, skip), this)
 
     def _draw(self, source: Iterator[Any], this: _Pass) -> Iterator[Any]:
-        saved, drawn = this.saved, []
+        saved, seed_of, drawn = this.saved, self._seeds, []
         with generators_kept() if saved is not None and saved["is_drawn"] else nullcontext():
             if saved is not None:
                 _set_states(self._drawn_from, saved["at_draw"])
@@ -384,8 +371,8 @@ class _Order:
             num_samples, drawn = sum(map(self._size, drawn[: this.skip])), drawn[this.skip :]
         for index in chain(drawn, source if self.is_computed else map(this.note, source)):
             size = self._size(index)
-            seeds = self._seeds and [self._seeds(num_samples + place) for place in range(size)]
-            yield index if seeds is None else _Drawn(index, seeds)
+            places = range(num_samples, num_samples + size)
+            yield index if seed_of is None else _Drawn(index, [seed_of(place) for place in places])
             num_samples += size
 
     def _size(self, index: Any) -> int:
@@ -495,39 +482,34 @@ class _AsItIs(Stateful):
         return iter(self.data)
 
 
+@dataclass(kw_only=True, eq=False)
 class _Reader(StreamReader):
-    """Reads a share of the data, one pass for each ``iter()``.
+    """Reads a share of the data, one pass for each ``iter()``."""
 
-    Args:
-        is_over: Whether the states of ``begin`` stand before the last batch of a pass that is over.
-        **arguments: Those of ``StreamReader``.
-    """
-
-    def __init__(self, *, is_over: bool, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._is_over = is_over
-        self._epoch: int | None = None  # of the latest pass in this process
+    is_over: bool
+    """Whether the states of ``begin`` stand before the last batch of a pass that is over."""
+    _epoch: int | None = field(default=None, init=False)  # of the latest pass in this process
 
     def __iter__(self) -> Iterator[Item]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        start = self._begin.workers[worker]
+        start = self.begin.workers[worker]
         if self._epoch is not None:
             start = WorkerState(epoch=self._epoch + 1)
-        elif self._is_over or start.is_ended:
-            num_samples = None if start.is_ended else self._batch_size or 1
+        elif self.is_over or start.is_ended:
+            num_samples = None if start.is_ended else self.batch_size or 1
             for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
                 pass
-            if self._is_over:
+            if self.is_over:
                 start = WorkerState(epoch=start.epoch + 1)
-        elif worker <= self._begin.last_worker:
+        elif worker <= self.begin.last_worker:
             yield Item("skip", worker, start)
         self._epoch = start.epoch
         if start.is_ended:
             return
         for item in self._read(worker, start):
-            is_whole = item.kind == "batch" and self._batch_size is None
-            yield item._replace(batch=self._collate(item.batch)) if is_whole else item
+            is_whole = item.kind == "batch" and self.batch_size is None
+            yield item._replace(batch=(self.collate or default_collate)(item.batch)) if is_whole else item
 
     def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
         samples = super()._samples
@@ -565,17 +547,11 @@ class _Share(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A place between two batches.
+    """A place between two batches."""
 
-    Attributes:
-        shares: Of the workers.
-        last_worker: The worker that gave the batch before it; -1: none in this pass.
-        number: Of the passes in this epoch.
-    """
-
-    shares: tuple[_Share, ...]
-    last_worker: int = -1
-    number: int = 0
+    shares: tuple[_Share, ...]  # of the workers
+    last_worker: int = -1  # the worker that gave the batch before it; -1: none in this pass
+    number: int = 0  # of the passes in this epoch
 
     def saved(self, at: tuple[int, int]) -> dict[str, Any]:
         return _saved(at, StreamState(tuple(one.here for one in self.shares), self.last_worker), self.number)

@@ -104,7 +104,6 @@ class ExactDataModule(pl.LightningDataModule):
         self._known_identity: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._changes: list[list[int]] = []
-        self._ignored: list[list[Any]] = []
         self.receipt = ""
         self._loaders: dict[str, Any] = {}
         self.quarantine = Quarantine()
@@ -185,7 +184,6 @@ class ExactDataModule(pl.LightningDataModule):
             return dict(self._loaded or {})
         records = {
             "global_batch_changes": self._changes,
-            "ignored": self._ignored,
             "quarantine": self.quarantine.ids,
             "ends_open": self._cursor.ends_open,
         }
@@ -264,7 +262,7 @@ class ExactDataModule(pl.LightningDataModule):
         refuse_changing_windows(trainer, geometry.accumulation, self._num_batches(geometry))
         consumed = 0
         if cursor is None or cursor.trainer is not trainer:
-            self._changes, self._ignored = [], []
+            self._changes = []
             self.quarantine = Quarantine.of_launcher()
             self._begin_anew()
             self._known_identity = self._identity()
@@ -322,7 +320,7 @@ class ExactDataModule(pl.LightningDataModule):
     def _translate(self, state: Mapping[str, Any], geometry: Geometry) -> Position:
         """A saved position in the micro-batches of this run."""
         state = self._adopt(state)
-        self._ignored = require_same_data(
+        require_same_data(
             state,
             self._known_identity,
             self.source_names(),
@@ -745,7 +743,7 @@ class ResumableDataModule(ExactDataModule):
 
     def _validation_reader(self, dataset: Any) -> StreamReader:
         return StreamReader(
-            Stateful(dataset, allow_stateless=True),
+            source=Stateful(dataset, allow_stateless=True),
             batch_size=None if self._batched else self._val_batch_size,
             collate=self._collate_fn,
             rest="pad" if self._uneven == "pad" else "keep",

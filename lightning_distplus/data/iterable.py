@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -124,11 +124,6 @@ def _tensor(data: bytes | bytearray) -> torch.Tensor:
 
 # -- the data, and its state -------------------------------------------------------------------------------------------
 
-_HOW = (
-    "state_dict() -> dict, what it has yielded so far, and load_state_dict(state), after which the next iter() goes on "
-    "there"
-)
-
 
 def is_iterable(data: Any) -> bool:
     """Whether data can only be read from front to back; what has an index and a length is map-style."""
@@ -164,12 +159,7 @@ def require_data(dataset: Any, stage: str) -> None:
 
 
 class Stateful:
-    """One iterable and its state, as bytes that can cross a process boundary.
-
-    Args:
-        data: With ``state_dict`` and ``load_state_dict``, or without them where ``allow_stateless``.
-        allow_stateless: See ``stateful``.
-    """
+    """One iterable and its state, as bytes that can cross a process boundary."""
 
     def __init__(self, data: Any, *, allow_stateless: bool = False) -> None:
         self.data = data
@@ -178,8 +168,9 @@ class Stateful:
         if not self.has_state and not allow_stateless:
             raise ValueError(
                 f"The training data {_name(data)} is iterable and has no state, so that a resumed run could not go on "
-                f"where it was. Give it {_HOW}; or pass a data set with __len__ and __getitem__; or, if a resumed run "
-                "may begin the data again, allow_stateless=True."
+                "where it was. Give it state_dict() -> dict, what it has yielded so far, and load_state_dict(state), "
+                "after which the next iter() goes on there; or pass a data set with __len__ and __getitem__; or, if a "
+                "resumed run may begin the data again, allow_stateless=True."
             )
 
     def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
@@ -224,7 +215,7 @@ class Stateful:
 def stateful(
     data: Any, *, batch_size: int, num_workers: int, batched: bool, ranks: DataParallel, allow_stateless: bool
 ) -> tuple[Stateful, bool]:
-    """Checks iterable training data.
+    """Checks iterable training data, and says whether it yields batches.
 
     Args:
         data: An iterable data set, a ``StatefulDataLoader``, a node or ``Loader`` of torchdata, a litdata data set.
@@ -234,16 +225,13 @@ def stateful(
         ranks: The data-parallel ranks.
         allow_stateless: Whether a resumed run may begin data anew that has no state.
 
-    Returns:
-        The data, and whether it yields batches.
-
     Raises:
         ValueError: It cannot be resumed exactly; the message says why and what to pass instead.
     """
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size, num_workers, ranks)
         return Stateful(data, allow_stateless=allow_stateless), True
-    if _is_node(data) or _is_node_loader(data):
+    if _is_node(data) or _is_node(data, "Loader"):
         if num_workers:
             raise ValueError(
                 f"num_workers is {num_workers} and the training data {_name(data)} is of torchdata.nodes, which run "
@@ -319,15 +307,7 @@ def takes_the_position(data: Any) -> bool:
     return any(one.default is inspect.Parameter.empty and one.kind in kinds for one in parameters)
 
 
-def _is_node(data: Any) -> bool:
-    return _is_of_torchdata(data, "BaseNode")
-
-
-def _is_node_loader(data: Any) -> bool:
-    return _is_of_torchdata(data, "Loader")
-
-
-def _is_of_torchdata(data: Any, name: str) -> bool:
+def _is_node(data: Any, name: str = "BaseNode") -> bool:
     nodes = sys.modules.get("torchdata.nodes")  # whoever has one has imported it
     return nodes is not None and isinstance(data, getattr(nodes, name))
 
@@ -342,19 +322,12 @@ _BEGIN = -4  # separates the keys of a pass's beginning from those of its sample
 
 
 class WorkerState(NamedTuple):
-    """Where one process stands in its share of the data.
+    """Where one process stands in its share of the data."""
 
-    Attributes:
-        data: The state of the data, pickled; None: at the beginning, or where it has none.
-        epoch: Passes that are complete.
-        num_taken: Samples (or batches, where the data yields these) taken in this pass.
-        is_ended: Whether the pass is over.
-    """
-
-    data: bytes | None = None
-    epoch: int = 0
-    num_taken: int = 0
-    is_ended: bool = False
+    data: bytes | None = None  # the state of the data, pickled; None: at the beginning, or where it has none
+    epoch: int = 0  # passes that are complete
+    num_taken: int = 0  # samples (or batches, where the data yields these) taken in this pass
+    is_ended: bool = False  # whether the pass is over
 
     def begin_again(self) -> WorkerState:
         """The beginning of the next pass: the data goes on from its own end."""
@@ -398,48 +371,33 @@ class Item(NamedTuple):
     batch: Any = None
 
 
+@dataclass(kw_only=True, eq=False)
 class StreamReader(IterableDataset[Item]):
-    """Runs in each worker, or in the training process where there is none.
+    """Runs in each worker, or in the training process where there is none."""
 
-    Args:
-        source: The data.
-        batch_size: Samples of a batch; None: the data yields batches.
-        collate: Samples to batch; None means ``torch.utils.data.default_collate``.
-        rest: What happens to the samples after the last whole batch of a pass: "drop", "pad" (repeats of weight 0) or
-            "keep" (a smaller batch).
-        seed: Of the random numbers of each sample; None leaves the generators alone.
-        begin: Where each worker begins. DataLoader begins with worker 0, so that those up to the one that gave the last
-            batch skip their first turn.
-    """
-
-    def __init__(
-        self,
-        source: Stateful,
-        *,
-        batch_size: int | None,
-        collate: Callable[[list[Any]], Any] | None,
-        rest: Literal["drop", "pad", "keep"],
-        seed: int | None,
-        begin: StreamState,
-    ) -> None:
-        self.source = source
-        self.seed = seed
-        self._batch_size = batch_size
-        self._collate = collate or default_collate
-        self._rest = rest
-        self._begin = begin
-        self._own: WorkerState | None = None  # of a worker that persists: where its last pass ended
+    source: Stateful
+    batch_size: int | None
+    """Samples of a batch; None: the data yields batches."""
+    collate: Callable[[list[Any]], Any] | None
+    rest: Literal["drop", "pad", "keep"]
+    """What becomes of the samples after the last whole batch of a pass: repeats of weight 0 pad a batch."""
+    seed: int | None
+    """Of the random numbers of each sample; None leaves the generators alone."""
+    begin: StreamState
+    """Where each worker begins. DataLoader begins with worker 0: those up to the last one skip their first turn."""
+    _own: WorkerState | None = field(default=None, init=False)
+    """Of a worker that persists: where its last pass ended."""
 
     def __iter__(self) -> Iterator[Item]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        start = self._begin.workers[worker]
+        start = self.begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
         elif start.is_ended:
             self._own = start
             return
-        elif worker <= self._begin.last_worker:
+        elif worker <= self.begin.last_worker:
             yield Item("skip", worker, start)
         for item in self._read(worker, start):
             if item.state.is_ended:
@@ -451,17 +409,17 @@ class StreamReader(IterableDataset[Item]):
         epoch, num_taken = start.epoch, start.num_taken
         for sample in self._samples(worker, start):
             num_taken += 1
-            if self._batch_size is None:
+            if self.batch_size is None:
                 yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), sample)
                 continue
             samples.append(sample)
-            if len(samples) == self._batch_size:
+            if len(samples) == self.batch_size:
                 batch = self._batch(samples)
                 yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
                 samples = []
         # Data may begin anew where they end: a resume behind the rest must not ask them once more.
         end = WorkerState(self.source.state(), epoch, num_taken, is_ended=True)
-        if samples and self._rest != "drop":
+        if samples and self.rest != "drop":
             yield Item("batch", worker, end, self._batch(samples))
         yield Item("end", worker, end)
 
@@ -490,13 +448,13 @@ class StreamReader(IterableDataset[Item]):
             index += 1
 
     def _batch(self, samples: list[Any]) -> Any:
-        if self._rest != "pad":
-            return self._collate(samples)
-        assert self._batch_size is not None
-        weights = torch.zeros(self._batch_size)
+        if self.rest != "pad":
+            return (self.collate or default_collate)(samples)
+        assert self.batch_size is not None
+        weights = torch.zeros(self.batch_size)
         weights[: len(samples)] = 1
-        repeats = (samples * (self._batch_size // len(samples) + 1))[: self._batch_size]
-        return self._collate(repeats), weights
+        repeats = (samples * (self.batch_size // len(samples) + 1))[: self.batch_size]
+        return (self.collate or default_collate)(repeats), weights
 
 
 def _seed(key: int | None, index: int) -> None:
@@ -513,12 +471,7 @@ def _dataloader(reader: StreamReader, workers: WorkerOptions, *, seed: int) -> D
 
 
 class StreamPasses:
-    """Iterable data for validation: every iteration is one pass, from the beginning.
-
-    Args:
-        make_reader: Gives what the workers run.
-        workers: Workers and pinning.
-    """
+    """Iterable data for validation: every iteration is one pass, from the beginning."""
 
     def __init__(self, make_reader: Callable[[], StreamReader], *, workers: WorkerOptions) -> None:
         self._make_reader = make_reader
@@ -654,7 +607,7 @@ class IterableTraining:
         isolate = self._workers.num_workers == 0 and self._seed is not None
         if self._items is None:
             if self._inner is None:
-                reader = StreamReader(self._source, begin=self._state, **self._reader)
+                reader = StreamReader(source=self._source, begin=self._state, **self._reader)
                 self._inner = _dataloader(reader, self._workers, seed=derive_key(self._seed or 0, _STREAM))
             self._items = isolated(iter(self._inner), isolate)
         for item in self._items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import isqrt
@@ -27,7 +27,6 @@ __all__ = [
     "change_of_mixture",
     "derive_key",
     "order_of",
-    "past_mixture",
     "permute",
     "splitmix64",
 ]
@@ -176,14 +175,12 @@ def _add_modulo(
     scratch ^= scratch >> _SHIFT
     np.multiply(scratch, _MULTIPLIERS[1], out=scratch)
     np.right_shift(scratch, _SHIFT, out=scratch)
-    np.multiply(
-        scratch, modulus, out=scratch
-    )  # 32 bits times at most 2**20: reduce to range(modulus) without a division
+    # 32 bits times at most 2**20: reduces to range(modulus) without a division.
+    np.multiply(scratch, modulus, out=scratch)
     np.right_shift(scratch, _SHIFT, out=scratch)
     target += scratch
-    np.subtract(
-        target, modulus, out=scratch
-    )  # wraps to a huge value where target < modulus, so that minimum keeps target
+    # Wraps to a huge value where target < modulus, so that minimum keeps target.
+    np.subtract(target, modulus, out=scratch)
     np.minimum(target, scratch, out=target)
 
 
@@ -266,65 +263,43 @@ class Mixture:
         return self._blocks[block]
 
 
+@dataclass(frozen=True)
 class MixedOrder:
-    """The endless global order of a weighted mixture.
+    """The endless global order of a weighted mixture."""
 
-    Args:
-        mixture: Which source each global sample comes from.
-        sizes: Number of samples of each source; a source that runs out begins its next epoch in another order.
-        seed: Of the order of each source.
-        shuffle: False reads each source from its beginning to its end.
-        first: The global position that is number 0 of the mixture.
-        draws: How often each source was drawn before that, int64; None means never.
-        lanes: The number by which the order of each source is keyed; None means its place.
-        version: Of the order of each source.
-    """
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        sizes: Sequence[int],
-        *,
-        seed: int,
-        shuffle: bool,
-        first: int = 0,
-        draws: NDArray[np.int64] | None = None,
-        lanes: Sequence[int] | None = None,
-        version: int = ORDER_VERSION,
-    ) -> None:
-        self._mixture = mixture
-        self._sizes = list(sizes)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._version = version
-        self._first = first
-        self._draws = draws
-        self._lanes = list(range(len(sizes))) if lanes is None else list(lanes)
+    mixture: Mixture  # which source each global sample comes from
+    sizes: Sequence[int]  # samples of each source; one that runs out begins its next epoch in another order
+    _: KW_ONLY
+    seed: int  # of the order of each source
+    shuffle: bool  # False reads each source from its beginning to its end
+    first: int = 0  # the global position that is number 0 of the mixture
+    draws: NDArray[np.int64] | None = None  # how often each source was drawn before that; None: never
+    lanes: Sequence[int] | None = None  # the number by which the order of each source is keyed; None: its place
+    version: int = ORDER_VERSION  # of the order of each source
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """(source, index) at each global position: int64 of shape (num_positions, 2)."""
-        sources, draws = self._mixture.locate(positions - self._first)
-        if self._draws is not None:
-            draws += self._draws[sources]
+        sources, draws = self.mixture.locate(positions - self.first)
+        if self.draws is not None:
+            draws += self.draws[sources]
         ids = np.empty((len(positions), 2), dtype=np.int64)
         ids[:, 0] = sources
-        for source, size in enumerate(self._sizes):
+        for source, size in enumerate(self.sizes):
             of_source = np.flatnonzero(sources == source)
-            lane = self._lanes[source]
-            keyed: dict[str, Any] = {"seed": self._seed, "source": lane, "shuffle": self._shuffle}
-            ids[of_source, 1] = endless(draws[of_source], size, **keyed, version=self._version)
+            drawn = draws[of_source]
+            indices = np.empty_like(drawn)
+            for epoch, here in _groups(drawn // size):
+                order = EpochOrder(
+                    num_samples=size,
+                    seed=self.seed,
+                    source=source if self.lanes is None else self.lanes[source],
+                    epoch=epoch,
+                    shuffle=self.shuffle,
+                    version=self.version,
+                )
+                indices[here] = order(drawn[here])
+            ids[of_source, 1] = indices
         return ids
-
-
-def endless(
-    draws: NDArray[np.int64], size: int, *, seed: int, source: int, shuffle: bool, version: int = ORDER_VERSION
-) -> NDArray[np.int64]:
-    """The index of each draw from a source of ``size`` samples, which begins another order when it runs out."""
-    indices = np.empty_like(draws)
-    for epoch, here in _groups(draws // size):
-        order = EpochOrder(num_samples=size, seed=seed, source=source, epoch=epoch, shuffle=shuffle, version=version)
-        indices[here] = order(draws[here])
-    return indices
 
 
 def _groups(values: NDArray[np.int64]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
@@ -368,17 +343,11 @@ _PHASE = -5  # separates the keys of later phases from those of orders and augme
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePhase:
-    """A stretch of the global order in which the weights and sources stay the same.
+    """A stretch of the global order in which the weights and sources stay the same."""
 
-    Attributes:
-        first: The sample with which it begins.
-        draws: How often each source was drawn before.
-        lanes: The number by which the order of each source is keyed. A source keeps it when others come and go.
-    """
-
-    first: int
-    draws: tuple[int, ...]
-    lanes: tuple[int, ...]
+    first: int  # the sample with which it begins
+    draws: tuple[int, ...]  # how often each source was drawn before
+    lanes: tuple[int, ...]  # keys the order of each source, which keeps it when others come and go
 
     @classmethod
     def in_state(cls, state: Mapping[str, Any]) -> MixturePhase:
@@ -424,11 +393,6 @@ class MixturePhase:
             lanes.append(lane)
             draws.append(count)
         return MixturePhase(first=sample, draws=tuple(draws), lanes=tuple(lanes))
-
-
-def past_mixture(phase: MixturePhase, rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """The record of a mixture that holds no more: where it began, and its weights to four digits."""
-    return [phase.first, [round(row[1] / DENOMINATOR, 4) for row in rows]]
 
 
 def change_of_mixture(

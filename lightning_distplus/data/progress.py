@@ -41,7 +41,6 @@ __all__ = [
     "Timer",
     "change_of_cut",
     "data_parallel",
-    "differences",
     "epoch_length",
     "is_fitting",
     "position_at",
@@ -60,50 +59,29 @@ STATE_VERSION = 2
 _READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
 
 _log = logging.getLogger(__name__)
-# What the state records of ignored differences, so that it stays below 1 KB.
-_MAX_IGNORED, _MAX_DIFFERENCES, _MAX_CHARACTERS = 2, 3, 40
 _GONE = {"schedule": "a schedule of global batches", "parts": "several data sets side by side (their sizes)"}
 """What earlier versions saved, and this one cannot go on with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place between two optimizer steps.
+    """A place between two optimizer steps."""
 
-    Attributes:
-        epoch: The Trainer's epoch.
-        batches: Micro-batches of this epoch that are done.
-        offset: Samples of this epoch that are done, over all ranks.
-        consumed_samples: Samples of all epochs that are done, over all ranks.
-        total_batches: Micro-batches of all epochs that are done.
-        steps: Optimizer steps done.
-        is_validated: Whether the validation that is due here, if any, has run.
-        validation_batches: Validation batches that have run in this epoch.
-        is_epoch_done: Whether iterable data ended here; with map-style data this follows from ``batches``.
-    """
-
-    epoch: int = 0
-    batches: int = 0
-    offset: int = 0
-    consumed_samples: int = 0
-    total_batches: int = 0
-    steps: int = 0
-    is_validated: bool = False
-    validation_batches: int = 0
-    is_epoch_done: bool = False
+    epoch: int = 0  # the Trainer's epoch
+    batches: int = 0  # micro-batches of this epoch that are done
+    offset: int = 0  # samples of this epoch that are done, over all ranks
+    consumed_samples: int = 0  # samples of all epochs that are done, over all ranks
+    total_batches: int = 0  # micro-batches of all epochs that are done
+    steps: int = 0  # optimizer steps done
+    is_validated: bool = False  # whether the validation that is due here, if any, has run
+    validation_batches: int = 0  # validation batches that have run in this epoch
+    is_epoch_done: bool = False  # whether iterable data ended here; with map-style data this follows from `batches`
 
 
 def state_of(
     position: Position, geometry: Geometry, identity: Mapping[str, Any], records: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is saved: less than 1 KB of plain values, equal on all ranks.
-
-    Args:
-        position: Where the run stands.
-        geometry: Batch sizes of the run.
-        identity: What must be equal for the same order.
-        records: What has changed before; what is empty is left out.
-    """
+    """What is saved: less than 1 KB of plain values, equal on all ranks; of ``records`` what is not empty."""
     return {
         "version": STATE_VERSION,
         "order_version": ORDER_VERSION,
@@ -119,12 +97,6 @@ def state_of(
 
 def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, num_steps: int) -> Position:
     """The position at a sample of the global order, for a checkpoint that holds none.
-
-    Args:
-        sample: Samples that are done, over all ranks and epochs.
-        geometry: Batch sizes of the run.
-        num_batches: Micro-batches of an epoch.
-        num_steps: Optimizer steps that are done.
 
     Raises:
         ValueError: No optimizer step begins there, or iterable data would have to be read up to there.
@@ -164,17 +136,14 @@ def read_state(state: Mapping[str, Any]) -> Position:
                 "Resume with the version of lightning_distplus that wrote the checkpoint."
             )
     for name, what in _GONE.items():
-        if state.get(name):
+        if record := state.get(name):
+            text = record["text"] if isinstance(record, Mapping) else record
             raise DatasetMismatch(
-                f"The checkpoint was written under {what}: {_text(state[name])}. This lightning_distplus does not read "
+                f"The checkpoint was written under {what}: {text}. This lightning_distplus does not read "
                 "data that way any more. Load its weights into a new run, or resume with the version that wrote it."
             )
     names = Position.__dataclass_fields__.keys() - {"is_epoch_done"}  # which older states lack
     return Position(**{name: state[name] for name in names}, is_epoch_done=state.get("is_epoch_done", False))
-
-
-def _text(record: Any) -> str:
-    return str(record["text"] if isinstance(record, Mapping) else record)
 
 
 def require_same_data(
@@ -184,7 +153,7 @@ def require_same_data(
     *,
     explain: Callable[[int], str],
     ignore_fingerprint: bool,
-) -> list[list[Any]]:
+) -> None:
     """Compares what defines the data and its order.
 
     Args:
@@ -192,28 +161,20 @@ def require_same_data(
         ours: What defines them here.
         names: Of our sources.
         explain: What differs first inside a source of this number; empty where that is not known.
-        ignore_fingerprint: Go on with what differs.
-
-    Returns:
-        What was ignored here and in the resumes before, for the next state: from which sample on, and what differs.
+        ignore_fingerprint: Go on with what differs, with a warning.
 
     Raises:
         DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
     """
-    found = differences({name: state.get(name) for name in ours}, ours, names, explain)
-    before = [list(record) for record in state.get("ignored", [])]
-    if not found:
-        return before
-    text = "\n".join(f"  {line}" for line in found)
-    if ignore_fingerprint:
+    text = "\n".join(f"  {line}" for line in _differences(state, ours, names, explain))
+    if text and ignore_fingerprint:
         _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
-        what = [*dict.fromkeys(line.split(": ", 1)[0][:_MAX_CHARACTERS] for line in found)]
-        return [*before, [state["consumed_samples"], *what[:_MAX_DIFFERENCES]]][-_MAX_IGNORED:]
-    raise DatasetMismatch(
-        f"The checkpoint was written with other data or another order:\n{text}\n"
-        "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module to "
-        "go on at the same position of the new order (samples may then repeat or be missed)."
-    )
+    elif text:
+        raise DatasetMismatch(
+            f"The checkpoint was written with other data or another order:\n{text}\n"
+            "Give this run the data and settings of the checkpoint, or pass ignore_fingerprint=True to the data module "
+            "to go on at the same position of the new order (samples may then repeat or be missed)."
+        )
 
 
 def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
@@ -242,12 +203,12 @@ def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
     return f"; global batch {geometry}, before {before}"
 
 
-def differences(
+def _differences(
     saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
 ) -> list[str]:
     """One line for each thing that differs, with both sides; ``explain`` as in ``require_same_data``."""
     lines = []
-    for name in sorted((saved.keys() | ours.keys()) - {"sources"}):
+    for name in sorted(ours.keys() - {"sources"}):
         if saved.get(name) != ours.get(name):
             lines.append(f"{name}: {saved.get(name)!r} in the checkpoint, {ours.get(name)!r} in this run")
     old, new = saved.get("sources", []), ours.get("sources", [])

@@ -17,6 +17,7 @@ Version 1 had no ``modified``. Of more than 4,096 files there are no rows.
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -40,7 +41,6 @@ from lightning_distplus.data.order import (
     change_of_mixture,
     derive_key,
     order_of,
-    past_mixture,
     permute,
 )
 from lightning_distplus.data.progress import Position
@@ -74,46 +74,29 @@ _NUM_CHECKED = 64  # blocks of each source whose token ids are checked at setup
 
 
 class TokenBlocks(NamedTuple):
-    """The samples of one batch as they are stored.
+    """The samples of one batch as they are stored."""
 
-    Attributes:
-        tokens: Integers of shape (num_samples, seq_len + 1).
-        documents: int32 of shape (num_samples, seq_len): the document of each token, counted from 0 in each sample.
-    """
-
-    tokens: NDArray[np.integer[Any]]
-    documents: NDArray[np.int32] | None
+    tokens: NDArray[np.integer[Any]]  # of shape (num_samples, seq_len + 1)
+    documents: NDArray[np.int32] | None  # (num_samples, seq_len): each token's, counted from 0 in each sample
 
 
+@dataclass(kw_only=True)
 class TokenFetcher:
-    """Fetches one batch of token blocks.
+    """Fetches one batch of token blocks."""
 
-    Args:
-        sources: Where the blocks are.
-        names: Of the sources, for messages.
-        seq_len: Targets per block.
-        vocab_size: Token ids below this are legal; None means unchecked.
-        position_ids: Add the place of each token in its document.
-        document_ids: Add the number of each token's document.
-    """
+    sources: Sequence[TokenStream]
+    names: Sequence[str]
+    """Of the sources, for messages."""
+    seq_len: int
+    vocab_size: int | None
+    """Token ids below this are legal; None means unchecked."""
+    position_ids: bool = False
+    """Add the place of each token in its document."""
+    document_ids: bool = False
+    """Add the number of each token's document."""
 
-    def __init__(
-        self,
-        sources: Sequence[TokenStream],
-        *,
-        names: Sequence[str],
-        seq_len: int,
-        vocab_size: int | None,
-        position_ids: bool = False,
-        document_ids: bool = False,
-    ) -> None:
-        self._sources = list(sources)
-        self._names = list(names)
-        self._seq_len = seq_len
-        self._vocab_size = vocab_size
-        self._position_ids = position_ids
-        self._document_ids = document_ids
-        types = {np.dtype(source.dtype) for source in sources}
+    def __post_init__(self) -> None:
+        types = {np.dtype(source.dtype) for source in self.sources}
         self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)
 
     def __getitems__(self, request: Request) -> TokenBlocks:
@@ -125,7 +108,7 @@ class TokenFetcher:
         sources = sorted(set(ids[:, 0].tolist()))
         if len(sources) == 1:
             return TokenBlocks(self._gather(sources[0], ids[:, 1]), self._documents(ids))
-        blocks = np.empty((len(ids), self._seq_len + 1), dtype=self._dtype)
+        blocks = np.empty((len(ids), self.seq_len + 1), dtype=self._dtype)
         for source in sources:
             rows = np.flatnonzero(ids[:, 0] == source)
             blocks[rows] = self._gather(source, ids[rows, 1])
@@ -136,9 +119,9 @@ class TokenFetcher:
         tokens, documents = taken
         inputs_and_labels = _as_int64((tokens[:, :-1], tokens[:, 1:]), pin_memory)
         batch = dict(zip(("input_ids", "shift_labels"), inputs_and_labels, strict=True))
-        if self._document_ids and documents is not None:
+        if self.document_ids and documents is not None:
             batch["document_ids"] = _as_int64((documents,), pin_memory)[0]
-        if self._position_ids and documents is not None:
+        if self.position_ids and documents is not None:
             batch["position_ids"] = _as_int64((_positions(documents),), pin_memory)[0]
         return batch
 
@@ -148,8 +131,8 @@ class TokenFetcher:
         Raises:
             ValueError: A source does not say it.
         """
-        if self._position_ids or self._document_ids:
-            for source in self._sources:
+        if self.position_ids or self.document_ids:
+            for source in self.sources:
                 source.documents(np.zeros(1, dtype=np.int64))
 
     def check_vocabulary(self) -> None:
@@ -158,30 +141,30 @@ class TokenFetcher:
         Raises:
             ValueError: A token id is not in the vocabulary.
         """
-        if self._vocab_size is None:
+        if self.vocab_size is None:
             return
-        for place, source in enumerate(self._sources):
+        for place, source in enumerate(self.sources):
             size = source.num_samples
             count = min(_NUM_CHECKED, size)
             self._gather(place, np.linspace(0, size - 1, count).astype(np.int64))
             self._gather(place, np.sort(permute(np.arange(count), size, derive_key(_CHECK, place))))
 
     def _documents(self, ids: NDArray[np.int64]) -> NDArray[np.int32] | None:
-        if not (self._position_ids or self._document_ids):
+        if not (self.position_ids or self.document_ids):
             return None
-        documents = np.empty((len(ids), self._seq_len), dtype=np.int32)
+        documents = np.empty((len(ids), self.seq_len), dtype=np.int32)
         for source in np.unique(ids[:, 0]).tolist():
             rows = ids[:, 0] == source
-            documents[rows] = self._sources[source].documents(ids[rows, 1])
+            documents[rows] = self.sources[source].documents(ids[rows, 1])
         return documents
 
     def _gather(self, source: int, indices: NDArray[np.int64]) -> NDArray[np.integer]:
-        blocks = self._sources[source].gather(indices)
-        if self._vocab_size is not None and (blocks.max() >= self._vocab_size or blocks.min() < 0):
-            row, column = np.argwhere((blocks >= self._vocab_size) | (blocks < 0))[0].tolist()
+        blocks = self.sources[source].gather(indices)
+        if self.vocab_size is not None and (blocks.max() >= self.vocab_size or blocks.min() < 0):
+            row, column = np.argwhere((blocks >= self.vocab_size) | (blocks < 0))[0].tolist()
             raise ValueError(
-                f"Source {self._names[source]} holds the token id {blocks[row, column]} (sample {indices[row]}), and "
-                f"vocab_size is {self._vocab_size}. Prepare the source with the model's tokenizer."
+                f"Source {self.names[source]} holds the token id {blocks[row, column]} (sample {indices[row]}), and "
+                f"vocab_size is {self.vocab_size}. Prepare the source with the model's tokenizer."
             )
         return blocks
 
@@ -302,7 +285,6 @@ def _source_of(record: Any, place: int) -> Mapping[str, Any]:
 
 _log = logging.getLogger(__name__)
 _FILES = "lightning_distplus_files"  # in a checkpoint: what the sources are made of
-_MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
 class TokenDataModule(ExactDataModule):
@@ -392,7 +374,6 @@ class TokenDataModule(ExactDataModule):
         self._shuffle = shuffle
         self._allow_mixture_change = allow_mixture_change
         self._phase: MixturePhase | None = None  # None is the first one
-        self._past_mixtures: list[list[Any]] = []
         self._vocab_size = vocab_size
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
         self._files: dict[str, list[TokenStream]] = {}
@@ -431,16 +412,15 @@ class TokenDataModule(ExactDataModule):
         }
 
     def _begin_anew(self) -> None:
-        self._phase, self._past_mixtures = None, []
+        self._phase = None
 
     def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The phase of the state, or a new one where the mixture has changed and may."""
         before, was = self._phase, [tuple(row) for row in state["sources"]]
-        self._phase, self._past_mixtures = MixturePhase.in_state(state), list(state.get("past_mixtures", []))
+        self._phase = MixturePhase.in_state(state)
         now = [tuple(row) for row in self._identity()["sources"]]
         if now != was and self._allow_mixture_change:
             sample = state["consumed_samples"]
-            self._past_mixtures = [*self._past_mixtures, past_mixture(self._phase, was)][-_MAX_PAST:]
             self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
             state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
             if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
@@ -448,13 +428,6 @@ class TokenDataModule(ExactDataModule):
         elif len(now) != len(was):
             self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
         self._known_identity = self._identity()
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, what it refers to, and the mixtures of the past."""
-        state = super().state_dict()
-        if self._past_mixtures and self._loaded is None:
-            state["past_mixtures"] = self._past_mixtures
         return state
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -525,7 +498,7 @@ class TokenDataModule(ExactDataModule):
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.label for source in self._sources[stage]]
         sources, size = self._open(stage), self._vocab_size
-        return TokenFetcher(sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
+        return TokenFetcher(sources=sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         sizes = self._num_samples("val")

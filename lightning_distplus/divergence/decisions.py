@@ -8,9 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_distplus import _compat
-from lightning_distplus.divergence.check import Check, MonitoredRun
-from lightning_distplus.divergence.settings import digest
-from lightning_distplus.majority import disagreement
+from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.trainer_gate import Flag, Moment, moment_of
 
 __all__ = ["DecisionCheck", "MetricCheck"]
@@ -33,10 +31,9 @@ class DecisionCheck(Check):
     def __init__(self, before_save: Callable[[], None]) -> None:
         self._before_save = before_save
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """Stands around the Trainer's decisions."""
-        super().attach(run)
-        fit_loop = run.trainer.fit_loop
+        fit_loop = self.run.trainer.fit_loop
         self._loop: Any = fit_loop.epoch_loop
         self._forced: bool | None = None
         self._has_validated = False
@@ -45,7 +42,7 @@ class DecisionCheck(Check):
             (self._loop, "on_advance_end", self._after_batch),
             (self._loop, "_should_check_val_fx", self._should_validate),
             (fit_loop, "on_advance_end", self._after_epoch),
-            (run.trainer, "save_checkpoint", self._save),
+            (self.run.trainer, "save_checkpoint", self._save),
         ]
         for owner, name, wrapper in self._wrapped:
             _compat.wrap_method(owner, name, wrapper, _CONSEQUENCE)
@@ -61,7 +58,8 @@ class DecisionCheck(Check):
 
     def validation_start(self) -> None:
         """All ranks validate."""
-        self._meet(Moment.VALIDATION)
+        if self.run.gate.is_open:
+            self.run.gate.meet(Moment.VALIDATION)
 
     def validation_end(self) -> None:
         """Remembers that the other callbacks, which come after this one, may want to stop now."""
@@ -69,7 +67,8 @@ class DecisionCheck(Check):
 
     def train_end(self) -> None:
         """All ranks end."""
-        self._meet(Moment.END)
+        if self.run.gate.is_open:
+            self.run.gate.meet(Moment.END)
 
     # -- around the Trainer's methods --------------------------------------------------------------------------------
 
@@ -138,10 +137,6 @@ class DecisionCheck(Check):
             trainer.should_stop = True
             gate.wishes &= ~Flag.WANTS_STOP
 
-    def _meet(self, moment: Moment) -> None:
-        if self.run.gate.is_open:
-            self.run.gate.meet(moment)
-
 
 def _is_by_clock(trainer: Any) -> bool:
     """Whether validations come at intervals of time, which pass at different steps on different ranks."""
@@ -156,10 +151,9 @@ _RELATIVE = 1e-6  # ranks that compute a metric from the same numbers on differe
 class MetricCheck(Check):
     """Compares the names of metrics before they are reduced, and the values of monitored ones before they are used."""
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """Stands before the reduction at the end of a validation."""
-        super().attach(run)
-        self._connector = getattr(run.trainer, "_logger_connector", None)
+        self._connector = getattr(self.run.trainer, "_logger_connector", None)
         consequence = "the names of metrics in validation are not compared"
         _compat.wrap_method(self._connector, "update_eval_epoch_metrics", self._before_reduction, consequence)
 
@@ -190,13 +184,11 @@ class MetricCheck(Check):
         if "absent" not in values.values():
             values = {rank: ", ".join(theirs[:8]) for rank, theirs in enumerate(everybody)}
         name = odd.split(".")[-1]
-        self.run.tell(
-            disagreement(
-                f"logged metric {name!r}",
-                values,
-                where="before it is reduced over all ranks",
-                remedy=f"call self.log({name!r}, ..., sync_dist=True) on every rank, in the same order",
-            )
+        self.run.differ(
+            f"logged metric {name!r}",
+            values,
+            where="before it is reduced over all ranks",
+            remedy=f"call self.log({name!r}, ..., sync_dist=True) on every rank, in the same order",
         )
 
     def _digests_agree(self, mine: int) -> bool:
@@ -217,13 +209,11 @@ class MetricCheck(Check):
         for name in names:
             values = {rank: theirs.get(name) for rank, theirs in enumerate(everybody)}
             if not _are_close(list(values.values())):
-                self.run.tell(
-                    disagreement(
-                        f"monitored metric {name!r}",
-                        values,
-                        where="and the ranks would save or stop at different times",
-                        remedy=f"self.log({name!r}, ..., sync_dist=True)",
-                    )
+                self.run.differ(
+                    f"monitored metric {name!r}",
+                    values,
+                    where="and the ranks would save or stop at different times",
+                    remedy=f"self.log({name!r}, ..., sync_dist=True)",
                 )
 
     def _monitored(self) -> list[str]:

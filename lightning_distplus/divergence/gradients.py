@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
-from lightning_distplus.divergence.check import Check, MonitoredRun, drop_gradients
+from lightning_distplus.divergence.check import Check
 from lightning_distplus.divergence.replicas import plain_name
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import disagreement
@@ -31,68 +30,43 @@ from lightning_distplus.world import ranges
 __all__ = [
     "BucketHook",
     "FlaggingReduceScatter",
-    "Letter",
     "LocalFailureCheck",
     "LocalGradients",
     "Mailbox",
     "NonFinite",
     "NonFiniteCheck",
     "PairingCheck",
-    "Section",
     "TieToLoss",
     "name_at",
 ]
 
+log = logging.getLogger(__name__)
 _SUMMED_AT_ONCE = frozenset({torch.float32, torch.float64})
 _BLOCK = 1 << 18  # elements; a few fit into a core's second cache
+_SHOWN_IDS = 8
 # torch 2.13 gave it a new name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NameOf = Callable[[int], str | None]
+"""The parameter to which an element of a flat gradient belongs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """What one rank has found in one of its micro-batches; plain values."""
+class NonFinite(NamedTuple):
+    """What one rank has found in one of its micro-batches."""
 
     what: str
     """``"loss"`` or ``"gradient"``."""
-    value: str
-    """``"nan"``, ``"inf"`` or ``"-inf"``."""
-    parameter: str | None = None
+    parameter: str | None
     """The first parameter found with such a gradient; gradients come last layer first."""
-    micro_batch: int = 0
-    sample_ids: tuple[Any, ...] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For an exchange as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> NonFinite:
-        """Reads what ``to_dict`` wrote."""
-        ids = values["sample_ids"]
-        return cls(**{**values, "sample_ids": None if ids is None else tuple(ids)})
-
-    def describe(self) -> str:
-        """One line."""
-        where = f"gradient of {self.parameter}" if self.parameter else self.what
-        samples = "" if self.sample_ids is None else f", samples {_shortened(self.sample_ids)}"
-        return f"{where} is {self.value} in micro-batch {self.micro_batch}{samples}"
+    text: str
+    """The whole of it in one line."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A parameter's part of a flat gradient."""
-
-    name: str
-    numel: int
-
-
-def name_at(sections: Sequence[Section], index: int) -> str | None:
-    """Whose element this is."""
-    for section in sections:
-        if index < section.numel:
-            return section.name
-        index -= section.numel
+def name_at(sections: Iterable[tuple[str, int]], index: int) -> str | None:
+    """Whose element of a flat gradient this is; a section is a parameter's name and its number of elements."""
+    for name, numel in sections:
+        if index < numel:
+            return name
+        index -= numel
     return None
 
 
@@ -104,27 +78,20 @@ class LocalGradients:
     the backward: the device zeroes what is not finite, and ``settle`` asks it once, afterwards.
 
     Args:
-        describe: Called when something is found: the micro-batch and the ids of its samples.
+        where: Called when something is found: the micro-batch and its samples, as text.
         gradients_may_overflow: Whether a loss scaler is at work. It expects gradients that overflow and skips such
             steps by itself, so that only the loss counts then.
     """
 
     def __init__(
-        self,
-        describe: Callable[[], tuple[int, tuple[Any, ...] | None]] = lambda: (0, None),
-        *,
-        gradients_may_overflow: bool = False,
+        self, where: Callable[[], str] = lambda: "this micro-batch", *, gradients_may_overflow: bool = False
     ) -> None:
         self.found: NonFinite | None = None
-        self._describe = describe
+        """The first thing since ``reset`` that was not finite, as far as is known without waiting for the device."""
+        self._where = where
         self._may_overflow = gradients_may_overflow
         self._pending: list[tuple[Tensor, str, Callable[[], str | None]]] = []
         self._is_finite: Tensor | None = None
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether everything since ``reset`` was finite, as far as this rank knows without waiting for its device."""
-        return self.found is None
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Before the backward: a loss that is not finite makes this rank contribute nothing to the step."""
@@ -137,7 +104,7 @@ class LocalGradients:
         if not math.isfinite(value):
             self._remember("loss", value)
 
-    def look_at(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> bool | Tensor:
+    def look_at(self, gradient: Tensor, name_of: _NameOf) -> bool | Tensor:
         """Examines a gradient of this rank alone.
 
         Args:
@@ -148,23 +115,23 @@ class LocalGradients:
             Whether this rank contributes it: a bool, or on another device than the CPU a 0-dim tensor there.
         """
         if not gradient.is_cpu:
-            return self._look_on_device(gradient, name_of)
+            if self._may_overflow:  # the loss alone decides
+                is_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
+                return self._wait_for(is_finite, "gradient", lambda: None)
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            return self._wait_for(torch.isfinite(norm), "gradient", lambda: name_of(0))
         if self.found is not None:
             return False
         if not self._may_overflow and not math.isfinite(_norm(gradient)):
-            index = _first_non_finite(gradient)
-            if index is not None:
-                self._remember("gradient", float(gradient.reshape(-1)[index]), name_of(index))
+            flat = gradient.reshape(-1)
+            positions = torch.isfinite(flat).logical_not_().nonzero()
+            if len(positions):
+                index = int(positions[0])
+                self._remember("gradient", float(flat[index]), name_of(index))
                 return False
         return True
 
-    def is_plain(self, buffer: Tensor) -> bool:
-        """Whether nothing was found yet, and one look at a small buffer of the CPU's finds nothing either."""
-        if self.found is not None or self._may_overflow or not buffer.is_cpu or buffer.numel() > _BLOCK:
-            return False
-        return buffer.dtype in _SUMMED_AT_ONCE and math.isfinite(torch.dot(buffer, buffer).item())
-
-    def filtered(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> Tensor | None:
+    def filtered(self, gradient: Tensor, name_of: _NameOf) -> Tensor | None:
         """For ``Tensor.register_hook`` on a leaf: what takes the gradient's place, or None where it stays."""
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         keeps = self.look_at(local, name_of)
@@ -176,10 +143,8 @@ class LocalGradients:
 
     def settle(self) -> None:
         """After the backward: waits for the answer of a device other than the CPU, once."""
-        if not self._pending:
-            return
         pending, self._pending, self._is_finite = self._pending, [], None
-        if self.found is not None:
+        if not pending or self.found is not None:
             return
         for is_finite, (_, what, name) in zip(torch.stack([one[0] for one in pending]).tolist(), pending, strict=True):
             if not is_finite:
@@ -191,12 +156,6 @@ class LocalGradients:
         self.found = self._is_finite = None
         self._pending.clear()
 
-    def _look_on_device(self, gradient: Tensor, name_of: Callable[[int], str | None]) -> Tensor:
-        if self._may_overflow:  # the loss alone decides
-            return self._wait_for(torch.ones((), dtype=torch.bool, device=gradient.device), "gradient", lambda: None)
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        return self._wait_for(torch.isfinite(norm), "gradient", lambda: name_of(0))
-
     def _wait_for(self, is_finite: Tensor, what: str, name: Callable[[], str | None]) -> Tensor:
         """Whether everything up to here is finite, as the device will know."""
         self._pending.append((is_finite, what, name))
@@ -204,13 +163,23 @@ class LocalGradients:
         return self._is_finite
 
     def _remember(self, what: str, value: float, parameter: str | None = None) -> None:
-        micro_batch, sample_ids = self._describe()
-        self.found = NonFinite(
-            what=what, value=str(value), parameter=parameter, micro_batch=micro_batch, sample_ids=sample_ids
-        )
+        subject = f"gradient of {parameter}" if parameter else what
+        self.found = NonFinite(what, parameter, f"{subject} is {value} in {self._where()}")
 
 
-_Part = tuple[int, int, Sequence[torch.nn.Parameter]]  # begin and end in a bucket, and the parameters there
+def _norm(gradient: Tensor) -> float:
+    """The norm of a gradient on the CPU; not finite where an element is not, or its square is too large."""
+    if gradient.dtype in _SUMMED_AT_ONCE and gradient.is_contiguous():
+        flat = gradient.view(-1)
+        return math.sqrt(torch.dot(flat, flat).item())  # at twice the speed out of a cache
+    return float(torch.linalg.vector_norm(gradient))
+
+
+def _fill_unless(keeps: bool | Tensor, tensor: Tensor, value: float) -> None:
+    if keeps is False:
+        tensor.fill_(value)
+    elif keeps is not True:
+        tensor.masked_fill_(torch.logical_not(keeps), value)
 
 
 class BucketHook:
@@ -231,7 +200,6 @@ class BucketHook:
         self._names = names
         self._group = group
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
-        self._layouts: dict[tuple[int, ...], list[_Part]] = {}
         self._is_retired = False
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -242,21 +210,13 @@ class BucketHook:
             buffer.mul_(1 / size)
         else:
             self._sent.append((buffer, parameters[0]))
-            if self._gradients.is_plain(buffer):
-                buffer.mul_(1 / size)
-            else:
-                self._look_at_parts(buffer, parameters, size)
+            keeps = self._look_and_scale(buffer, parameters, size)
+            if keeps is not True:
+                _fill_unless(keeps, buffer, 0.0)
+                _fill_unless(keeps, buffer[:1], torch.nan)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])
-
-    def _look_at_parts(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> None:
-        keeps: bool | Tensor = True
-        for begin, end, own in self._parts(parameters):
-            looked = self._look_and_scale(buffer[begin:end], own, size)
-            keeps = looked if own else keeps
-        _fill_unless(keeps, buffer, 0.0)
-        _fill_unless(keeps, buffer[:1], torch.nan)
 
     def retire(self) -> None:
         """From now on it only reduces; DDP cannot let go of a hook."""
@@ -266,48 +226,29 @@ class BucketHook:
         """After a backward: whether some rank has sent the flag; the same answer on all ranks. Takes the flag away."""
         if not self._sent:
             return False
-        if self._sent[0][0].is_cpu:
-            values = [buffer[0].item() for buffer, _ in self._sent]
+        sent, self._sent = self._sent, []
+        if sent[0][0].is_cpu:
+            values = [buffer[0].item() for buffer, _ in sent]
         else:
-            values = torch.stack([buffer[0] for buffer, _ in self._sent]).tolist()
-        flags = [value != value for value in values]
-        if not any(flags):
-            self._sent.clear()
-            return False
-        for is_flagged, (buffer, parameter) in zip(flags, self._sent, strict=True):
-            if is_flagged:
-                buffer[0] = 0
-                if parameter.grad is not None:
-                    parameter.grad.view(-1)[:1] = 0
-        self._sent.clear()
-        return True
+            values = torch.stack([buffer[0] for buffer, _ in sent]).tolist()
+        flagged = [one for value, one in zip(values, sent, strict=True) if value != value]
+        for buffer, parameter in flagged:
+            buffer[0] = 0
+            if parameter.grad is not None:
+                parameter.grad.view(-1)[:1] = 0
+        return bool(flagged)
 
-    def _look_and_scale(self, part: Tensor, own: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
+    def _look_and_scale(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
         keeps: bool | Tensor = True
-        blocks = torch.split(part, _BLOCK) if part.numel() > _BLOCK and part.device.type == "cpu" else [part]
+        blocks = torch.split(buffer, _BLOCK) if buffer.is_cpu and buffer.numel() > _BLOCK else (buffer,)
         for number, block in enumerate(blocks):
-            if own:
-                keeps = self._gradients.look_at(block, partial(self._name_at, own, number * _BLOCK))
+            keeps = self._gradients.look_at(block, partial(self._name_at, parameters, number * _BLOCK))
             block.mul_(1 / size)  # as DDP does: a division gives other bits, and is slower
         return keeps
 
-    def _parts(self, parameters: Sequence[torch.nn.Parameter]) -> Sequence[_Part]:
-        """The model's gradients in a bucket, and, without parameters, what rides along and would spoil the norm."""
-        known = tuple(map(id, parameters))  # DDP may lay its buckets out anew
-        found = self._layouts.get(known)
-        if found is None:
-            found, begin = [], 0
-            for is_own, group in itertools.groupby(parameters, lambda parameter: id(parameter) in self._names):
-                own = list(group)
-                end = begin + sum(parameter.numel() for parameter in own)
-                found.append((begin, end, own if is_own else []))
-                begin = end
-            self._layouts[known] = found
-        return found
-
-    def _name_at(self, own: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
-        sections = [Section(self._names[id(parameter)], parameter.numel()) for parameter in own]
+    def _name_at(self, parameters: Sequence[torch.nn.Parameter], begin: int, index: int) -> str | None:
+        sections = [(self._names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
         return name_at(sections, begin + index)
 
 
@@ -344,42 +285,15 @@ class FlaggingReduceScatter:
     def _name_at(self, column: int, columns: int, ranks: int) -> str | None:
         """Each rank's row holds its chunk of every parameter, padded to equal chunks of dimension 0."""
         sections = [
-            Section(name, -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1)
-            for name, shape in self._parameters
+            (name, -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1) for name, shape in self._parameters
         ]
-        if sum(section.numel for section in sections) != columns:  # some had no gradient in this backward
-            return " or ".join(section.name for section in sections)
+        if sum(numel for _, numel in sections) != columns:  # some had no gradient in this backward
+            return " or ".join(name for name, _ in sections)
         return name_at(sections, column)
-
-
-def _norm(gradient: Tensor) -> float:
-    """The norm of a gradient on the CPU; not finite where an element is not, or its square is too large."""
-    if gradient.dtype in _SUMMED_AT_ONCE and gradient.is_contiguous():
-        flat = gradient.view(-1)
-        return math.sqrt(torch.dot(flat, flat).item())  # at twice the speed out of a cache
-    return float(torch.linalg.vector_norm(gradient))
-
-
-def _first_non_finite(gradient: Tensor) -> int | None:
-    positions = torch.isfinite(gradient.reshape(-1)).logical_not_().nonzero()
-    return int(positions[0]) if len(positions) else None
-
-
-def _fill_unless(keeps: bool | Tensor, tensor: Tensor, value: float) -> None:
-    if keeps is False:
-        tensor.fill_(value)
-    elif keeps is not True:
-        tensor.masked_fill_(torch.logical_not(keeps), value)
-
-
-def _shortened(values: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown} and {len(values) - 8} more" if len(values) > 8 else shown
 
 
 # -- the check of losses and gradients that are not finite -------------------------------------------------------------
 
-log = logging.getLogger(__name__)
 _SHOWN_RANKS = 8
 _WARN_EVERY = 100  # steps
 
@@ -412,24 +326,25 @@ class NonFiniteCheck(Check):
         self.is_incomplete = False
         return {}
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """Puts eyes on the gradients, where the engine has them whole and not yet reduced."""
-        super().attach(run)
-        model: Any = run.trainer.strategy.model
+        model: Any = self.run.trainer.strategy.model
         self._engine = model if hasattr(model, "is_gradient_accumulation_boundary") else None
-        may_overflow = self._has_scaler = getattr(run.trainer.precision_plugin, "scaler", None) is not None
+        may_overflow = self._has_scaler = getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
         if self._engine is not None:
             may_overflow = bool(self._engine.fp16_enabled())
-        self._gradients = LocalGradients(self._describe, gradients_may_overflow=may_overflow)
+        self._gradients = LocalGradients(self._where, gradients_may_overflow=may_overflow)
         if not self._watch_buckets(model, may_overflow) and not self._watch_units(model):
-            self._watch_each(model)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:  # its size is not known yet where it is partitioned
+                    self._watch_leaf(parameter, partial(name_at, [(plain_name(name), sys.maxsize)]))
 
     def needs(self, hook: str) -> bool:
         """Lightning steps or goes back again right after a backward; what rode in the buckets can be read then."""
         is_manual = self._bucket_hook is not None and not self.run.module.automatic_optimization
         return super().needs(hook) and (hook != "after_backward" or is_manual)
 
-    def before_backward(self, loss: torch.Tensor) -> None:
+    def before_backward(self, loss: Tensor) -> None:
         """A loss that is not finite counts, whatever its gradients are."""
         self.after_backward()
         self._gradients.look_at_loss(loss)
@@ -440,11 +355,7 @@ class NonFiniteCheck(Check):
             self._is_flagged = True
 
     def before_optimizer_step(self, optimizer: Any) -> None:
-        """Agrees on whether the step is made.
-
-        Raises:
-            DivergenceError: On all ranks, when it is not and the user wants to know, or too many were left out.
-        """
+        """Agrees on whether the step is made."""
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
         self.after_backward()
@@ -485,59 +396,54 @@ class NonFiniteCheck(Check):
     def _watch_units(self, model: torch.nn.Module) -> bool:
         """FSDP: one look at each unit's gradients."""
         for unit in _compat.flat_units(model):
-            sections = [Section(plain_name(name), numel) for name, numel in unit.sections]
+            sections = [(plain_name(name), numel) for name, numel in unit.sections]
             self._watch_leaf(unit.parameter, partial(name_at, sections))
+        is_watched = bool(self._handles)
         for prefix, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                own = _parameters_of(module, prefix)
-                if own:
-                    module.set_custom_reduce_scatter(FlaggingReduceScatter(self._gradients, own))  # type: ignore[arg-type]
-                    self._handles.append(_Nothing())
-        return bool(self._handles)
+            if isinstance(module, FSDPModule) and (own := _parameters_of(module, prefix)):
+                module.set_custom_reduce_scatter(FlaggingReduceScatter(self._gradients, own))  # type: ignore[arg-type]
+                is_watched = True
+        return is_watched
 
-    def _watch_each(self, model: torch.nn.Module) -> None:
-        """Any other engine: one look at each parameter's gradient."""
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self._watch_leaf(parameter, _whole(plain_name(name)))
-
-    def _watch_leaf(self, leaf: Any, name_of: Callable[[int], str | None]) -> None:
+    def _watch_leaf(self, leaf: Any, name_of: _NameOf) -> None:
         self._handles.append(leaf.register_hook(lambda gradient: self._gradients.filtered(gradient, name_of)))
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
-    def _describe(self) -> tuple[int, tuple[Any, ...] | None]:
+    def _where(self) -> str:
         ids = self.run.sample_ids()
-        batch_idx: int = self.run.trainer.fit_loop.epoch_loop.batch_idx
-        return batch_idx, None if ids is None else tuple(ids)
+        text = f"micro-batch {self.run.trainer.fit_loop.epoch_loop.batch_idx}"
+        if ids is None:
+            return text
+        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        return f"{text}, samples {', '.join(map(str, ids[:_SHOWN_IDS]))}{more}"
 
     def _agree(self) -> bool:
         """Whether some rank has found something; the same answer on all ranks."""
         if self._bucket_hook is not None:
             return self._is_flagged
-        flag = Flag.NONE if self._gradients.is_clean else Flag.NOT_FINITE
+        flag = Flag.NONE if self._gradients.found is None else Flag.NOT_FINITE
         return any(flags_of(record) & Flag.NOT_FINITE for record in self.run.gate.meet(Moment.GRADIENTS, flag))
 
     def _act(self, optimizer: Any) -> None:
         self.is_incomplete = True
-        found = self._gradients.found
-        mine = None if found is None else found.to_dict()
-        told = self.run.gather("not-finite", mine)
-        findings = {rank: NonFinite.from_dict(one) for rank, one in enumerate(told) if one is not None}
-        policy = self.run.on_divergence
-        if len(findings) == self.run.plane.world.size and policy != "skip":
+        run, size = self.run, self.run.plane.world.size
+        told = run.gather("not-finite", self._gradients.found)
+        findings = {rank: NonFinite(*one) for rank, one in enumerate(told) if one is not None}
+        if len(findings) == size and run.on_divergence != "skip":
             self._leave_out_alike(optimizer, findings)
             return
-        error = _error(findings, self.run.trainer.global_step, self.run.plane.world.size, policy)
-        if policy != "skip":
-            self.run.tell(error)
+        error = _error(findings, run.trainer.global_step, size, run.on_divergence)
+        parameter = findings[error.ranks[0]].parameter
+        if run.on_divergence != "skip":
+            run.tell(error, parameter)
             return
         try:
-            self.run.skips.skipped(error)
+            run.skips.skipped(error)
         except DivergenceError as too_many:
-            self.run.tell(too_many)
-        self.run.note("step_skipped", field=error.field, ranks=error.ranks, values=error.values)
-        log.warning("rank %d: %s", self.run.rank, error)
+            run.tell(too_many)
+        run.note("step_skipped", field=error.field, ranks=error.ranks, values=error.values)
+        log.warning("rank %d: %s", run.rank, error)
         if not self._leave_out(optimizer):
             raise error
 
@@ -553,22 +459,19 @@ class NonFiniteCheck(Check):
         if self._warned_at is not None and step - self._warned_at < _WARN_EVERY:
             return
         self._warned_at = step
-        size, what = len(findings), findings[self.run.rank].describe()
+        what = findings[self.run.rank].text
         self.run.note("not_finite", global_step=step, what=what)
         if self.run.rank == 0:
             log.warning(
                 "a loss or a gradient is not finite on all %d ranks in step %d; rank 0: %s. The step is left out and "
                 "training goes on; said once in %d steps. Look at the learning rate, the precision and the data.",
-                size,
-                step,
-                what,
-                _WARN_EVERY,
-            )
+                len(findings), step, what, _WARN_EVERY,
+            )  # fmt: skip
 
     def _leave_out(self, optimizer: Any) -> bool:
         """Whether it could."""
         if self._engine is None:
-            drop_gradients(_parameters(optimizer))
+            _drop_gradients(_parameters(optimizer))
             return True
         return _compat.discard_next_deepspeed_step(self._engine)
 
@@ -577,16 +480,10 @@ def _parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-class _Nothing:
-    """Stands for what cannot be taken away."""
-
-    def remove(self) -> None:
-        pass
-
-
-def _whole(name: str) -> Callable[[int], str | None]:
-    """A parameter by itself; its size is not known yet where it is partitioned."""
-    return lambda index: name
+def _drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Leaves nothing for the optimizer: a parameter without gradient keeps its value and its optimizer state."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _parameters_of(module: Any, prefix: str) -> list[tuple[str, torch.Size]]:
@@ -601,24 +498,19 @@ def _parameters_of(module: Any, prefix: str) -> list[tuple[str, torch.Size]]:
 
 def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) -> DivergenceError:
     ranks = sorted(findings)
-    first = findings[ranks[0]]
+    what = findings[ranks[0]].what
     who = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {ranges(ranks)} have"
-    outcome = {
-        "raise": "no weight has changed",
-        "skip": "all ranks leave the step out",
-        "warn": "the step is made without it",
-    }[policy]
+    outcomes = {"skip": "all ranks leave the step out", "warn": "the step is made without it"}
+    outcome = outcomes.get(policy, "no weight has changed")
     lines = [
-        f"{who} a {first.what} that is not finite in step {step}; it was kept out of the sum, and {outcome}.",
-        *(f"  rank {rank}: {findings[rank].describe()}" for rank in ranks[:_SHOWN_RANKS]),
+        f"{who} a {what} that is not finite in step {step}; it was kept out of the sum, and {outcome}.",
+        *(f"  rank {rank}: {findings[rank].text}" for rank in ranks[:_SHOWN_RANKS]),
         f"  the other {size - len(ranks)} of {size} ranks: finite",
         "  do: look at these samples, then at the learning rate and the precision. "
         'on_divergence="skip" leaves such steps out.',
     ]
-    values = {rank: findings[rank].describe() if rank in findings else "finite" for rank in range(size)}
-    error = DivergenceError("\n".join(lines), ranks=ranks, field=first.what, values=values)
-    error.parameter = first.parameter  # type: ignore[attr-defined]
-    return error
+    values = {rank: findings[rank].text if rank in findings else "finite" for rank in range(size)}
+    return DivergenceError("\n".join(lines), ranks=ranks, field=what, values=values)
 
 
 # -- the number of the step, in DDP's bucket ---------------------------------------------------------------------------
@@ -626,26 +518,13 @@ def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) ->
 # A rank that leaves out one sum of same-shaped gradients is one step off from then on. Step k is averaged with step
 # k + 1 on all ranks alike, and nothing that compares weights, shapes or sequence numbers can see it.
 
-_CHUNKS = 3
-_BITS = 6  # v / size in bf16 is off by at most v * 2^-9, so that chunks below 64 come back exact
-_MODULUS = 1 << (_CHUNKS * _BITS)
-
-
-class Letter:
-    """What a rank finds in the mailbox after its gradients were summed.
-
-    Attributes:
-        numbers: The number that each rank put in; of a rank whose slots make no sense, None.
-        is_summed: Whether the sum has taken place; without it only this rank's own slots are filled.
-    """
-
-    def __init__(self, numbers: list[int | None], *, is_summed: bool) -> None:
-        self.numbers = numbers
-        self.is_summed = is_summed
+_MODULUS = 63  # v / size in bf16 is off by at most v * 2^-9, so that numbers below 64 come back exact
 
 
 class Mailbox:
-    """A parameter that DDP sums with the others; its gradient is not computed but written.
+    """A parameter that DDP sums with the others, a slot for each rank; its gradient is not computed but written.
+
+    A slot holds the number of the rank's step modulo 63, and 1 more, as an empty slot holds 0.
 
     Args:
         rank: This process.
@@ -653,76 +532,57 @@ class Mailbox:
         like: A parameter whose dtype and device it takes, so that it shares a bucket.
     """
 
-    def __init__(self, rank: int, size: int, like: torch.Tensor) -> None:
+    def __init__(self, rank: int, size: int, like: Tensor) -> None:
         self._rank = rank
         self._size = size
-        self.parameter = torch.nn.Parameter(torch.zeros(size * _CHUNKS, dtype=like.dtype, device=like.device))
-        self._sent = 0
+        self.parameter = torch.nn.Parameter(torch.zeros(size, dtype=like.dtype, device=like.device))
+        self.expected = 0
+        """What all ranks must have put in."""
 
-    def tie(self, loss: torch.Tensor, number: int) -> torch.Tensor:
+    def tie(self, loss: Tensor, number: int) -> Tensor:
         """The same loss, whose backward also puts this rank's number into the mailbox."""
-        self._sent = number % _MODULUS
+        self.expected = number
         self.parameter.grad = None
-        chunks = self._chunks()
-        first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
-        if self.parameter.is_cpu:
-            filled = [0] * first + chunks + [0] * (self._size * _CHUNKS - last)
-            slots = torch.tensor(filled, dtype=self.parameter.dtype)
-        else:
-            slots = torch.zeros_like(self.parameter, requires_grad=False)
-            for slot, chunk in zip(slots[first:last], chunks, strict=True):  # a copy would wait for the device
-                slot.fill_(chunk)
-        tied: torch.Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
+        slots = torch.zeros_like(self.parameter, requires_grad=False)
+        slots[self._rank].fill_(number % _MODULUS + 1)  # of another device, a copy would wait for it
+        tied: Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
         return tied
 
-    @property
-    def expected(self) -> int:
-        """What all ranks must have put in."""
-        return self._sent
-
-    def take(self) -> torch.Tensor | None:
+    def take(self) -> Tensor | None:
         """The content after the backward, on its way to the CPU; None where nothing came."""
         gradient = self.parameter.grad
         if gradient is None or gradient.is_cpu:
             return gradient
         return gradient.detach().to("cpu", torch.float32, non_blocking=True)
 
-    def has_met(self, content: torch.Tensor) -> bool:
-        """Whether all ranks have put in this rank's number, by what ``take`` returned."""
-        size = self._size
-        return self._sent > 0 and size > 1 and [value * size for value in content.tolist()] == self._chunks() * size
+    def read(self, content: Tensor) -> list[int | None] | None:
+        """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks.
 
-    def read(self, content: torch.Tensor) -> Letter:
-        """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks."""
-        if self.has_met(content):
-            return Letter([self._sent] * self._size, is_summed=True)
-        found = content.tolist()
-        values = [value * self._size for value in found]
-        numbers = [self._decode(values[slot : slot + _CHUNKS]) for slot in range(0, len(values), _CHUNKS)]
-        first, last = self._rank * _CHUNKS, (self._rank + 1) * _CHUNKS
-        has_others = any(values[:first]) or any(values[last:])
-        is_local = self._sent > 0 and not has_others and self._decode(found[first:last]) == self._sent
-        return Letter(numbers, is_summed=not is_local)
-
-    def _chunks(self) -> list[int]:
-        return [(self._sent >> (_BITS * chunk)) % (1 << _BITS) for chunk in range(_CHUNKS)]
-
-    @staticmethod
-    def _decode(chunks: list[float]) -> int | None:
-        whole = [round(chunk) for chunk in chunks if chunk == chunk]
-        if len(whole) < _CHUNKS or any(not 0 <= chunk < 1 << _BITS for chunk in whole):
+        Returns:
+            The number that each rank has put in, None where a slot makes no sense; or None where no sum has taken
+            place, so that only this rank's own slot is filled.
+        """
+        found, own = content.tolist(), self.expected % _MODULUS + 1
+        if found[self._rank] == own and not any(found[: self._rank] + found[self._rank + 1 :]):
             return None
-        return sum(chunk << (_BITS * place) for place, chunk in enumerate(whole))
+        return [self._number_of(value * self._size) for value in found]
+
+    def _number_of(self, value: float) -> int | None:
+        """The step whose number stands in a slot: of those that have it, the one next to this rank's own."""
+        if not 0.5 < value < _MODULUS + 0.5:  # NaN too
+            return None
+        ahead = (round(value) - 1 - self.expected) % _MODULUS
+        return self.expected + ahead - (_MODULUS if ahead > _MODULUS // 2 else 0)
 
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, parameter: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, slots: Tensor) -> Tensor:
         ctx.slots = slots
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], ctx.slots, None
 
 
@@ -732,18 +592,20 @@ class TieToLoss:
     A copy of the module, or a pickled one, takes hooks along that do nothing.
 
     Args:
-        module: The module whose output is the loss, or a dictionary with a ``loss``.
+        module: The module whose output is the loss, or a dictionary with a ``loss``; None: a copy.
         tie: Gets the loss and returns it tied.
     """
 
-    def __init__(self, module: torch.nn.Module, tie: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._module = weakref.ref(module)
+    def __init__(
+        self, module: torch.nn.Module | None = None, tie: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> None:
+        self._module: Callable[[], torch.nn.Module | None] = lambda: None
         self._tie = tie
         self._depth = 0
-        self._handles = [
-            module.register_forward_pre_hook(_Entering(self)),
-            module.register_forward_hook(_Leaving(self)),
-        ]
+        self._handles: list[Any] = []
+        if module is not None:
+            self._module = weakref.ref(module)
+            self._handles = [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -754,41 +616,23 @@ class TieToLoss:
         """A new batch begins: whatever the last one left by an exception is forgotten."""
         self._depth = 0
 
-    def enter(self) -> None:
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """A forward begins, perhaps inside another one."""
         self._depth += 1
 
-    def leave(self, module: torch.nn.Module, output: Any) -> Any:
+    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """The output, with its loss tied where this was the outermost call."""
         self._depth -= 1
         if self._depth or module is not self._module() or not module.training or not torch.is_grad_enabled():
             return output
-        if isinstance(output, torch.Tensor) and output.requires_grad:
+        if isinstance(output, Tensor) and output.requires_grad:
             return self._tie(output)
         if isinstance(output, MutableMapping) and getattr(output.get("loss"), "requires_grad", False):
             output["loss"] = self._tie(output["loss"])
         return output
 
-
-class _Entering:
-    def __init__(self, owner: TieToLoss) -> None:
-        self._owner = owner
-
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        self._owner.enter()
-
     def __reduce__(self) -> Any:
-        return _Silent, ()
-
-
-class _Leaving(_Entering):
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> Any:
-        return self._owner.leave(module, output)
-
-
-class _Silent:
-    def __call__(self, *_: Any) -> None:
-        return None
+        return TieToLoss, ()
 
 
 # -- the check that summed gradients belong to one step ----------------------------------------------------------------
@@ -807,14 +651,14 @@ class PairingCheck(Check):
     compiled module. On a GPU the number is read one step later, so that nothing waits for the device.
 
     Args:
-        is_incomplete: Whether a rank has kept its gradients, and with them its number, out of this step's sum.
+        finite: Knows whether a rank has kept its gradients, and with them its number, out of this step's sum.
     """
 
-    def __init__(self, is_incomplete: Callable[[], bool]) -> None:
-        self._is_incomplete = is_incomplete
+    def __init__(self, finite: NonFiniteCheck) -> None:
+        self._finite = finite
         self._mailbox: Mailbox | None = None
         self._tie: TieToLoss | None = None
-        self._late: torch.Tensor | None = None
+        self._late: Tensor | None = None
         self._summed: set[int] = set()
         self._looks_for_unfrozen = False
 
@@ -846,17 +690,12 @@ class PairingCheck(Check):
             delattr(module, _NAME)
         self._tie = TieToLoss(module, self.tie)
 
-    def tie(self, loss: torch.Tensor) -> torch.Tensor:
+    def tie(self, loss: Tensor) -> Tensor:
         """The same loss; where DDP sums the gradients of its backward, the number of the step rides along."""
-        if self._mailbox is None or not self._is_due:
-            return loss
-        return self._mailbox.tie(loss, self.run.trainer.global_step + 1)
-
-    @property
-    def _is_due(self) -> bool:
-        """Whether DDP sums the gradients of this backward."""
         model = self.run.trainer.strategy.model
-        return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)
+        if self._mailbox is None or not isinstance(model, DistributedDataParallel):
+            return loss
+        return self._mailbox.tie(loss, self.run.trainer.global_step + 1) if model.require_backward_grad_sync else loss
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Reads what was on its way from the device, and empties the mailbox."""
@@ -875,7 +714,7 @@ class PairingCheck(Check):
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """The gradients are summed, or were to be."""
-        if self._mailbox is None or self.run.skips.is_skipping or self._is_incomplete():
+        if self._mailbox is None or self.run.skips.is_skipping or self._finite.is_incomplete:
             return
         if _compat.skips_backward(self.run.trainer):  # on all ranks
             return
@@ -891,8 +730,7 @@ class PairingCheck(Check):
             self._late = content
 
     def _require_summed(self, optimizer: Any) -> None:
-        trained = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
-        unfrozen = trained - self._summed
+        unfrozen = {id(one) for one in _parameters(optimizer) if one.requires_grad} - self._summed
         if names := [name for name, one in self.run.module.named_parameters() if id(one) in unfrozen]:
             self._tell_not_summed(
                 f"DDP does not sum the gradients of what was frozen when it was built: {names[0]} (1 of {len(names)})",
@@ -900,38 +738,28 @@ class PairingCheck(Check):
                 "still by a learning rate of 0",
             )
 
-    def _judge(self, content: torch.Tensor) -> None:
+    def _judge(self, content: Tensor) -> None:
         assert self._mailbox is not None
-        if self._mailbox.has_met(content):
-            return
-        letter = self._mailbox.read(content)
-        if letter.is_summed and len(set(letter.numbers)) == 1:
-            return
-        if not letter.is_summed:
+        numbers = self._mailbox.read(content)
+        if numbers is None:
             self._tell_not_summed("the sum of gradients was begun and not finished: a parameter got no gradient")
-        numbers = dict(enumerate(letter.numbers))
-        if None in letter.numbers or len(set(letter.numbers)) == 1:
-            return
-        self.run.tell(
-            disagreement(
+        elif None not in numbers and len(set(numbers)) > 1:
+            self.run.differ(
                 "gradient_step",
-                numbers,
+                dict(enumerate(numbers)),
                 where=f"before optimizer step {self._mailbox.expected}: gradients of different steps were summed; no "
                 "weight changed",
                 remedy="a rank left out or repeated a sum of gradients: no_sync, a skipped backward, a second one",
             )
-        )
 
     def _tell_not_summed(self, what: str, remedy: str = _REMEDY) -> None:
         """This rank alone knows; the others stand in the sum, and hear of it when this one ends."""
-        self.run.tell(
-            disagreement(
-                "gradient_sum",
-                {self.run.rank: what},
-                wrong=[self.run.rank],
-                where=f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here",
-                remedy=remedy,
-            )
+        self.run.differ(
+            "gradient_sum",
+            {self.run.rank: what},
+            wrong=[self.run.rank],
+            where=f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here",
+            remedy=remedy,
         )
 
     def detach(self) -> None:
@@ -954,11 +782,11 @@ class LocalFailureCheck(Check):
     more gate per micro-batch, so that it works only when asked for.
 
     Args:
-        tie: Adds to a loss what must ride in DDP's buckets.
+        pairing: Adds to a loss what must ride in DDP's buckets.
     """
 
-    def __init__(self, tie: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._tie = tie
+    def __init__(self, pairing: PairingCheck) -> None:
+        self._pairing = pairing
 
     def before_engine(self) -> None:
         """Refuses what cannot work, and stands around ``training_step``.
@@ -977,14 +805,13 @@ class LocalFailureCheck(Check):
             raise ValueError('on_local_failure="skip_all" needs automatic optimization. Use on_local_failure="raise".')
         _compat.wrap_method(strategy, "training_step", self._training_step, "a batch that fails ends the run")
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """Refuses a DDP that looks at the graph of a loss.
 
         Raises:
             ValueError: The graph of a failed step is not there.
         """
-        super().attach(run)
-        model: Any = run.trainer.strategy.model
+        model: Any = self.run.trainer.strategy.model
         if model.find_unused_parameters or model.static_graph:
             raise ValueError(
                 'on_local_failure="skip_all" works without find_unused_parameters and static_graph: a rank whose step '
@@ -994,53 +821,50 @@ class LocalFailureCheck(Check):
     def _training_step(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not self.run.gate.is_open:
             return inner(*arguments, **named)
-        output, what = self._attempt(inner, *arguments, **named)
-        records = self.run.gate.meet(Moment.FORWARD, Flag.BATCH_FAILED if what != _FINE else Flag.NONE)
+        output, what = None, _EMPTY
+        try:
+            output = inner(*arguments, **named)
+            what = _EMPTY if output is None else _FINE
+        except torch.OutOfMemoryError as error:
+            # The traceback holds the activations: it goes with this block, before the next batch.
+            what = f"{type(error).__name__}: {error}"[:300]
+        records = self.run.gate.meet(Moment.FORWARD, Flag.NONE if what == _FINE else Flag.BATCH_FAILED)
         if not any(flags_of(record) & Flag.BATCH_FAILED for record in records):
             return output
         self._leave_out(what)
         model: Any = self.run.trainer.strategy.model
-        loss = self._tie(_nothing(self.run.module))
+        # A loss of zero reaches every parameter with zeros: DDP sums on all ranks, and is ready again.
+        trainable = [one for one in self.run.module.parameters() if one.requires_grad and one.numel()]
+        loss = self._pairing.tie(torch.stack([one.flatten()[0].float() * 0.0 for one in trainable]).sum())
         if what not in (_FINE, _EMPTY) and model.require_backward_grad_sync:
             model.reducer.prepare_for_backward([])  # its forward did not come to that
         return loss
 
-    def _attempt(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
-        try:
-            output = inner(*arguments, **named)
-        except torch.OutOfMemoryError as error:
-            # The traceback holds the activations: it goes with this block, before the next batch.
-            return None, f"{type(error).__name__}: {error}"[:300]
-        return output, _FINE if output is not None else _EMPTY
-
     def _leave_out(self, what: str) -> None:
-        values = dict(enumerate(self.run.gather("failed batches", what)))
-        wrong = [rank for rank, text in values.items() if text != _FINE]
-        ids = self.run.gather("failed samples", (self.run.sample_ids() or [])[:8])
-        values = {rank: f"{text} (samples {ids[rank]})" if ids[rank] else text for rank, text in values.items()}
-        error: DivergenceError = disagreement(
-            "training_step",
-            values,
-            wrong=wrong,
-            where=f"in step {self.run.trainer.global_step}; all ranks leave it out",
-            remedy="shorten or split such batches; look at the samples",
+        run = self.run
+        told = run.gather("failed batches", what)
+        ids = run.gather("failed samples", (run.sample_ids() or [])[:_SHOWN_IDS])
+        wrong = [rank for rank, text in enumerate(told) if text != _FINE]
+        values = {rank: f"{text} (samples {ids[rank]})" if ids[rank] else text for rank, text in enumerate(told)}
+        step = run.trainer.global_step
+        run.note("step_skipped", global_step=step, ranks=wrong, values=values)
+        run.skips.skipped(
+            disagreement(
+                "training_step",
+                values,
+                wrong=wrong,
+                where=f"in step {step}; all ranks leave it out",
+                remedy="shorten or split such batches; look at the samples",
+            )
         )
-        self.run.note("step_skipped", global_step=self.run.trainer.global_step, ranks=wrong, values=values)
-        self.run.skips.skipped(error)
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """Leaves the optimizer nothing, also of earlier micro-batches of the window."""
         if self.run.skips.is_skipping:
-            drop_gradients(self.run.module.parameters())
+            _drop_gradients(self.run.module.parameters())
         else:
             self.run.skips.stepped()
 
     def detach(self) -> None:
         """Steps aside."""
         _compat.restore_method(self.run.trainer.strategy, "training_step")
-
-
-def _nothing(module: torch.nn.Module) -> torch.Tensor:
-    """A loss of zero whose backward reaches every parameter with zeros: DDP sums on all ranks, and is ready again."""
-    trainable = [one for one in module.parameters() if one.requires_grad and one.numel()]
-    return torch.stack([one.flatten()[0].float() * 0.0 for one in trainable]).sum()

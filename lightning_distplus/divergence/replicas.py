@@ -7,11 +7,13 @@ import json
 import logging
 import math
 import struct
-from collections import Counter, defaultdict
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,33 +24,23 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.check import Check, MonitoredRun
-from lightning_distplus.errors import DivergenceError
-from lightning_distplus.majority import disagreement
+from lightning_distplus.divergence.check import Check
+from lightning_distplus.majority import disagreement, odd_ranks
 from lightning_distplus.world import ranges
 
 __all__ = [
-    "EVERYWHERE",
-    "WORD_BYTES",
     "AtRestCheck",
     "Difference",
-    "Exchange",
-    "Piece",
     "Replica",
     "ReplicaCheck",
     "Windows",
     "find_difference",
-    "fingerprint",
     "fingerprint_of_each",
     "from_reductions",
-    "look_closer",
-    "odd_ranks",
     "plain_name",
     "replicated_state",
     "row_sums",
-    "words_of",
 ]
-
 
 # -- fingerprints of tensors -------------------------------------------------------------------------------------------
 
@@ -76,11 +68,6 @@ _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _SHIFTS = (30, 27)
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """64 bits of one tensor's bytes; equal bytes, equal fingerprint. Waits for the device."""
-    return int(_of_pieces([tensor])) & _MASK
-
-
 def fingerprint_of_each(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint per tensor, all of one device; returns (n,) int64 on it, without waiting."""
     return torch.stack([_of_pieces([tensor]) for tensor in tensors])
@@ -88,10 +75,10 @@ def fingerprint_of_each(tensors: Sequence[Tensor]) -> Tensor:
 
 def row_sums(tensor: Tensor) -> Tensor:
     """A sum of mixed words for each 2 KiB of a tensor's bytes: where two ranks differ, the differing rows are few."""
-    return _mixed(_padded(words_of(tensor), _ROW_WORDS)).view(-1, _ROW_WORDS).sum(1)
+    return _mixed(_padded(_words_of(tensor), _ROW_WORDS)).view(-1, _ROW_WORDS).sum(1)
 
 
-def words_of(tensor: Tensor) -> Tensor:
+def _words_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy.
 
     A tensor whose memory an engine has taken away has none.
@@ -109,11 +96,10 @@ def words_of(tensor: Tensor) -> Tensor:
 _Bytes = ctypes.Array[ctypes.c_char]
 
 
-@dataclass(frozen=True)
-class Piece:
+class _Piece(NamedTuple):
     """A part of one tensor: the elements ``start`` to ``stop`` of its flat view."""
 
-    index: int
+    number: int
     """Of the tensor in the list."""
     start: int
     stop: int
@@ -143,33 +129,28 @@ class Windows:
         parts = [self._bytes_of(piece) for piece in pieces]
         if None not in parts:
             return _hashed(parts)  # type: ignore[arg-type]
-        return _of_pieces([self._part(piece) for piece in pieces])
+        flat = ((self._tensors[piece.number].detach().reshape(-1), piece) for piece in pieces)
+        return _of_pieces([one[piece.start : piece.stop] for one, piece in flat])
 
-    def _bytes_of(self, piece: Piece) -> _Bytes | None:
+    def _bytes_of(self, piece: _Piece) -> _Bytes | None:
         """Of a whole tensor that lies in the memory of the CPU; those that lie where they lay are known."""
-        tensor = self._tensors[piece.index]
+        tensor = self._tensors[piece.number]
         if not tensor.is_cpu or piece.stop - piece.start != tensor.numel() or not tensor.is_contiguous():
             return None
         place = tensor.data_ptr(), tensor.numel(), tensor.dtype
-        known = self._known.get(piece.index)
+        known = self._known.get(piece.number)
         if known is None or known[0] != place:
             if not tensor.untyped_storage().nbytes():  # an engine has taken it away
                 return None
-            known = self._known[piece.index] = place, _bytes_of(tensor)
+            known = self._known[piece.number] = place, _bytes_of(tensor)
         return known[1]
 
-    def _part(self, piece: Piece) -> Tensor:
-        tensor = self._tensors[piece.index].detach()
-        if piece.start == 0 and piece.stop == tensor.numel():
-            return tensor
-        return tensor.reshape(-1)[piece.start : piece.stop]
 
-
-def _cut(sizes: Sequence[tuple[int, int]], count: int) -> list[list[Piece]]:
+def _cut(sizes: Sequence[tuple[int, int]], count: int) -> list[list[_Piece]]:
     """For each window its pieces; ``sizes`` are numbers of elements and bytes per element."""
     total_bytes = sum(numel * size for numel, size in sizes)
     window_bytes = max(1, -(-total_bytes // count))
-    windows: list[list[Piece]] = [[] for _ in range(count)]
+    windows: list[list[_Piece]] = [[] for _ in range(count)]
     offset = 0
     for index, (numel, size) in enumerate(sizes):
         start = 0
@@ -180,7 +161,7 @@ def _cut(sizes: Sequence[tuple[int, int]], count: int) -> list[list[Piece]]:
             stop = min(numel, start + _whole_words(left_bytes, size)) if window < count - 1 else numel
             if (numel - stop) * size < _SMALL_WORDS * WORD_BYTES:
                 stop = numel
-            windows[window].append(Piece(index, start, stop))
+            windows[window].append(_Piece(index, start, stop))
             start = stop
         offset += numel * size
     return windows
@@ -194,12 +175,10 @@ def _whole_words(size_bytes: int, element_size: int) -> int:
 
 def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint of several tensors of one device: a 0-dim int64 there."""
-    return _xxh3(tensors) if tensors[0].device.type == "cpu" else from_reductions(tensors)
-
-
-def _xxh3(tensors: Sequence[Tensor]) -> Tensor:
-    wholes = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
-    return _hashed([_bytes_of(whole) for whole in wholes if whole.untyped_storage().nbytes()])
+    if tensors[0].device.type != "cpu":
+        return from_reductions(tensors)
+    wholes = [one.detach().contiguous() for one in tensors if one.numel() and one.untyped_storage().nbytes()]
+    return _hashed([_bytes_of(whole) for whole in wholes])
 
 
 def _bytes_of(tensor: Tensor) -> _Bytes:
@@ -217,19 +196,12 @@ def _hashed(parts: Sequence[_Bytes]) -> Tensor:
 
 def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
     """The same without XXH3, on any device: a 0-dim int64 there."""
-    small = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() < _SMALL_WORDS * WORD_BYTES]
-    large = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() >= _SMALL_WORDS * WORD_BYTES]
-    sums: list[Tensor] = []
-    if small:
-        raw = [
-            tensor.detach().contiguous().view(-1).view(torch.uint8)
-            for tensor in small
-            if tensor.numel() == 0 or tensor.untyped_storage().nbytes()
-        ]
-        if raw:
-            sums += _sums(words_of(raw[0] if len(raw) == 1 else torch.cat(raw)))
-    for tensor in large:
-        sums += _sums(words_of(tensor))
+    held = [tensor.detach() for tensor in tensors if tensor.numel() and tensor.untyped_storage().nbytes()]
+    large = [one for one in held if one.numel() * one.element_size() >= _SMALL_WORDS * WORD_BYTES]
+    rest = (one for one in held if one.numel() * one.element_size() < _SMALL_WORDS * WORD_BYTES)
+    small = [one.contiguous().view(-1).view(torch.uint8) for one in rest]
+    parts = [torch.cat(small), *large] if small else large
+    sums = [one for part in parts for one in _sums(_words_of(part))]
     return _mixed(torch.cat(sums) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device)).sum()
 
 
@@ -265,6 +237,7 @@ def _mixed(sums: Tensor) -> Tensor:
 EVERYWHERE = ""
 """The group of what is the same on all ranks."""
 _LOCAL_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -278,26 +251,10 @@ class Replica:
     group: str = EVERYWHERE
     """Ranks with the same group and name hold the same content."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Where copies differ; the same on all ranks that hold them."""
-
-    kind: str
-    name: str
-    group: str
-    wrong: list[int]
-    """The minority; all holders where there is no majority."""
-    source: int | None
-    """The lowest rank of the majority; None without one."""
-    names: list[str]
-    """Everything that differs, this first."""
-    values: dict[int, float | int | str]
-    """The element that differs most, on each rank."""
-    element: int
-    """Its index in the flat tensor."""
-    largest: float
-    """By how much it differs."""
+    @property
+    def key(self) -> _Key:
+        """By which ranks know that they hold the same."""
+        return self.kind, self.name, self.group
 
 
 def replicated_state(
@@ -323,7 +280,11 @@ def replicated_state(
     for name, buffer in _kept_buffers(model):
         found += _replica("buffers", name, buffer)
     for optimizer in optimizers:
-        found += _optimizer_state(optimizer, names, holds_whole_parameters)
+        for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+            name = names.get(id(parameter), f"parameter {number}")
+            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+                if isinstance(value, DTensor) or (isinstance(value, Tensor) and holds_whole_parameters):
+                    found += _replica("optimizer_state", f"{name}: {key}", value)
     return found
 
 
@@ -331,9 +292,7 @@ def _replica(kind: str, name: str, tensor: Tensor) -> list[Replica]:
     if isinstance(tensor, DTensor):
         group = _shard_of(tensor)
         return [] if group is None else [Replica(kind, name, tensor.to_local(), group)]
-    if tensor.is_sparse or tensor.is_meta or tensor.is_quantized:
-        return []
-    return [Replica(kind, name, tensor)]
+    return [] if tensor.is_sparse or tensor.is_meta or tensor.is_quantized else [Replica(kind, name, tensor)]
 
 
 def _shard_of(tensor: DTensor) -> str | None:
@@ -364,33 +323,41 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(name), buffer
 
 
-def _optimizer_state(optimizer: Any, names: Mapping[int, str], holds_whole_parameters: bool) -> Iterator[Replica]:
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        name = names.get(id(parameter), f"parameter {number}")
-        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-            if isinstance(value, DTensor) or (isinstance(value, Tensor) and holds_whole_parameters):
-                yield from _replica("optimizer_state", f"{name}: {key}", value)
-
-
 def plain_name(name: str) -> str:
     """The name that the author of the model knows: without what the engines put before it."""
     parts = [part for part in _compat.state_dict_name(name).split(".") if part != "_forward_module"]
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
-# -- who differs -------------------------------------------------------------------------------------------------------
+# -- who differs, and in which element ---------------------------------------------------------------------------------
+
+Exchange = Callable[[str, bytes], list[bytes]]
+"""Every rank's bytes, in rank order, on all ranks."""
+_ROW_BYTES = 256 * WORD_BYTES  # what one row sum covers
+_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
+_SHOWN_PARTS = 32
+_MAX_BYTES = 1 << 19
 
 
-def odd_ranks(values: Mapping[int, Any]) -> tuple[list[int], int | None]:
-    """The ranks that differ from the majority, and the lowest rank of the majority.
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where copies differ; the same on all ranks."""
 
-    Without a majority all ranks differ, and nobody is the majority.
-    """
-    (common, count), *others = Counter(values.values()).most_common()
-    if others and others[0][1] == count:
-        return sorted(values), None
-    wrong = sorted(rank for rank, value in values.items() if value != common)
-    return wrong, min(rank for rank, value in values.items() if value == common)
+    kind: str
+    name: str
+    group: str
+    wrong: list[int]
+    """The minority; all holders where there is no majority."""
+    source: int | None
+    """The lowest rank of the majority; None without one."""
+    names: list[str]
+    """Everything that differs, this first."""
+    values: dict[int, float | int | str]
+    """The element that differs most, on each rank."""
+    element: int = 0
+    """Its index in the flat tensor."""
+    largest: float = math.nan
+    """By how much it differs."""
 
 
 def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Difference | None:
@@ -402,120 +369,66 @@ def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Differen
         replicas: What this rank holds.
         exchange: How the ranks meet.
     """
-    mine = _fingerprints(replicas)
-    ranks = [_unpack(item) for item in exchange("tensors", _pack(replicas, mine))]
-    differing = _differing(ranks)
+    fingerprints = _by_device([one.tensor for one in replicas])
+    mine = [(*one.key, value) for one, value in zip(replicas, fingerprints, strict=True)]
+    packed = zlib.compress(json.dumps(mine).encode())
+    ranks = [_unpack(item) for item in exchange("tensors", packed)]
+    values: dict[_Key, dict[int, int]] = defaultdict(dict)
+    for rank, held in enumerate(ranks):
+        for key, value in held.items():
+            values[key][rank] = value
+    differing = [key for key, held in values.items() if len(set(held.values())) > 1]
     if not differing:
         return _missing(ranks)
-    key = min(differing, key=lambda key: (differing[key][1], key))
-    holders = {rank: held[key] for rank, held in enumerate(ranks) if key in held}
-    wrong, source = odd_ranks({rank: value for rank, (_, value) in holders.items()})
-    replica = next((one for one in replicas if _key(one) == key), None)
-    tensor = None if replica is None else replica.tensor
-    element, largest, values = look_closer(tensor, sorted(holders), wrong, source, exchange)
-    kind, name, group = key
+    key = kind, name, group = differing[0]
+    wrong, source = odd_ranks(values[key])
+    tensor = next((one.tensor for one in replicas if one.key == key), None)
+    element, largest, shown = _look_closer(tensor, sorted(values[key]), wrong, source, exchange)
     return Difference(
         kind=kind,
         name=name,
         group=group,
         wrong=wrong,
         source=source,
-        names=[name, *sorted({other[1] for other in differing if other != key})],
-        values=values,
+        names=[name, *sorted({other[1] for other in differing[1:]})],
+        values=shown,
         element=element,
         largest=largest,
     )
 
 
-_Key = tuple[str, str, str]  # kind, name, group
-_ENTRY = struct.Struct("<IQ")  # length of the key, fingerprint
-
-
-def _key(replica: Replica) -> _Key:
-    return replica.kind, replica.name, replica.group
-
-
-def _fingerprints(replicas: Sequence[Replica]) -> list[int]:
-    """One device at a time, one transfer for each."""
-    found = [0] * len(replicas)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, replica in enumerate(replicas):
-        by_device[replica.tensor.device].append(index)
-    for indices in by_device.values():
-        values = fingerprint_of_each([replicas[index].tensor for index in indices]).tolist()
+def _by_device(tensors: Sequence[Tensor]) -> list[int]:
+    """The fingerprint of each: one device at a time, one transfer for each."""
+    found = [0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        values = fingerprint_of_each([tensors[index] for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
-            found[index] = value & (1 << 64) - 1
+            found[index] = value
     return found
 
 
-def _pack(replicas: Sequence[Replica], fingerprints: Sequence[int]) -> bytes:
-    parts = []
-    for replica, value in zip(replicas, fingerprints, strict=True):
-        key = "\0".join(_key(replica)).encode()
-        parts.append(_ENTRY.pack(len(key), value) + key)
-    return b"".join(parts)
+def _unpack(data: bytes) -> dict[_Key, int]:
+    """Each key with its fingerprint, in the order of that rank."""
+    return {(kind, name, group): value for kind, name, group, value in json.loads(zlib.decompress(data))}
 
 
-def _unpack(data: bytes) -> dict[_Key, tuple[int, int]]:
-    """For each key its place in the list and its fingerprint."""
-    found: dict[_Key, tuple[int, int]] = {}
-    start = 0
-    while start < len(data):
-        length, value = _ENTRY.unpack_from(data, start)
-        start += _ENTRY.size + length
-        kind, name, group = data[start - length : start].decode().split("\0")
-        found[kind, name, group] = (len(found), value)
-    return found
-
-
-def _differing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> dict[_Key, tuple[int, int]]:
-    """The keys whose holders differ, with how many they are and the first place in a list."""
-    values: dict[_Key, dict[int, int]] = defaultdict(dict)
-    places: dict[_Key, int] = {}
-    for rank, held in enumerate(ranks):
-        for key, (place, value) in held.items():
-            values[key][rank] = value
-            places[key] = min(place, places.get(key, place))
-    return {key: (len(held), places[key]) for key, held in values.items() if len(set(held.values())) > 1}
-
-
-def _missing(ranks: Sequence[dict[_Key, tuple[int, int]]]) -> Difference | None:
+def _missing(ranks: Sequence[Mapping[_Key, int]]) -> Difference | None:
     """What some ranks hold and others do not, though all should."""
     keys = sorted({key for held in ranks for key in held if key[2] == EVERYWHERE and not all(key in h for h in ranks)})
     if not keys:
         return None
     holds = {rank: "there" if keys[0] in held else "missing" for rank, held in enumerate(ranks)}
     wrong, source = odd_ranks(holds)
-    kind, name, _ = keys[0]
+    names = [name for _, name, _ in keys]
     return Difference(
-        kind=kind,
-        name=name,
-        group="not everywhere",
-        wrong=wrong,
-        source=source,
-        names=[other[1] for other in keys],
+        kind=keys[0][0], name=names[0], group="not everywhere", wrong=wrong, source=source, names=names,
         values=dict(holds),
-        element=0,
-        largest=math.nan,
-    )
+    )  # fmt: skip
 
 
-# -- which element of a tensor differs most ----------------------------------------------------------------------------
-
-Exchange = Callable[[str, bytes], list[bytes]]
-"""Every rank's bytes, in rank order, on all ranks."""
-_ROW_BYTES = 256 * WORD_BYTES  # what one row sum covers
-_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
-_SHOWN_PARTS = 32
-_MAX_BYTES = 1 << 19
-
-
-def look_closer(
-    tensor: Tensor | None,
-    holders: Sequence[int],
-    wrong: Sequence[int],
-    source: int | None,
-    exchange: Exchange,
+def _look_closer(
+    tensor: Tensor | None, holders: Sequence[int], wrong: Sequence[int], source: int | None, exchange: Exchange
 ) -> tuple[int, float, dict[int, float | int | str]]:
     """The element that differs most: its index in the flat tensor, the difference, and its value on each holder.
 
@@ -530,95 +443,55 @@ def look_closer(
     """
     tensor = None if tensor is None else tensor.detach().contiguous()
     tensor = torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
-    mine = None if tensor is None else _Layout(tensor.dtype, tuple(tensor.shape))
-    told = exchange("layout", b"" if mine is None else mine.pack())
-    layouts = {rank: _Layout.unpack(told[rank]) for rank in holders}
-    if len(set(layouts.values())) > 1:
-        return 0, math.nan, {rank: f"{one.dtype} {list(one.shape)}" for rank, one in layouts.items()}
-    layout = layouts[holders[0]]
-    reference = source if source is not None else holders[0]
+    told = exchange("layout", b"" if tensor is None else json.dumps([str(tensor.dtype), tensor.shape]).encode())
+    if len({told[rank] for rank in holders}) > 1:
+        return 0, math.nan, {rank: "{} {}".format(*json.loads(told[rank])) for rank in holders}
+    name, shape = json.loads(told[holders[0]])
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    # How many rows of 2 KiB one number of the exchange stands for, and how many elements these are.
+    rows = max(1, -(-math.prod(shape) * dtype.itemsize // (_ROW_BYTES * _MAX_ROWS)))
+    per_part = rows * _ROW_BYTES // dtype.itemsize
+    reference = holders[0] if source is None else source
     others = [rank for rank in wrong if rank != reference]
-    sums = exchange("rows", b"" if tensor is None else _packed_sums(tensor, layout))
+    sums = exchange("rows", b"" if tensor is None else _packed_sums(tensor, rows))
     columns = {rank: struct.unpack(f"<{len(sums[rank]) // WORD_BYTES}q", sums[rank]) for rank in holders}
-    parts = sorted({
-        part
-        for rank in others
-        for part, (one, other) in enumerate(zip(columns[rank], columns[reference], strict=True))
-        if one != other
-    })[:_SHOWN_PARTS]  # fmt: skip
-    raw = exchange("elements", b"" if tensor is None else _bytes_of_parts(tensor, layout, parts))
+    pairs = [zip(columns[rank], columns[reference], strict=True) for rank in others]
+    parts = sorted({part for pair in pairs for part, (one, other) in enumerate(pair) if one != other})[:_SHOWN_PARTS]
+    raw = exchange("elements", b"" if tensor is None else _bytes_of_parts(tensor, per_part, parts))
     if not parts:
         return 0, math.nan, dict.fromkeys(holders, "?")
-    return _largest(layout, {rank: raw[rank] for rank in holders}, reference, others, parts)
+    elements = {rank: torch.frombuffer(bytearray(raw[rank]), dtype=dtype) for rank in holders}
+    place, largest = _largest(elements[reference], [elements[rank] for rank in others])
+    index = parts[place // per_part] * per_part + place % per_part
+    return index, largest, {rank: elements[rank][place].item() for rank in holders}
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a tensor's bytes mean; also known to ranks that do not hold it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def pack(self) -> bytes:
-        return json.dumps([str(self.dtype).removeprefix("torch."), self.shape]).encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> _Layout:
-        dtype, shape = json.loads(data)
-        return cls(getattr(torch, dtype), tuple(shape))
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def rows_per_part(self) -> int:
-        """How many rows of 2 KiB one number of the exchange stands for."""
-        num_rows = -(-self.num_elements * self.dtype.itemsize // _ROW_BYTES)
-        return max(1, -(-num_rows // _MAX_ROWS))
-
-    @property
-    def part_bytes(self) -> int:
-        return self.rows_per_part * _ROW_BYTES
-
-
-def _packed_sums(tensor: Tensor, layout: _Layout) -> bytes:
-    sums, step = row_sums(tensor).cpu(), layout.rows_per_part
-    if step > 1:
+def _packed_sums(tensor: Tensor, rows: int) -> bytes:
+    sums = row_sums(tensor).cpu()
+    if rows > 1:
         # An odd factor for each row, so that equal and opposite changes in two rows do not cancel.
         sums = sums * (2 * torch.arange(len(sums)) + 1)
-        sums = torch.nn.functional.pad(sums, (0, -len(sums) % step)).view(-1, step).sum(1)
+        sums = torch.nn.functional.pad(sums, (0, -len(sums) % rows)).view(-1, rows).sum(1)
     return struct.pack(f"<{len(sums)}q", *sums.tolist())
 
 
-def _bytes_of_parts(tensor: Tensor, layout: _Layout, parts: Sequence[int]) -> bytes:
+def _bytes_of_parts(tensor: Tensor, per_part: int, parts: Sequence[int]) -> bytes:
     """The differing parts, as far as a message takes them."""
-    flat, elements = tensor.view(-1), layout.part_bytes // layout.dtype.itemsize
-    chosen = [flat[part * elements : (part + 1) * elements] for part in parts]
-    joined = torch.cat(chosen) if chosen else flat[:0]
+    flat = tensor.view(-1)
+    joined = torch.cat([flat[:0], *(flat[part * per_part : (part + 1) * per_part] for part in parts)])
     return joined.cpu().view(torch.uint8).numpy().tobytes()[:_MAX_BYTES]
 
 
-def _largest(
-    layout: _Layout, raw: Mapping[int, bytes], reference: int, others: Sequence[int], parts: Sequence[int]
-) -> tuple[int, float, dict[int, float | int | str]]:
-    elements = {rank: torch.frombuffer(bytearray(data), dtype=layout.dtype) for rank, data in raw.items()}
-    gap = torch.zeros(len(elements[reference]), dtype=torch.float64)
-    for rank in others:
-        unequal = _bits(elements[rank]) != _bits(elements[reference])
-        away = (elements[rank].double() - elements[reference].double()).abs()
+def _largest(reference: Tensor, others: Sequence[Tensor]) -> tuple[int, float]:
+    """The place where one of the others is furthest away, and how far."""
+    gap = torch.zeros(len(reference), dtype=torch.float64)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[reference.element_size()]
+    for other in others:
         # NaN on one side is further away than any number; bits that differ in equal values (-0.0) still differ.
-        away = torch.nan_to_num(away, nan=math.inf).clamp(min=5e-324)
-        gap = torch.maximum(gap, torch.where(unequal, away, 0.0))
+        away = torch.nan_to_num((other.double() - reference.double()).abs(), nan=math.inf).clamp(min=5e-324)
+        gap = torch.maximum(gap, torch.where(other.view(bits) != reference.view(bits), away, 0.0))
     place = int(gap.argmax())
-    per_part = layout.part_bytes // layout.dtype.itemsize
-    index = parts[place // per_part] * per_part + place % per_part
-    return index, float(gap[place]), {rank: elements[rank][place].item() for rank in raw}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()])
+    return place, float(gap[place])
 
 
 # -- the check of copies: a window at each gate, all of them now and then ----------------------------------------------
@@ -653,11 +526,10 @@ class ReplicaCheck(Check):
         self._noted: dict[str, int] = {}
         self._num_repaired = 0
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """Looks at what kind of engine it is."""
-        super().attach(run)
-        model: torch.nn.Module = run.trainer.strategy.model  # type: ignore[assignment]
-        self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0  # type: ignore[operator]
+        model: Any = self.run.trainer.strategy.model
+        self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0
         # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
         self._has_flat_shards = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self._holds_whole = (
@@ -667,11 +539,7 @@ class ReplicaCheck(Check):
         )
 
     def start(self) -> None:
-        """Everything, before the first step.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Everything, before the first step."""
         self._compare_all("before the first step")
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -681,16 +549,14 @@ class ReplicaCheck(Check):
         self._window = turn % self._windows.count if rest == 0 else None
         if self._window is None:
             return {}
-        with self.run.budget.measure("state", self._windows.count):
-            found = self._windows.fingerprint(self._window)
-            return {} if found is None else {"state_fingerprint": int(found) & (1 << 64) - 1}
+        began = time.thread_time()
+        found = self._windows.fingerprint(self._window)
+        fields = {} if found is None else {"state_fingerprint": int(found) & _MASK}
+        self.run.budget.took("state", began, self._windows.count)
+        return fields
 
     def hear(self, records: Sequence[GateRecord]) -> None:
-        """Compares the windows of all ranks, and now and then everything.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Compares the windows of all ranks, and now and then everything."""
         step = records[0].global_step
         if len(set(map(_FINGERPRINT, records))) > 1:
             self._find(f"before step {step}")
@@ -700,11 +566,7 @@ class ReplicaCheck(Check):
             self._compare_all(f"before step {step}")
 
     def before_save(self) -> None:
-        """Everything, so that no checkpoint holds a wrong copy.
-
-        Raises:
-            DivergenceError: On all ranks.
-        """
+        """Everything, so that no checkpoint holds a wrong copy."""
         self._compare_all(f"before the save after {self.run.trainer.global_step} steps")
 
     def metrics(self) -> dict[str, float]:
@@ -719,47 +581,18 @@ class ReplicaCheck(Check):
             return 0
         return sum(len(optimizer.state) for optimizer in self.run.trainer.optimizers if hasattr(optimizer, "state"))
 
-    def _refresh(self) -> None:
-        """The optimizer makes its state in the first step, and engines may exchange tensors."""
-        self._num_states = self._count_states()
-        model: Any = self.run.trainer.strategy.model
-        optimizers = [] if self._is_zero else self.run.trainer.optimizers
-        self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
-
-    def _cut(self) -> None:
-        """Makes the windows anew: 16, or more where one is above the budget and large enough."""
-        device = self.run.trainer.strategy.root_device.type
-        everywhere = [
-            one.tensor for one in self._replicas if one.group == EVERYWHERE and one.tensor.device.type == device
-        ]
-        most = max(1, sum(tensor.numel() * tensor.element_size() for tensor in everywhere) // _WINDOW_BYTES)
-        count = min(most, max(_NUM_WINDOWS, self.run.budget.exceeds("state")))
-        self._windows = Windows(everywhere, count)
-        self._agreed_at = [min(self._agreed_at)] * count
-        self._window_every = self.run.budget.exceeds("state", count)
-        every = self.run.parameters_every_n_steps
-        self._comparison_every = every * self.run.budget.exceeds("everything", every)
-
-    def _note_plan(self) -> None:
-        """Tells the ledger how many steps a whole pass takes, when that has changed."""
-        plan = {
-            "windows": self._windows.count,
-            "steps_per_pass": self._windows.count * self._window_every,
-            "steps_per_full_comparison": self._comparison_every,
-        }
-        if plan != self._noted:
-            self._noted = plan
-            self.run.note("monitor_plan", global_step=self.run.trainer.global_step, **plan)
-
     def _compare_all(self, when: str) -> None:
-        figures = self.run.budget.figures()
-        with self.run.budget.measure("everything"):
-            self._refresh()
-            mine = {"tensors": self._totals(), "facts": self._facts(), "figures": figures}
-            told = self.run.gather("state", mine)
-        self.run.budget.agree([one["figures"] for one in told])
+        run, began = self.run, time.thread_time()
+        figures = run.budget.figures()
+        # The optimizer makes its state in the first step, and engines may exchange tensors.
+        self._num_states = self._count_states()
+        optimizers = [] if self._is_zero else run.trainer.optimizers
+        model: Any = run.trainer.strategy.model
+        self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
+        told = run.gather("state", {"tensors": self._totals(), "facts": self._facts(), "figures": figures})
+        run.budget.took("everything", began)
+        run.budget.agree([one["figures"] for one in told])
         self._cut()
-        self._note_plan()
         held: dict[str, set[str]] = defaultdict(set)
         for one in told:
             for group, value in one["tensors"].items():
@@ -767,8 +600,34 @@ class ReplicaCheck(Check):
         if any(len(values) > 1 for values in held.values()):
             self._find(when)
         else:
-            self._agreed_at = [self.run.trainer.global_step] * self._windows.count
-        self._compare_facts([one["facts"] for one in told], when)
+            self._agreed_at = [run.trainer.global_step] * self._windows.count
+        for name in sorted({name for one in told for name in one["facts"]}):
+            facts = {rank: one["facts"].get(name, "none") for rank, one in enumerate(told)}
+            if len(set(facts.values())) > 1:
+                remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
+                run.differ(name, facts, where=when, remedy=remedy)
+
+    def _cut(self) -> None:
+        """Makes the windows anew: 16, or more where one is above the budget and large enough."""
+        budget, device = self.run.budget, self.run.trainer.strategy.root_device.type
+        everywhere = [
+            one.tensor for one in self._replicas if one.group == EVERYWHERE and one.tensor.device.type == device
+        ]
+        most = max(1, sum(tensor.numel() * tensor.element_size() for tensor in everywhere) // _WINDOW_BYTES)
+        count = min(most, max(_NUM_WINDOWS, budget.exceeds("state")))
+        self._windows = Windows(everywhere, count)
+        self._agreed_at = [min(self._agreed_at)] * count
+        self._window_every = budget.exceeds("state", count)
+        every = self.run.parameters_every_n_steps
+        self._comparison_every = every * budget.exceeds("everything", every)
+        plan = {
+            "windows": count,
+            "steps_per_pass": count * self._window_every,
+            "steps_per_full_comparison": self._comparison_every,
+        }
+        if plan != self._noted:  # the ledger tells how many steps a whole pass takes
+            self._noted = plan
+            self.run.note("monitor_plan", global_step=self.run.trainer.global_step, **plan)
 
     def _totals(self) -> dict[str, str]:
         """One fingerprint for each group of ranks and device."""
@@ -776,25 +635,17 @@ class ReplicaCheck(Check):
         for one in self._replicas:
             tensors[f"{one.group}@{one.tensor.device.type}"].append(one.tensor)
         totals = {key: Windows(held, 1).fingerprint(0) for key, held in sorted(tensors.items())}
-        return {key: f"{int(value) & (1 << 64) - 1:016x}" for key, value in totals.items() if value is not None}
+        return {key: f"{int(value) & _MASK:016x}" for key, value in totals.items() if value is not None}
 
     def _facts(self) -> dict[str, str]:
         """State that is no tensor: schedulers and the loss scaler, as text."""
+        trainer = self.run.trainer
         facts = {
             f"scheduler {number}": _as_text(config.scheduler.state_dict())
-            for number, config in enumerate(self.run.trainer.lr_scheduler_configs)
+            for number, config in enumerate(trainer.lr_scheduler_configs)
         }
-        scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            facts["loss scaler"] = _as_text(scaler.state_dict())
-        return facts
-
-    def _compare_facts(self, told: Sequence[dict[str, str]], when: str) -> None:
-        for name in sorted({name for one in told for name in one}):
-            values = {rank: one.get(name, "none") for rank, one in enumerate(told)}
-            if len(set(values.values())) > 1:
-                remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
-                self.run.tell(disagreement(name, values, where=when, remedy=remedy))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        return facts if scaler is None else {**facts, "loss scaler": _as_text(scaler.state_dict())}
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -805,61 +656,45 @@ class ReplicaCheck(Check):
             if difference is None:
                 return
             if not self._repair(difference):
-                self.run.tell(self._error(difference, when))
+                self._tell(difference, when)
                 return
 
     def _exchange(self, name: str, data: bytes) -> list[bytes]:
         return self.run.plane.gather(f"divergence/state/{name}", data, self.run.patience())
 
-    def _repair(self, difference: Difference) -> bool:
+    def _repair(self, found: Difference) -> bool:
         """Overwrites the wrong copies with the majority's; whether it could."""
-        if not self._repairs or difference.source is None or difference.group != EVERYWHERE:
+        if not self._repairs or found.source is None or found.group != EVERYWHERE:
             return False
-        (replica,) = [one for one in self._replicas if (one.kind, one.name) == (difference.kind, difference.name)]
+        (replica,) = [one for one in self._replicas if one.key == (found.kind, found.name, found.group)]
         with torch.no_grad():
             content = replica.tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(content, src=difference.source)
+            dist.broadcast(content, src=found.source)
             replica.tensor.copy_(content)
         self._num_repaired += 1
         self.run.note(
-            "repaired",
-            state=difference.kind,
-            name=difference.name,
-            ranks=difference.wrong,
-            source=difference.source,
-            element=difference.element,
-            values=difference.values,
-            global_step=self.run.trainer.global_step,
-        )
+            "repaired", state=found.kind, name=found.name, ranks=found.wrong, source=found.source,
+            element=found.element, values=found.values, global_step=self.run.trainer.global_step,
+        )  # fmt: skip
         log.warning(
             "rank %d: %s of rank %s is overwritten with that of rank %d; element %d was %s",
-            self.run.rank,
-            difference.name,
-            ranges(difference.wrong),
-            difference.source,
-            difference.element,
-            difference.values,
-        )
+            self.run.rank, found.name, ranges(found.wrong), found.source, found.element, found.values,
+        )  # fmt: skip
         return True
 
-    def _error(self, difference: Difference, when: str) -> DivergenceError:
-        since = min(self._agreed_at)
-        others = difference.names[1:]
+    def _tell(self, found: Difference, when: str) -> None:
+        others, since = found.names[1:], min(self._agreed_at)
         more = f"; {len(others)} more differ: {', '.join(others[:_SHOWN_NAMES])}" if others else ""
-        where = (
-            f"({difference.name}, element {difference.element}, off by {difference.largest:g}) {when}{more}. "
-            f"It happened at step {since} or later"
-        )
         error = disagreement(
-            difference.kind,
-            difference.values,
-            where=where,
-            wrong=difference.wrong,
+            found.kind,
+            found.values,
+            where=f"({found.name}, element {found.element}, off by {found.largest:g}) {when}{more}. "
+            f"It happened at step {since} or later",
+            wrong=found.wrong,
             remedy="load the last checkpoint; look for code that changes weights on one rank only, then at that host's "
             "memory",
         )
-        error.parameter = difference.name  # type: ignore[attr-defined]
-        return error
+        self.run.tell(error, parameter=found.name)
 
 
 def _as_text(state: dict[str, Any]) -> str:
@@ -889,7 +724,7 @@ class AtRestCheck(Check):
         """The first step to come is not done yet."""
         self._step = self.run.trainer.global_step
 
-    def batch_end(self) -> None:
+    def train_batch_end(self) -> None:
         """Fingerprints everything, on its device, when an optimizer step is done; waits for nothing."""
         if self.run.trainer.global_step == self._step:
             return
@@ -898,27 +733,16 @@ class AtRestCheck(Check):
         self._left = self._fingerprints()
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Compares, before the forward.
-
-        Raises:
-            DivergenceError: On this rank; its peers hear of it at their gate.
-        """
-        self._compare()
+        """Compares, before the forward."""
+        self.before_save()
         self._left = {}
         return {}
 
     def before_save(self) -> None:
-        """Compares what is about to be saved.
-
-        Raises:
-            DivergenceError: On this rank.
-        """
-        self._compare()
-
-    def _compare(self) -> None:
+        """Compares what is about to be saved."""
         if not self._left or self.run.trainer.global_step != self._step:
             return
-        changed = []
+        changed: list[str] = []
         for device, now in self._fingerprints().items():
             names = [name for name, tensor in self._held.items() if tensor.device == device]
             are_odd = (now != self._left[device]).tolist()
@@ -936,13 +760,12 @@ class AtRestCheck(Check):
             remedy="load the last checkpoint; look at that host's memory, and for code that changes weights between "
             "two steps",
         )
-        error.parameter = changed[0]  # type: ignore[attr-defined]
-        self.run.tell(error)
+        self.run.tell(error, parameter=changed[0])
 
     def _fingerprints(self) -> dict[torch.device, Tensor]:
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for tensor in self._held.values():
-            by_device.setdefault(tensor.device, []).append(tensor)
+            by_device[tensor.device].append(tensor)
         return {device: fingerprint_of_each(tensors) for device, tensors in by_device.items()}
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.check import Check, GateMonitor, MonitoredRun
+from lightning_distplus.divergence.check import Check, GateMonitor
 from lightning_distplus.process import HostLoad
 
 if TYPE_CHECKING:
@@ -26,12 +24,11 @@ __all__ = ["Arrivals", "OnStraggler", "Straggler", "StragglerCheck", "StragglerM
 _LATE_SHARE = 0.9  # of the steps: noise makes now this rank late and now that one
 _LEAST_WAIT_S = 0.045  # of 50 ms more, a little is lost to what the others take longer
 _SHORT_S = 1e-3  # of a part that takes less, no multiple is told
-PARTS = {"data": "data fetch", "forward": "forward", "optimizer": "optimizer"}
+_PARTS = {"data": "data fetch", "forward": "forward", "optimizer": "optimizer"}
 """What a rank does alone in a step, where its strategy measures it; in the backward it may wait for others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
+class Straggler(NamedTuple):
     """A rank for which the others wait in every step; medians over the window."""
 
     rank: int
@@ -42,7 +39,7 @@ class Straggler:
     step_s: float
     """What a step takes."""
     part: str = ""
-    """The one of ``PARTS`` that is longer than on the others; empty where none explains it."""
+    """The one of ``_PARTS`` that is longer than on the others; empty where none explains it."""
     part_s: float = 0.0
     others_s: float = 0.0
     """The median of its peers for that part."""
@@ -52,8 +49,8 @@ class Straggler:
         if not self.part:
             return ""
         if self.others_s < _SHORT_S:
-            return f"{PARTS[self.part]} {1e3 * (self.part_s - self.others_s):.0f} ms above the median"
-        return f"{PARTS[self.part]} {self.part_s / self.others_s:.1f}x the median"
+            return f"{_PARTS[self.part]} {1e3 * (self.part_s - self.others_s):.0f} ms above the median"
+        return f"{_PARTS[self.part]} {self.part_s / self.others_s:.1f}x the median"
 
 
 class Arrivals:
@@ -72,9 +69,7 @@ class Arrivals:
     def __init__(self, share: float, size: int) -> None:
         self._share = share
         self._size = size
-        self._steps: deque[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]], float, bool]] = deque(
-            maxlen=size
-        )
+        self._steps: list[tuple[Any, ...]] = []
 
     def add(
         self,
@@ -89,7 +84,7 @@ class Arrivals:
             leads_s: From the gate to its first backward, of each rank.
             waits_s: How long each rank waited at the gate.
             step_s: From gate to gate, on this rank.
-            parts_s: Of each rank, what each of ``PARTS`` took; empty where nobody measures it.
+            parts_s: Of each rank, what each part of a step took; empty where nobody measures it.
 
         Returns:
             The stragglers; None where the window is not full, or the step is not comparable.
@@ -102,28 +97,24 @@ class Arrivals:
         self._steps.append((leads_s, waits_s, parts_s, step_s, may_be_late))
         if len(self._steps) < self._size:
             return None
-        found = []
-        if sum(step[-1] for step in self._steps) / self._size >= _LATE_SHARE:
-            leads, waits, parts, steps, _ = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
-            found = self._judge(_behind_peers(leads), _behind_peers(-waits), parts, steps)
-        for _ in range(math.ceil(self._size / 2)):  # windows overlap: who becomes slow within one is named at the next
-            self._steps.popleft()
+        found = self._judge() if sum(step[-1] for step in self._steps) / self._size >= _LATE_SHARE else []
+        # Windows overlap: who becomes slow within one is named at the next.
+        del self._steps[: math.ceil(self._size / 2)]
         return found
 
-    def _judge(self, leads: np.ndarray, gates: np.ndarray, parts: np.ndarray, steps: np.ndarray) -> list[Straggler]:
-        late = leads + gates
+    def _judge(self) -> list[Straggler]:
+        leads, waits, parts, steps, _ = (np.asarray(part, dtype=float) for part in zip(*self._steps, strict=True))
+        leads = _behind_peers(leads)
+        late = leads + _behind_peers(-waits)
         limits = np.maximum(self._share * steps, _LEAST_WAIT_S)
         shares = (late >= limits[:, None]).mean(axis=0)
-        if not (shares >= _LATE_SHARE).any():
-            return []
-        waits_s = np.median(late, axis=0)
         return [
             Straggler(
                 rank=rank,
-                wait_s=float(waits_s[rank]),
+                wait_s=float(np.median(late[:, rank])),
                 lead_s=float(np.median(leads[:, rank])),
                 step_s=float(np.median(steps)),
-                **_longest_part(parts, rank, waits_s[rank]),
+                **_longest_part(parts, rank, float(np.median(late[:, rank]))),
             )
             for rank in np.flatnonzero(shares >= _LATE_SHARE).tolist()
         ]
@@ -131,21 +122,13 @@ class Arrivals:
 
 def _behind_peers(times: np.ndarray) -> np.ndarray:
     """How much later each rank comes than the median of the others, in each step; shape (steps, ranks)."""
-    ordered = np.sort(times, axis=1)
-    places = np.argsort(np.argsort(times, axis=1), axis=1)
-
-    def among_others(place: int) -> np.ndarray:
-        """What stands at this place when a rank is taken out, for each rank."""
-        taken: np.ndarray = np.where(places <= place, ordered[:, place + 1, None], ordered[:, place, None])
-        return taken
-
-    num_others = times.shape[1] - 1
-    behind: np.ndarray = times - (among_others((num_others - 1) // 2) + among_others(num_others // 2)) / 2
+    others = [np.median(np.delete(times, rank, axis=1), axis=1) for rank in range(times.shape[1])]
+    behind: np.ndarray = times - np.stack(others, axis=1)
     return behind
 
 
 def _longest_part(parts: np.ndarray, rank: int, wait_s: float) -> dict[str, Any]:
-    """The part that makes a rank late, where one does; ``parts`` has the shape (steps, ranks, ``PARTS``)."""
+    """The part that makes a rank late, where one does; ``parts`` has the shape (steps, ranks, ``_PARTS``)."""
     if parts.ndim != 3:
         return {}
     own = np.median(parts, axis=0)
@@ -153,7 +136,7 @@ def _longest_part(parts: np.ndarray, rank: int, wait_s: float) -> dict[str, Any]
     longest = int(np.argmax(own[rank] - others))
     if own[rank, longest] - others[longest] < wait_s / 2:
         return {}
-    return {"part": list(PARTS)[longest], "part_s": float(own[rank, longest]), "others_s": float(others[longest])}
+    return {"part": list(_PARTS)[longest], "part_s": float(own[rank, longest]), "others_s": float(others[longest])}
 
 
 # -- the callback and its check ----------------------------------------------------------------------------------------
@@ -165,8 +148,8 @@ _NUM_STEPS = 32
 _QUIET_STEPS = 1024  # before the same rank is named again
 _LARGEST_S = 6e4  # that a record holds
 _BEFORE = "in training_step, before the backward"
-_TIMES = attrgetter("lead_s", "wait_s", *(f"{part}_s" for part in PARTS))
 _AFTER = "between its backward and the next training_step: the optimizer, callbacks, logging, the next batch"
+_TIMES = attrgetter("lead_s", "wait_s", *(f"{part}_s" for part in _PARTS))
 
 
 class StragglerMonitor(GateMonitor):
@@ -206,23 +189,16 @@ class StragglerCheck(Check):
         self._share = share
         self._num_steps = num_steps
         self._warns = warns
-        self._since: dict[int, int] = {}
-        self._parts_before: Mapping[str, float] = {}
-        self._last_named: dict[int, int] = {}
         self._num_named = 0
-        self._wait_s = math.nan
-        self._lead_s = math.nan
-        self._passed_at = math.nan
-        self._is_ahead_of_backward = False
 
-    def attach(self, run: MonitoredRun) -> None:
+    def attach(self) -> None:
         """A window of its own for each run."""
-        super().attach(run)
         self._arrivals = Arrivals(self._share, self._num_steps)
-        self._last_named.clear()
-        self._since = {}
-        self._parts_before = {}
+        self._since: dict[int, int] = {}
+        self._last_named: dict[int, int] = {}
+        self._parts_before: Mapping[str, float] = {}
         self._lead_s = self._wait_s = self._passed_at = math.nan
+        self._is_ahead_of_backward = False
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """The first one of a step; later ones may have waited for a rank that was slow in its backward."""
@@ -234,7 +210,7 @@ class StragglerCheck(Check):
         """What was measured in the last step."""
         told = {"lead_s": min(self._lead_s, _LARGEST_S), "wait_s": min(self._wait_s, _LARGEST_S)}
         parts = self.run.step_parts()
-        for part in PARTS:
+        for part in _PARTS:
             took = parts.get(part, 0.0) - self._parts_before.get(part, 0.0)
             told[f"{part}_s"] = min(max(took, 0.0), _LARGEST_S)
         return told
@@ -277,10 +253,9 @@ class StragglerCheck(Check):
         where = _BEFORE if found.lead_s > found.wait_s / 2 else _AFTER
         if found.part:
             where += f": {found.describe_part()} on rank {found.rank}{f' (host {peer.host})' if peer else ''}"
-        where += f", since step {since:,}"
         host = f": {HostLoad.now().describe()}" if self.run.rank == found.rank else ""
         log.warning(
             "rank %d is slow in every step: its peers wait %.0f ms of %.0f ms for it (medians of %d steps, at step "
-            "%d), %s. Look there, and at its host%s",
-            found.rank, 1e3 * found.wait_s, 1e3 * found.step_s, self._num_steps, step, where, host,
+            "%d), %s, since step %s. Look there, and at its host%s",
+            found.rank, 1e3 * found.wait_s, 1e3 * found.step_s, self._num_steps, step, where, f"{since:,}", host,
         )  # fmt: skip

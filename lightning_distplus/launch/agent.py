@@ -47,17 +47,7 @@ from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 from lightning_distplus.errors import ExitCode
 
-__all__ = [
-    "HANDLED",
-    "Hosts",
-    "HostsApart",
-    "Meeting",
-    "RankOutput",
-    "Signals",
-    "SignedState",
-    "Stop",
-    "run_attempt",
-]
+__all__ = ["HANDLED", "Hosts", "HostsApart", "Meeting", "RankOutput", "Signals", "SignedState", "Stop", "run_attempt"]
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1

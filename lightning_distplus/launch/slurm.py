@@ -64,7 +64,7 @@ class SlurmJob:
             *_directive(
                 f"--ntasks-per-node={self.ranks_per_node}", "one task is one rank; Trainer(devices=...) is the same"
             ),
-            *self._gpus(),
+            *(_directive(f"--gpus-per-node={self.gpus_per_node}", "one for each rank") if self.gpus_per_node else ()),
             *_directive(f"--time={self.time}", "Slurm ends the job then"),
             *_directive(
                 f"--signal=USR1@{self.grace_s}",
@@ -118,11 +118,6 @@ class SlurmJob:
         if asked.returncode:
             raise OSError(f"sbatch refuses the job: {asked.stderr.strip()}")
         return asked.stdout.strip()
-
-    def _gpus(self) -> list[str]:
-        if not self.gpus_per_node:
-            return []
-        return _directive(f"--gpus-per-node={self.gpus_per_node}", "one for each rank")
 
 
 def _directive(text: str, why: str) -> list[str]:

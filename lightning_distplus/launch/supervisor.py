@@ -334,7 +334,7 @@ class _Supervisor:
                 self._attempt_began_at = min(began_at, time.time() - (time.monotonic() - began))
                 if (code := self._end_after(number, failures)) is not None:
                     return code
-                number = self._next(number)
+                number = number + 1 if self._meeting is None else self._meeting.next(number)
         except Stop:
             return self._end(number, ExitCode.PREEMPTED, f"{self._signals.asked} came while no rank was there")
         except HostsApart as error:
@@ -408,20 +408,19 @@ class _Supervisor:
         """The host for which the attempt was ended: where the number of hosts may change, and there was room."""
         if self._meeting is None or self._job.hosts.min_nodes == self._job.hosts.max_nodes:
             return None
-        with contextlib.suppress(HostsApart):  # the others have ended already, and so did the job
+        try:
             return self._meeting.newcomer(number)
-        return None
+        except HostsApart:  # the others have ended already, and so did the job
+            return None
 
     def _of_all_hosts(self, number: int, failures: dict[int, int]) -> dict[int, int]:
         """Whose exit code counts may be known on another host only."""
         if self._meeting is None:
             return failures
-        with contextlib.suppress(HostsApart):
+        try:
             return self._meeting.share(number, failures, waits=is_innocent(find_culprit(failures).code))
-        return failures
-
-    def _next(self, number: int) -> int:
-        return number + 1 if self._meeting is None else self._meeting.next(number)
+        except HostsApart:
+            return failures
 
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
@@ -480,10 +479,7 @@ class _Supervisor:
     def _end_well(self, number: int, asked: str | None) -> int:
         if asked is not None:
             return self._end(number, ExitCode.PREEMPTED, f"stopped by {asked}, without a PreemptionHandler")
-        self._note("launch_end", number, exit_code=0)
-        self._leave_page()
-        self._leave(number)
-        return int(ExitCode.DONE)
+        return self._part(number, ExitCode.DONE)
 
     def _end_as_asked(self, number: int, failures: Mapping[int, int], culprit: Culprit, asked: str) -> int:
         """143, unless a rank failed on its own, or a second Ctrl-C ended it on the spot."""
@@ -495,15 +491,14 @@ class _Supervisor:
     def _end(self, number: int, code: int, why: str) -> int:
         self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
         self._say(f"the logs of all ranks are in {self._job.log_dir}")
-        verdict = self._show_verdict()
-        self._note("launch_end", number, exit_code=int(code), reason=why)
-        self._leave_page(verdict)
-        self._leave(number)
-        return int(code)
+        return self._part(number, code, self._show_verdict(), reason=why)
 
-    def _leave(self, number: int) -> None:
+    def _part(self, number: int, code: int, verdict: Path | None = None, **why: str) -> int:
+        self._note("launch_end", number, exit_code=int(code), **why)
+        self._leave_page(verdict)
         if self._meeting is not None:
             self._meeting.leave(number)
+        return int(code)
 
     def _explain_no_progress(self, why: str, attempt: Attempt, history: History) -> str:
         """Names step, error and samples, and leaves a verdict."""

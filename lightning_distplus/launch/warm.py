@@ -66,10 +66,8 @@ class Warm:
     """The launcher's side: starts the server, and tells how a rank comes from it.
 
     The server imports while the launcher does, and serves all attempts; one that was killed is replaced. It ends with
-    this object; without it, when the launcher and the last rank are gone.
-
-    Args:
-        modules: What it imports beside ``PRELOADED``. They must not start threads or touch a GPU.
+    this object; without it, when the launcher and the last rank are gone. Modules that it imports beside ``PRELOADED``
+    must not start threads or touch a GPU.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -367,9 +365,7 @@ def _forget_the_server() -> None:
 def _run(command: Sequence[str], first_path: str) -> None:
     """Runs a script, or ``-m`` and a module, as ``__main__``.
 
-    Args:
-        command: What follows the interpreter.
-        first_path: The folder that this interpreter has put in front of ``sys.path``; another one takes its place.
+    Its folder takes the place of the one that this interpreter has put in front of ``sys.path``.
 
     Raises:
         SystemExit: It has ended otherwise than by its last line.

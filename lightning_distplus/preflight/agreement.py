@@ -6,9 +6,9 @@ import hashlib
 import json
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.preflight.host import versions
 from lightning_distplus.world import name_ranks
@@ -32,7 +33,6 @@ __all__ = [
     "disagreements",
     "gathered",
     "merged",
-    "odd_ranks",
     "revision",
     "run_in_time",
     "spans_hosts",
@@ -120,21 +120,16 @@ _SHOWN_RANKS = 8
 _MANY = 200
 
 
-@dataclass(frozen=True)
-class _Remedy:
-    text: str
-    is_error: bool = True
-
-
 _REMEDIES = {
-    "versions": _Remedy("Install the same versions on every node, in the same environment"),
-    "revision": _Remedy("Check out the same revision on every node, or start all of them from one shared folder"),
-    "trainer": _Remedy("Start every node with the same configuration"),
-    "model": _Remedy("Build the same model on every rank; a layer that depends on the rank or on local files differs"),
-    "seed": _Remedy("Call seed_everything with the same number on every rank"),
-    "variables": _Remedy("Export the variable in the same way on every node"),
-    "data": _Remedy("Give every rank the same data set; the sampler cuts it, and a shorter one ends a rank too early"),
+    "versions": "Install the same versions on every node, in the same environment",
+    "revision": "Check out the same revision on every node, or start all of them from one shared folder",
+    "trainer": "Start every node with the same configuration",
+    "model": "Build the same model on every rank; a layer that depends on the rank or on local files differs",
+    "seed": "Call seed_everything with the same number on every rank",
+    "variables": "Export the variable in the same way on every node",
+    "data": "Give every rank the same data set; the sampler cuts it, and a shorter one ends a rank too early",
 }
+_NAMES = {"versions": "The version of {}", "revision": "The git revision", "seed": "The seed", "variables": "{}"}
 AGREEMENT_CHECKS = (*_REMEDIES, "devices")
 """The names of what is compared."""
 
@@ -193,15 +188,7 @@ def disagreements(
     findings = list(_shared_devices([item["device"] for item in short], plane.describe_rank))
     if len({item["digest"] for item in short}) > 1:
         findings += compare(plane.gather_json("statements", dict(mine), deadline), plane.describe_rank)
-    return [finding for finding in (_softened(finding, wishes) for finding in findings) if finding is not None]
-
-
-def _softened(finding: Finding, wishes: Settings) -> Finding | None:
-    wish = wishes.get(finding.check)
-    if wish == "off":
-        return None
-    status = Status.WARNING if wish == "warn" and finding.status is Status.ERROR else finding.status
-    return Finding(**{**vars(finding), "status": status})
+    return [one for finding in findings if (one := finding.under(wishes.get(finding.check))) is not None]
 
 
 def _shared_devices(devices: Sequence[str], name: Callable[[int], str]) -> Iterator[Finding]:
@@ -211,12 +198,11 @@ def _shared_devices(devices: Sequence[str], name: Callable[[int], str]) -> Itera
             holders[device].append(rank)
     for device, ranks in holders.items():
         if len(ranks) > 1:
-            yield Finding(
-                check="devices",
-                status=Status.ERROR,
-                subject=f"{len(ranks)} ranks use one GPU: {', '.join(map(name, ranks[:_SHOWN_RANKS]))}.",
+            yield Finding.error(
+                f"{len(ranks)} ranks use one GPU: {', '.join(map(name, ranks[:_SHOWN_RANKS]))}.",
                 detail=f"GPU {device}",
                 remedy="Show each process all GPUs of its node, and let LOCAL_RANK choose; or start fewer processes",
+                check="devices",
             )
 
 
@@ -236,39 +222,21 @@ def compare(statements: Sequence[Statement], name: Callable[[int], str] = str) -
 
 def _difference(field: str, values: Sequence[str], name: Callable[[int], str]) -> Finding:
     check, _, part = field.partition(".")
-    remedy = _REMEDIES[check]
-    odd, common = odd_ranks(values)
+    odd, right = odd_ranks(dict(enumerate(values)))
+    common = None if right is None else values[right]
     told = "; ".join(f"{name(rank)}: {_short(values[rank])}" for rank in odd[:_SHOWN_RANKS])
     more = f"; and {len(odd) - _SHOWN_RANKS} more" if len(odd) > _SHOWN_RANKS else ""
     others = "" if common is None else f"; the other {len(values) - len(odd)} ranks: {_short(common)}"
     who = "the ranks" if common is None else f"rank {', '.join(map(str, odd[:_SHOWN_RANKS]))}"
     # A seed for each rank is a style of its own; one rank that differs from all others is a mistake.
-    is_legal = part.endswith(_OF_A_HOST) or (check == "seed" and common is None) or not remedy.is_error
+    is_legal = part.endswith(_OF_A_HOST) or (check == "seed" and common is None)
     return Finding(
         check=check,
         status=Status.WARNING if is_legal else Status.ERROR,
-        subject=f"{_called(check, part)} differs on {who}.",
+        subject=f"{_NAMES.get(check, f'{check.capitalize()}: {{}}').format(part)} differs on {who}.",
         detail=f"{told}{more}{others}",
-        remedy=remedy.text,
+        remedy=_REMEDIES[check],
     )
-
-
-def _called(check: str, part: str) -> str:
-    names = {
-        "versions": f"The version of {part}",
-        "revision": "The git revision",
-        "seed": "The seed",
-        "variables": part,
-    }
-    return names.get(check) or f"{check.capitalize()}: {part}"
-
-
-def odd_ranks(values: Sequence[str]) -> tuple[Sequence[int], str | None]:
-    """The ranks that differ from the majority, and its value; all of them and None where none is the majority."""
-    (common, count), *others = Counter(values).most_common()
-    if others and others[0][1] == count:
-        return range(len(values)), None
-    return [rank for rank, value in enumerate(values) if value != common], common
 
 
 def _short(value: str) -> str:
@@ -296,18 +264,15 @@ def run_in_time(
         thread = threading.Thread(target=make, name=f"distplus-check-{name}", daemon=True)
         thread.start()
         thread.join(max(0.0, end - time.monotonic()))
-        findings += list(found) if not thread.is_alive() else [_unended(name, deadline)]
+        if thread.is_alive():
+            subject = f"The check {name!r} had not ended at its deadline."
+            detail = f"{deadline.total_seconds():g} s for all checks of the host"
+            remedy = "Look at what it looks at; a file system that hangs? Or switch it off: "
+            remedy += f'preflight={{"{name}": "off"}}'
+            findings.append(Finding.warning(subject, detail=detail, remedy=remedy, check=name))
+        else:
+            findings += found
     return findings
-
-
-def _unended(name: str, deadline: timedelta) -> Finding:
-    return Finding(
-        check=name,
-        status=Status.WARNING,
-        subject=f"The check {name!r} had not ended at its deadline.",
-        detail=f"{deadline.total_seconds():g} s for all checks of the host",
-        remedy=f'Look at what it looks at; a file system that hangs? Or switch it off: preflight={{"{name}": "off"}}',
-    )
 
 
 def gathered(plane: ControlPlane, mine: Iterable[Finding], deadline: timedelta) -> list[Finding]:

@@ -44,17 +44,33 @@ class Finding:
     check: str = ""
     """The name by which it can be switched off; set by ``run_checks``."""
 
+    @classmethod
+    def error(cls, subject: str, **rest: str) -> Finding:
+        """What ends the run before it starts."""
+        return cls(status=Status.ERROR, subject=subject, **rest)
+
+    @classmethod
+    def warning(cls, subject: str, **rest: str) -> Finding:
+        """What somebody should look at."""
+        return cls(status=Status.WARNING, subject=subject, **rest)
+
+    @classmethod
+    def note(cls, subject: str, **rest: str) -> Finding:
+        """Something to know."""
+        return cls(status=Status.NOTE, subject=subject, **rest)
+
+    def under(self, wish: Literal["off", "warn"] | None) -> Finding | None:
+        """The same as somebody wants it: not at all, or an error as a warning."""
+        status = Status.WARNING if wish == "warn" and self.status is Status.ERROR else self.status
+        return None if wish == "off" else replace(self, status=status)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {**asdict(self), "status": self.status.value}
 
     def __str__(self) -> str:
-        lines = [self.subject]
-        if self.detail:
-            lines.append(f"  seen: {self.detail}")
-        if self.remedy:
-            lines.append(f"  do:   {self.remedy}")
-        return "\n".join(lines)
+        seen = f"\n  seen: {self.detail}" if self.detail else ""
+        return self.subject + seen + (f"\n  do:   {self.remedy}" if self.remedy else "")
 
 
 # -- what checks are given ---------------------------------------------------------------------------------------------
@@ -220,23 +236,11 @@ def run_checks(checks: Mapping[str, Check], facts: Facts, settings: Settings | N
         try:
             found = list(check(facts))
         except Exception as error:
-            found = [_broken(name, error)]
-        findings += [_named(name, finding, is_softened=wish == "warn") for finding in found]
+            remedy = f'If it always fails here, switch it off: preflight={{"{name}": "off"}}.'
+            subject = f"The check {name!r} could not be made."
+            found = [Finding.warning(subject, detail=f"{type(error).__name__}: {error}", remedy=remedy)]
+        findings += [replace(one, check=name) for finding in found if (one := finding.under(wish)) is not None]
     return findings
-
-
-def _named(name: str, finding: Finding, *, is_softened: bool) -> Finding:
-    status = Status.WARNING if is_softened and finding.status is Status.ERROR else finding.status
-    return replace(finding, check=name, status=status)
-
-
-def _broken(name: str, error: Exception) -> Finding:
-    return Finding(
-        status=Status.WARNING,
-        subject=f"The check {name!r} could not be made.",
-        detail=f"{type(error).__name__}: {error}",
-        remedy=f'If it always fails here, switch it off: preflight={{"{name}": "off"}}.',
-    )
 
 
 def raise_errors(findings: Iterable[Finding], facts: Facts) -> None:
@@ -246,11 +250,10 @@ def raise_errors(findings: Iterable[Finding], facts: Facts) -> None:
         PreflightError: What is wrong, the evidence, the remedy, and who this process is.
     """
     findings = list(findings)
+    levels = {Status.WARNING: logging.WARNING, Status.NOTE: logging.INFO}
     for finding in findings:
-        if finding.status is Status.WARNING:
-            log.warning("preflight (%s): %s", finding.check, finding)
-        elif finding.status is Status.NOTE:
-            log.info("preflight (%s): %s", finding.check, finding)
+        if finding.status in levels:
+            log.log(levels[finding.status], "preflight (%s): %s", finding.check, finding)
     errors = [finding for finding in findings if finding.status is Status.ERROR]
     if errors:
         names = ", ".join(f'"{name}": "off"' for name in dict.fromkeys(error.check for error in errors))

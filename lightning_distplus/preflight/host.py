@@ -1,4 +1,7 @@
-"""What one host must have: software, GPUs, shared memory, open files, a folder that takes files, interfaces."""
+"""What one host must have: software, GPUs, shared memory, open files, interfaces, a folder that takes files.
+
+At the end the lock of that folder: two runs must not write their checkpoints into one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import socket
 import struct
 import subprocess
@@ -64,19 +66,12 @@ def interface_towards(host: str) -> Interface:
     """The interface from which packets to a host leave."""
     address = address_towards(host)
     for _, name in socket.if_nameindex():
-        if address and _address_of(name) == address:
-            return Interface(name=name, address=address, mtu=_mtu_of(name))
+        found = _asked(name, _SIOCGIFADDR)
+        if address and found and socket.inet_ntoa(found[20:24]) == address:
+            found = _asked(name, _SIOCGIFMTU)
+            mtu = int(struct.unpack("16xi", found[:20])[0]) if found else 0
+            return Interface(name=name, address=address, mtu=mtu)
     return Interface(address=address)
-
-
-def _address_of(name: str) -> str:
-    found = _asked(name, _SIOCGIFADDR)
-    return socket.inet_ntoa(found[20:24]) if found else ""
-
-
-def _mtu_of(name: str) -> int:
-    found = _asked(name, _SIOCGIFMTU)
-    return int(struct.unpack("16xi", found[:20])[0]) if found else 0
 
 
 def _asked(name: str, what: int) -> bytes:
@@ -168,10 +163,9 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     found = os.statvfs(_SHARED_MEMORY)
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < _MIN_SHARED_BYTES:
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"Shared memory has {_mib(free_bytes)} MiB free; data workers die of a bus error when it is full.",
-            detail=f"{_SHARED_MEMORY}: {_mib(free_bytes)} of {_mib(found.f_blocks * found.f_frsize)} MiB free",
+        yield Finding.warning(
+            f"Shared memory has {free_bytes >> 20} MiB free; data workers die of a bus error when it is full.",
+            detail=f"{_SHARED_MEMORY}: {free_bytes >> 20} of {found.f_blocks * found.f_frsize >> 20} MiB free",
             remedy="docker run --ipc=host (or --shm-size=16g); in Kubernetes an emptyDir with medium: Memory",
         )
 
@@ -181,9 +175,8 @@ def open_files(facts: Facts) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
         limit = "unlimited" if hard == resource.RLIM_INFINITY else hard
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"This process may open {soft} files; large jobs and many data workers need more.",
+        yield Finding.warning(
+            f"This process may open {soft} files; large jobs and many data workers need more.",
             detail=f"ulimit -n: {soft}, hard limit {limit}",
             remedy=f"ulimit -n {min(65536, hard) if hard != resource.RLIM_INFINITY else 65536}, before the run starts",
         )
@@ -199,10 +192,9 @@ def disk(facts: Facts) -> Iterator[Finding]:
     try:
         mb_per_s = write_speed(folder, min(facts.trial_bytes, free_bytes // 2))
     except OSError as error:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"{facts.folder} cannot be written: {error.strerror}; no checkpoint could be saved.",
-            detail=f"writing into {folder} on {facts.host}, {_mib(free_bytes)} MiB free",
+        yield Finding.error(
+            f"{facts.folder} cannot be written: {error.strerror}; no checkpoint could be saved.",
+            detail=f"writing into {folder} on {facts.host}, {free_bytes >> 20} MiB free",
             remedy="Make room or give write permission there, or set another default_root_dir",
         )
         return
@@ -210,14 +202,12 @@ def disk(facts: Facts) -> Iterator[Finding]:
     if free_bytes < _MIN_FREE_BYTES:
         subject = "Little space is left for checkpoints."
         remedy = "A checkpoint of N parameters with Adam needs 12 N to 16 N bytes, and its successor as much again"
-        yield Finding(status=Status.WARNING, subject=subject, detail=detail, remedy=remedy)
+        yield Finding.warning(subject, detail=detail, remedy=remedy)
     elif mb_per_s < _SLOW_MB_PER_S:
         subject = "The folder of the run is slow: every rank waits while a checkpoint is written."
-        yield Finding(
-            status=Status.WARNING, subject=subject, detail=detail, remedy="Save to a faster disk, or save less often"
-        )
+        yield Finding.warning(subject, detail=detail, remedy="Save to a faster disk, or save less often")
     else:
-        yield Finding(status=Status.NOTE, subject="The folder of the run takes checkpoints.", detail=detail)
+        yield Finding.note("The folder of the run takes checkpoints.", detail=detail)
 
 
 def write_speed(folder: Path, size_bytes: int) -> float:
@@ -231,10 +221,6 @@ def write_speed(folder: Path, size_bytes: int) -> float:
         file.flush()
         os.fsync(file.fileno())
     return written / 1e6 / (time.monotonic() - begin)
-
-
-def _mib(size_bytes: int) -> int:
-    return size_bytes >> 20
 
 
 HOST_CHECKS: Mapping[str, Check] = {
@@ -290,25 +276,18 @@ class Defect:
 
 
 DEFECTS = (
-    Defect(
-        package="lightning",
-        releases=("2.6.2", "2.6.3"),
-        variables={},
-        status=Status.ERROR,
-        subject="This release of lightning was compromised: it runs foreign code when it is imported.",
-        remedy="pip install 'lightning>=2.6.4', and change every secret that this machine could read",
-        source="Lightning-AI/pytorch-lightning#21691",
-        seen_on="2026-11-21",
-    ),
-    Defect(
-        package="pytorch-lightning",
-        releases=("2.6.2", "2.6.3"),
-        variables={},
-        status=Status.ERROR,
-        subject="This release of pytorch-lightning was compromised: it runs foreign code when it is imported.",
-        remedy="pip install 'pytorch-lightning>=2.6.4', and change every secret that this machine could read",
-        source="Lightning-AI/pytorch-lightning#21691",
-        seen_on="2026-11-21",
+    *(
+        Defect(
+            package=package,
+            releases=("2.6.2", "2.6.3"),
+            variables={},
+            status=Status.ERROR,
+            subject=f"This release of {package} was compromised: it runs foreign code when it is imported.",
+            remedy=f"pip install '{package}>=2.6.4', and change every secret that this machine could read",
+            source="Lightning-AI/pytorch-lightning#21691",
+            seen_on="2026-11-21",
+        )
+        for package in ("lightning", "pytorch-lightning")
     ),
     Defect(
         package="torch",
@@ -326,13 +305,14 @@ DEFECTS = (
 
 def versions() -> dict[str, str]:
     """The installed versions, without importing anything."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: _version(package) for package in PACKAGES}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def torch_works(facts: Facts) -> Iterator[Finding]:
@@ -340,25 +320,22 @@ def torch_works(facts: Facts) -> Iterator[Finding]:
     found, failure = _probe()
     if failure:
         is_missing = "No module named 'torch'" in failure
-        yield Finding(
-            status=Status.ERROR,
-            subject="torch is not installed here." if is_missing else "torch is installed here and does not work.",
+        yield Finding.error(
+            "torch is not installed here." if is_missing else "torch is installed here and does not work.",
             detail=f"{sys.executable}: {failure}",
             remedy="pip install torch" if is_missing else "pip install --force-reinstall torch, for this host",
         )
         return
     if not found["gloo"]:
-        yield Finding(
-            status=Status.ERROR,
-            subject="This torch was built without torch.distributed or without gloo.",
+        yield Finding.error(
+            "This torch was built without torch.distributed or without gloo.",
             detail=f"torch {found['version']} in {found['file']}",
             remedy="pip install a release of torch",
         )
     installed = versions().get("torch")
     if installed is not None and installed.split("+")[0] != found["version"].split("+")[0]:
-        yield Finding(
-            status=Status.ERROR,
-            subject="Another torch is imported than the one that is installed.",
+        yield Finding.error(
+            "Another torch is imported than the one that is installed.",
             detail=f"imported {found['version']} from {found['file']}, installed {installed}",
             remedy="Take the other one out of PYTHONPATH and of the working directory",
         )
@@ -366,22 +343,20 @@ def torch_works(facts: Facts) -> Iterator[Finding]:
     gpus = ", ".join(gpu["name"] for gpu in found["gpus"]) or "no GPU"
     nccl = f", NCCL {found['nccl']}" if found.get("nccl") else ""
     subject, detail = f"torch {found['version']} works.", f"{gpus}{nccl}; {found['file']}"
-    yield Finding(status=Status.NOTE, subject=subject, detail=detail)
+    yield Finding.note(subject, detail=detail)
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     for index, gpu in enumerate(gpus):
         if not gpu["computes"]:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"GPU {index} multiplies two matrices of whole numbers wrongly.",
+            yield Finding.error(
+                f"GPU {index} multiplies two matrices of whole numbers wrongly.",
                 detail=gpu["name"],
                 remedy="Take this GPU out of service (nvidia-smi -q -d ECC shows more)",
             )
         if gpu["free"] < 0.9 * gpu["total"]:
-            yield Finding(
-                status=Status.WARNING,
-                subject=f"GPU {index} is in use by somebody else.",
+            yield Finding.warning(
+                f"GPU {index} is in use by somebody else.",
                 detail=f"{gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB are free",
                 remedy="nvidia-smi shows the processes",
             )
@@ -416,26 +391,14 @@ def requirements(facts: Facts) -> Iterator[Finding]:
     for requirement in needed:
         version = installed.get(requirement.name) or _version(requirement.name)
         is_ours = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         if version is None and is_ours and requirement.name != _OPTIONAL:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"{requirement.name} is not installed.",
-                detail="lightning_distplus needs it",
-                remedy=f"pip install '{requirement.name}{requirement.specifier}'",
-            )
+            subject = f"{requirement.name} is not installed."
+            yield Finding.error(subject, detail="lightning_distplus needs it", remedy=remedy)
         if version is not None and is_ours and not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"{requirement.name} {version} does not fit: {requirement.specifier} is needed.",
-                detail=f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in installed.items())}",
-                remedy=f"pip install '{requirement.name}{requirement.specifier}'",
-            )
-
-
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
+            subject = f"{requirement.name} {version} does not fit: {requirement.specifier} is needed."
+            detail = f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in installed.items())}"
+            yield Finding.error(subject, detail=detail, remedy=remedy)
 
 
 def defects(facts: Facts) -> Iterator[Finding]:
@@ -474,25 +437,22 @@ def health(facts: Facts) -> Iterator[Finding]:
         now = _number(gpu["ecc.errors.uncorrected.volatile.total"])
         ever = _number(gpu["ecc.errors.uncorrected.aggregate.total"])
         if now:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"{name} has {now:.0f} uncorrected errors of its memory since it was last reset.",
+            yield Finding.error(
+                f"{name} has {now:.0f} uncorrected errors of its memory since it was last reset.",
                 detail=f"{'unknown' if ever is None else f'{ever:.0f}'} in its life",
                 remedy="Take it out of service, or reset it: nvidia-smi -q -d ECC,ROW_REMAPPER shows more",
             )
         reasons = [key.partition(".")[2] for key, value in gpu.items() if "throttle" in key and value == "Active"]
         if reasons:
-            yield Finding(
-                status=Status.WARNING,
-                subject=f"{name} is slowed down: every other rank waits for it.",
+            yield Finding.warning(
+                f"{name} is slowed down: every other rank waits for it.",
                 detail=", ".join(reasons),
                 remedy="Look at its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
             )
         highest, set_to = _number(gpu["clocks.max.sm"]), _number(gpu["clocks.applications.graphics"])
         if highest and set_to and set_to < _LOW_SHARE * highest:
-            yield Finding(
-                status=Status.WARNING,
-                subject=f"{name} is set to {set_to:.0f} MHz of {highest:.0f}.",
+            yield Finding.warning(
+                f"{name} is set to {set_to:.0f} MHz of {highest:.0f}.",
                 remedy="nvidia-smi --reset-applications-clocks, where that is not meant",
             )
 
@@ -500,20 +460,13 @@ def health(facts: Facts) -> Iterator[Finding]:
 @lru_cache(maxsize=1)
 def query() -> tuple[Mapping[str, str], ...]:
     """One mapping a GPU; none where there is no driver."""
-    printed = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-    rows = [[part.strip() for part in line.split(",")] for line in printed.splitlines() if line.strip()]
-    return tuple(dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS))
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        command = ["nvidia-smi", *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""
+    except (OSError, subprocess.TimeoutExpired):  # there is none
+        return ()
+    rows = [[part.strip() for part in line.split(",")] for line in ended.stdout.splitlines()]
+    return tuple(dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS))
 
 
 def _number(text: str) -> float | None:
@@ -604,10 +557,9 @@ class RunLock:
                 return
             if self._remove(other):
                 subject = f"The lock of a run that ended without a word was taken over in {self.path.parent.parent}."
-                yield Finding(status=Status.NOTE, subject=subject, detail=str(other))
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"The lock of {self.path.parent.parent} cannot be taken; this run goes on without it.",
+                yield Finding.note(subject, detail=str(other))
+        yield Finding.warning(
+            f"The lock of {self.path.parent.parent} cannot be taken; this run goes on without it.",
             detail=f"{self.path} was there to be made and gone to be read, {_ATTEMPTS} times",
             remedy="Give each run its own default_root_dir or dirpath; where there is one run only, remove that file",
         )
@@ -633,17 +585,13 @@ class RunLock:
         except FileExistsError:
             return False
         except OSError:  # a file system without links; then a reader may meet an empty file, and reads again
-            return self._create_in_place()
+            try:
+                with self.path.open("xb") as file:
+                    file.write(self._mine.encoded())
+            except FileExistsError:
+                return False
         finally:
             stage.unlink()
-        return True
-
-    def _create_in_place(self) -> bool:
-        try:
-            with self.path.open("xb") as file:
-                file.write(self._mine.encoded())
-        except FileExistsError:
-            return False
         return True
 
     def _read(self) -> Holder | None:
@@ -679,9 +627,8 @@ class RunLock:
 
     def _held(self, other: Holder, evidence: str) -> Finding:
         folder = self.path.parent.parent
-        return Finding(
-            status=Status.ERROR,
-            subject=f"Another run writes its checkpoints into {folder}: {other}.",
+        return Finding.error(
+            f"Another run writes its checkpoints into {folder}: {other}.",
             detail=f"{evidence}; this run: {self._mine}",
             remedy="Give each run its own default_root_dir or dirpath. Where both are meant to be one run, its number "
             "of nodes was forgotten: Trainer(num_nodes=...), the same on every node",

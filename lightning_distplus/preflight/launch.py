@@ -28,9 +28,8 @@ def slurm(facts: Facts) -> Iterator[Finding]:
         return
     if not facts.is_in_srun_step:
         if max(expected, facts.number(env.SLURM_NTASKS) or 1) > 1:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"This process runs in Slurm job {facts.text(env.SLURM_JOB_ID)} with no srun step: "
+            yield Finding.error(
+                f"This process runs in Slurm job {facts.text(env.SLURM_JOB_ID)} with no srun step: "
                 f"nobody starts the other {expected - 1} of {expected} processes.",
                 detail=facts.shown(env.SLURM_NTASKS, env.SLURM_NNODES, env.SLURM_STEP_ID)
                 + " (a batch script has the first two as well; srun sets the last)",
@@ -39,16 +38,14 @@ def slurm(facts: Facts) -> Iterator[Finding]:
         return
     tasks, nodes = facts.number(env.SLURM_STEP_NUM_TASKS), facts.number(env.SLURM_STEP_NUM_NODES)
     if tasks is not None and tasks != facts.started:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"srun started {tasks} processes, and Lightning counts {facts.started}, by SLURM_NTASKS.",
+        yield Finding.error(
+            f"srun started {tasks} processes, and Lightning counts {facts.started}, by SLURM_NTASKS.",
             detail=facts.shown(env.SLURM_NTASKS, env.SLURM_STEP_NUM_TASKS, env.SLURM_STEP_NUM_NODES),
             remedy=f"Give srun the layout of the run: {facts.srun()}",
         )
     elif nodes is not None and nodes != facts.num_nodes:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"srun started the processes on {nodes} nodes, and Trainer(num_nodes={facts.num_nodes}) expects "
+        yield Finding.error(
+            f"srun started the processes on {nodes} nodes, and Trainer(num_nodes={facts.num_nodes}) expects "
             f"{facts.num_nodes}.",
             detail=facts.shown(env.SLURM_STEP_NUM_NODES, env.SLURM_STEP_NUM_TASKS),
             remedy=f"Set Trainer(num_nodes={nodes}), or start {facts.srun()}",
@@ -69,10 +66,8 @@ def launcher(facts: Facts) -> Iterator[Finding]:
     starts_others = facts.text(env.LOCAL_RANK) is None
     mpi_size = facts.number(env.OMPI_COMM_WORLD_SIZE) or facts.number(env.PMI_SIZE) or 1
     if mpi_size > 1 and starts_others:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"mpirun started {mpi_size} processes, and Lightning does not know it: each of them calls itself "
-            "rank 0.",
+        yield Finding.error(
+            f"mpirun started {mpi_size} processes, and Lightning does not know it: each of them calls itself rank 0.",
             detail=facts.shown(
                 env.OMPI_COMM_WORLD_SIZE, env.OMPI_COMM_WORLD_RANK, env.PMI_SIZE, env.PMI_RANK, env.LOCAL_RANK
             ),
@@ -83,9 +78,8 @@ def launcher(facts: Facts) -> Iterator[Finding]:
         if facts.text(env.NODE_RANK) is None and facts.text(env.GROUP_RANK) is None:
             yield _kubernetes_job(facts)
     elif (facts.number(env.CROSS_SIZE) or 1) > 1 and facts.number(env.NODE_RANK) != facts.number(env.CROSS_RANK):
-        yield Finding(
-            status=Status.ERROR,
-            subject="DeepSpeed's launcher started this process, and Lightning does not read its node rank: the ranks "
+        yield Finding.error(
+            "DeepSpeed's launcher started this process, and Lightning does not read its node rank: the ranks "
             "of all nodes begin at 0.",
             detail=facts.shown(env.CROSS_RANK, env.CROSS_SIZE, env.NODE_RANK, env.RANK, env.LOCAL_RANK),
             remedy=f"Start it by torchrun on each node: {facts.torchrun()} (DeepSpeed's strategy needs no launcher of "
@@ -98,9 +92,8 @@ def launcher(facts: Facts) -> Iterator[Finding]:
 def _kubernetes_job(facts: Facts) -> Finding:
     address, port = facts.text(env.MASTER_ADDR), facts.text(env.MASTER_PORT)
     line = facts.torchrun("$RANK", address or "<host of node 0>", port or "29500")
-    return Finding(
-        status=Status.ERROR,
-        subject=f"RANK={facts.text(env.RANK)} of WORLD_SIZE={facts.text(env.WORLD_SIZE)} is set (a Kubernetes "
+    return Finding.error(
+        f"RANK={facts.text(env.RANK)} of WORLD_SIZE={facts.text(env.WORLD_SIZE)} is set (a Kubernetes "
         "PyTorchJob does so), and Lightning does not read it without LOCAL_RANK: every pod calls itself rank 0.",
         detail=facts.shown(env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.NODE_RANK, env.MASTER_ADDR)
         + f"; Trainer(devices={facts.devices}, num_nodes={facts.num_nodes})",
@@ -114,9 +107,8 @@ def _another_rank(facts: Facts) -> Iterator[Finding]:
         said = facts.number(variable)
         # A PyTorchJob's RANK is that of the pod; then it is the node's.
         if said is not None and said not in (facts.rank, facts.number(env.NODE_RANK)):
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"The launcher calls this process rank {said}, and Lightning takes it for rank {facts.rank} "
+            yield Finding.error(
+                f"The launcher calls this process rank {said}, and Lightning takes it for rank {facts.rank} "
                 f"(node rank x {facts.devices} + local rank).",
                 detail=facts.shown(variable, env.NODE_RANK, env.GROUP_RANK, env.LOCAL_RANK, env.WORLD_SIZE),
                 remedy=f"Let the launcher set NODE_RANK too, or start it by torchrun on each node: {facts.torchrun()}",
@@ -131,9 +123,8 @@ def torchrun(facts: Facts) -> Iterator[Finding]:
         return
     tasks = facts.number(env.SLURM_STEP_NUM_TASKS) if facts.is_in_srun_step else None
     if tasks is not None and tasks > 1 and tasks != agents:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"srun and torchrun both started this process, and do not know of each other: srun counts {tasks} "
+        yield Finding.error(
+            f"srun and torchrun both started this process, and do not know of each other: srun counts {tasks} "
             f"tasks and torchrun {agents} agents. They are separate runs that write the same files.",
             detail=facts.shown(env.SLURM_STEP_NUM_TASKS, env.SLURM_STEP_NUM_NODES, env.GROUP_WORLD_SIZE),
             remedy=f"One torchrun a node: srun --nodes {facts.num_nodes or 1} --ntasks-per-node 1 "
@@ -155,9 +146,8 @@ def processes(facts: Facts) -> Iterator[Finding]:
     if facts.started is None or facts.started == facts.world_size:
         return
     devices, nodes = facts.devices, facts.num_nodes
-    yield Finding(
-        status=Status.ERROR,
-        subject=f"The launcher ({facts.environment}) started {facts.started} processes, but "
+    yield Finding.error(
+        f"The launcher ({facts.environment}) started {facts.started} processes, but "
         f"Trainer(devices={devices}, num_nodes={nodes}) expects {devices} x {nodes} = {facts.world_size}.",
         detail=facts.shown(env.WORLD_SIZE, env.LOCAL_WORLD_SIZE, env.SLURM_NTASKS, env.SLURM_NNODES),
         remedy=f"Make them equal: torchrun --nnodes {nodes} --nproc-per-node {devices}, srun --nodes {nodes} "
@@ -171,10 +161,8 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         return
     node_rank = facts.number(env.NODE_RANK)
     if node_rank is not None and node_rank >= facts.num_nodes:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"NODE_RANK={node_rank} lies outside 0..{facts.num_nodes - 1} of Trainer(num_nodes="
-            f"{facts.num_nodes}).",
+        yield Finding.error(
+            f"NODE_RANK={node_rank} lies outside 0..{facts.num_nodes - 1} of Trainer(num_nodes={facts.num_nodes}).",
             detail=facts.shown(env.NODE_RANK, env.NNODES, env.MASTER_ADDR),
             remedy=f"Set Trainer(num_nodes={node_rank + 1}) or more, the same on every node, or mend NODE_RANK",
         )
@@ -195,17 +183,15 @@ def _nobody_said_where(facts: Facts) -> Iterator[Finding]:
     )
     if missing:
         names = " and ".join(variable.name for variable in (*missing, *([] if has_node_rank else [env.NODE_RANK])))
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"Trainer(num_nodes={facts.num_nodes}) needs {facts.num_nodes} nodes, and no launcher told this "
+        yield Finding.error(
+            f"Trainer(num_nodes={facts.num_nodes}) needs {facts.num_nodes} nodes, and no launcher told this "
             f"process where they are: {names} unset, so that every node waits for the others alone.",
             detail=detail,
             remedy=f"Run on each node, with its own node rank: {facts.torchrun()} (in Slurm: {facts.srun()})",
         )
     elif not has_node_rank:
-        yield Finding(
-            status=Status.WARNING,
-            subject="NODE_RANK is unset, so that this node takes itself for node 0; only one node may.",
+        yield Finding.warning(
+            "NODE_RANK is unset, so that this node takes itself for node 0; only one node may.",
             detail=detail,
             remedy=f"Set NODE_RANK=0..{(facts.num_nodes or 1) - 1}, another on each node",
         )
@@ -217,9 +203,8 @@ def _more_nodes_than_one(facts: Facts) -> Iterator[Finding]:
     counts[env.SLURM_STEP_NUM_NODES] = in_step
     for variable, count in counts.items():
         if count is not None and count > 1:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"{variable.name}={count}, and Trainer(num_nodes=1): each node would train alone and write the "
+            yield Finding.error(
+                f"{variable.name}={count}, and Trainer(num_nodes=1): each node would train alone and write the "
                 "same files.",
                 detail=facts.shown(variable, env.NODE_RANK, env.MASTER_ADDR),
                 remedy=f"Set Trainer(num_nodes={count}), or unset {variable.name} where one node is meant",
@@ -228,16 +213,14 @@ def _more_nodes_than_one(facts: Facts) -> Iterator[Finding]:
     job_nodes = facts.number(env.SLURM_NNODES)
     address = facts.text(env.MASTER_ADDR)
     if in_step is None and job_nodes is not None and job_nodes > 1:
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"The Slurm job has {job_nodes} nodes, and Trainer(num_nodes=1) uses one.",
+        yield Finding.warning(
+            f"The Slurm job has {job_nodes} nodes, and Trainer(num_nodes=1) uses one.",
             detail=facts.shown(env.SLURM_NNODES, env.SLURM_STEP_ID),
             remedy=f"Set Trainer(num_nodes={job_nodes}) and start it by srun, or ask for one node",
         )
     elif facts.text(env.NODE_RANK) is not None and address is not None and not is_loopback(address):
-        yield Finding(
-            status=Status.WARNING,
-            subject="NODE_RANK and MASTER_ADDR are set as for several nodes, and Trainer(num_nodes=1).",
+        yield Finding.warning(
+            "NODE_RANK and MASTER_ADDR are set as for several nodes, and Trainer(num_nodes=1).",
             detail=facts.shown(env.NODE_RANK, env.MASTER_ADDR),
             remedy="If there are more nodes, set Trainer(num_nodes=...): each of them trains alone now",
         )
@@ -249,9 +232,8 @@ def loopback(facts: Facts) -> Iterator[Finding]:
     if facts.environment not in (LIGHTNING, SLURM) or address is None or (facts.num_nodes or 1) == 1:
         return
     if is_loopback(address):
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"MASTER_ADDR={address} leads every host to itself, and Trainer(num_nodes={facts.num_nodes}) needs "
+        yield Finding.error(
+            f"MASTER_ADDR={address} leads every host to itself, and Trainer(num_nodes={facts.num_nodes}) needs "
             f"{facts.num_nodes} hosts.",
             detail=facts.shown(env.MASTER_ADDR, env.MASTER_PORT, env.NODE_RANK),
             remedy="Set MASTER_ADDR on every node to the name of node 0 in the network that they share; to play "
@@ -277,17 +259,15 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     shown = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     needed = max(facts.devices, (facts.number(env.LOCAL_RANK) or 0) + 1)
     if len(shown) < needed:
-        yield Finding(
-            status=Status.ERROR,
-            subject=f"This process sees {len(shown)} GPUs, and Trainer(devices={facts.devices}) needs {needed} a node.",
+        yield Finding.error(
+            f"This process sees {len(shown)} GPUs, and Trainer(devices={facts.devices}) needs {needed} a node.",
             detail=f"CUDA_VISIBLE_DEVICES={visible!r}, {facts.shown(env.LOCAL_RANK)}",
             remedy="Show each process all GPUs of its node (in Slurm --gpus-per-node, not --gpus-per-task), or set "
             f"Trainer(devices={len(shown) or 1})",
         )
     elif len(set(shown)) < len(shown):
-        yield Finding(
-            status=Status.ERROR,
-            subject="One GPU is named twice: two ranks would share it, and NCCL refuses that.",
+        yield Finding.error(
+            "One GPU is named twice: two ranks would share it, and NCCL refuses that.",
             detail=f"CUDA_VISIBLE_DEVICES={visible!r}",
             remedy="Name each GPU once",
         )

@@ -67,7 +67,7 @@ def judge(first: Sequence[Pair], second: Sequence[Pair], hosts: Sequence[str]) -
     if first:
         best = max(first, key=lambda pair: pair.mb_per_s)
         detail = f"best pair: {hosts[best.low]} and {hosts[best.high]}, {best}; {len(first) + len(second)} pairs"
-        yield Finding(status=Status.NOTE, subject=f"{len(hosts)} hosts were paired over TCP (gloo).", detail=detail)
+        yield Finding.note(f"{len(hosts)} hosts were paired over TCP (gloo).", detail=detail)
     everything = [*first, *second]
     suspicious = _suspicious(everything)
     bad_second = [pair for pair in suspicious if pair in second]
@@ -224,9 +224,8 @@ def mtu_findings(interfaces: Sequence[Interface], hosts: Sequence[str]) -> Itera
         f"{hosts[place]} ({one.name}: {one.mtu})" for place, one in enumerate(interfaces) if one.mtu not in (0, common)
     ]
     if odd:
-        yield Finding(
-            status=Status.WARNING,
-            subject=f"The interfaces of {len(odd)} hosts have another MTU than {common}; large messages may be lost.",
+        yield Finding.warning(
+            f"The interfaces of {len(odd)} hosts have another MTU than {common}; large messages may be lost.",
             detail=", ".join(odd[:8]),
             remedy=f"ip link set <interface> mtu {common}, the same on every host and switch",
         )

@@ -27,10 +27,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ResilientDDP": "engines",
+    **dict.fromkeys(("ResilientDDP", "ResilientFSDP", "ResilientModelParallel"), "engines"),
     "ResilientDeepSpeed": "deepspeed",
-    "ResilientFSDP": "engines",
-    "ResilientModelParallel": "engines",
     "report_progress": "start",
 }
 _REGISTERED: dict[str, tuple[str, dict[str, Any]]] = {

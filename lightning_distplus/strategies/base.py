@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -394,24 +395,8 @@ class ResilientStrategy(_Base):
         check_launch(self)
         self.set_world_ranks()
         show_log(is_global_zero=self.is_global_zero)
+        self._join(meet(self))
         assert self.accelerator is not None
-        self._plane = meet(self)
-        self._plane.listen()
-        self.marks.forget()
-        self._plane.place_of = lambda error: place_of_failure(self.marks, error)
-        if self._plane.is_attended:
-            self.phases.expect_people()
-        self._open_ledger()
-        self._start_watchdog(self._plane)
-        self.collectives.plane = self._plane
-        self.saves.begin(self._plane)
-        if self.lightning_module is not None:
-            check_host(self, self.lightning_module.trainer)
-        if self._watchdog is not None:
-            points = Points(self._plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
-            points.begin()
-            self._watchdog.meet_peers(points)
-            self.collectives.points = points
         self.accelerator.setup_device(self.root_device)
         form_default_group(self)
         install_exit_codes()  # torch has just chained a hook of its own
@@ -420,13 +405,31 @@ class ResilientStrategy(_Base):
         self.phases.apply()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            _compat.replace_preparation_barrier(
-                trainer, lambda: PreparationBarrier(self.plane, self.phases, self.marks)
-            )
+            barrier = functools.partial(PreparationBarrier, self.plane, self.phases, self.marks)
+            _compat.replace_preparation_barrier(trainer, barrier)
             _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
             if trainer.state.fn == "fit":
                 self._brought = bring_callbacks(self, trainer)
                 self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+
+    def _join(self, plane: ControlPlane) -> None:
+        """All ranks have met, before any process group: from here on they are watched, and heard of."""
+        self._plane = self.collectives.plane = plane
+        plane.listen()
+        self.marks.forget()
+        plane.place_of = lambda error: place_of_failure(self.marks, error)
+        if plane.is_attended:
+            self.phases.expect_people()
+        self._open_ledger()
+        self._start_watchdog(plane)
+        self.saves.begin(plane)
+        if self.lightning_module is not None:
+            check_host(self, self.lightning_module.trainer)
+        if self._watchdog is not None:
+            points = Points(plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            points.begin()
+            self._watchdog.meet_peers(points)
+            self.collectives.points = points
 
     def process_dataloader(self, dataloader: object) -> object:
         """The parent's part; a training loader then resumes exactly."""
@@ -789,11 +792,10 @@ class ResilientStrategy(_Base):
         if not self._is_torn_down:  # the Tuner's order
             self._ends_in_teardown = True
             return
-        assert self._plane is not None
         self._say_that_it_has_ended()
         watchdog = self._watchdog
         are_there = end_together(
-            self._plane,
+            self.plane,
             self.phases.patience_in(Phase.TEARDOWN),
             have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
         )

@@ -269,7 +269,7 @@ class SharedVerdicts:
                 break
             wanted = heard[0]["place"][0]
             if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
-                self.agree("checkpoint-upload", lambda: {"is_there": copies.ensure(path, wanted)})  # noqa: B023
+                self.agree("checkpoint-upload", lambda: copies.ensure(path, wanted))  # noqa: B023
             findings = []
             if self._rank in fetchers:
                 log.warning(

@@ -567,25 +567,13 @@ class SaveHooks:
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        deadlines_s = strategy.measured.deadlines_s
         checkpoint[KEY] = {
             "version": VERSION,
             "rng": self._gather_rng(),
-            "deadlines_s": deadlines_s,
+            "deadlines_s": strategy.measured.deadlines_s,
             "parameters": parameters_of_optimizers(strategy),
         }
-        loads = strategy.loads
-        info = SaveInfo(
-            global_step=checkpoint.get("global_step", 0),
-            epoch=checkpoint.get("epoch", 0),
-            strategy=engine_of(type(strategy)),
-            data=_plain(self._place_in_data(checkpoint)),
-            layout=layout_of(strategy),
-            configuration=strategy.configuration,
-            deadlines_s=deadlines_s,
-            parent=loads.parent,
-            not_before=loads.parent_committed_at,
-        )
+        info = self._info(checkpoint)
         writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
         begun = None
@@ -731,10 +719,26 @@ class SaveHooks:
 
     # -- what goes into a checkpoint ---------------------------------------------------------------------------------
 
-    def _place_in_data(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        module = self._strategy.lightning_module
+    def _info(self, checkpoint: dict[str, Any]) -> SaveInfo:
+        """What the manifest tells people of the run, and of the place in the data as far as JSON can hold it."""
+        strategy, module = self._strategy, self._strategy.lightning_module
         datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
-        return checkpoint.get(type(datamodule).__qualname__)
+        data = checkpoint.get(type(datamodule).__qualname__)
+        try:
+            json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError):
+            data = None  # a state of tensors stays in the checkpoint alone
+        return SaveInfo(
+            global_step=checkpoint.get("global_step", 0),
+            epoch=checkpoint.get("epoch", 0),
+            strategy=engine_of(type(strategy)),
+            data=data,
+            layout=layout_of(strategy),
+            configuration=strategy.configuration,
+            deadlines_s=strategy.measured.deadlines_s,
+            parent=strategy.loads.parent,
+            not_before=strategy.loads.parent_committed_at,
+        )
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         return self._plane.gather_json(name, value, self._strategy.phases.patience_in(Phase.CHECKPOINT))
@@ -750,15 +754,6 @@ class SaveHooks:
         packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
         deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
         return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
-
-
-def _plain(data: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The data module's state where JSON can hold it; a state of tensors stays in the checkpoint alone."""
-    try:
-        json.dumps(data, allow_nan=False)
-    except (TypeError, ValueError):
-        return None
-    return data
 
 
 def _frame(data: bytes) -> bytes:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fault", "FaultPlan", "FiredFault", "Kind", "Where", "commit"]
+__all__ = ["Fault", "FaultPlan", "FiredFault", "Kind", "Where", "commit", "local_part"]
 
 Kind = Literal[
     "kill", "stop", "hang", "hang_gil", "raise", "slow", "sigterm", "nan", "oom", "skip_collective", "flip_bit"
@@ -106,21 +106,21 @@ class FaultPlan:
 
     def kill(self, rank: int, step: int, *, where: Where = "batch_start") -> FaultPlan:
         """SIGKILL: the process is gone at once."""
-        return self._with(Fault(kind="kill", rank=rank, step=step, where=where))
+        return self._with("kill", rank, step, where)
 
     def stop(self, rank: int, step: int, *, where: Where = "batch_start") -> FaultPlan:
         """SIGSTOP: the process is there, holds its sockets and does nothing."""
-        return self._with(Fault(kind="stop", rank=rank, step=step, where=where))
+        return self._with("stop", rank, step, where)
 
     def hang(self, rank: int, step: int, *, duration_s: float | None = None, where: Where = "batch_start") -> FaultPlan:
         """The training thread sleeps; other threads and signal handlers run."""
-        return self._with(Fault(kind="hang", rank=rank, step=step, duration_s=duration_s, where=where))
+        return self._with("hang", rank, step, where, duration_s=duration_s)
 
     def hang_gil(
         self, rank: int, step: int, *, duration_s: float | None = None, where: Where = "batch_start"
     ) -> FaultPlan:
         """The training thread waits in C and holds the GIL: no Python of this process runs. Needs Linux."""
-        return self._with(Fault(kind="hang_gil", rank=rank, step=step, duration_s=duration_s, where=where))
+        return self._with("hang_gil", rank, step, where, duration_s=duration_s)
 
     def raise_(
         self,
@@ -132,24 +132,23 @@ class FaultPlan:
     ) -> FaultPlan:
         """An exception, given as an importable class or as an instance that its text alone can rebuild."""
         kind, message = (exc, "") if isinstance(exc, type) else (type(exc), str(exc))
-        error = f"{kind.__module__}:{kind.__qualname__}"
-        return self._with(Fault(kind="raise", rank=rank, step=step, error=error, message=message, where=where))
+        return self._with("raise", rank, step, where, error=f"{kind.__module__}:{kind.__qualname__}", message=message)
 
     def slow(self, rank: int, step: int, duration_s: float, *, where: Where = "batch_start") -> FaultPlan:
         """A pause that ends."""
-        return self._with(Fault(kind="slow", rank=rank, step=step, duration_s=duration_s, where=where))
+        return self._with("slow", rank, step, where, duration_s=duration_s)
 
     def sigterm(self, rank: int, step: int, *, where: Where = "batch_start") -> FaultPlan:
         """SIGTERM to the rank, as a scheduler sends it."""
-        return self._with(Fault(kind="sigterm", rank=rank, step=step, where=where))
+        return self._with("sigterm", rank, step, where)
 
     def nan(self, rank: int, step: int, *, parameter: str | None = None, where: Where = "before_backward") -> FaultPlan:
         """NaN in the loss and all gradients (``before_backward``), or in one gradient (any later point of the step)."""
-        return self._with(Fault(kind="nan", rank=rank, step=step, parameter=parameter, where=where))
+        return self._with("nan", rank, step, where, parameter=parameter)
 
     def oom(self, rank: int, step: int, *, where: Where = "batch_start") -> FaultPlan:
         """``torch.OutOfMemoryError``."""
-        return self._with(Fault(kind="oom", rank=rank, step=step, where=where))
+        return self._with("oom", rank, step, where)
 
     def skip_collective(self, rank: int, step: int, *, where: Where = "batch_start") -> FaultPlan:
         """The rank leaves out one collective: its next call of ``torch.distributed``, or DDP's next gradient sum.
@@ -157,13 +156,13 @@ class FaultPlan:
         A ``DistributedDataParallel`` module skips the gradient all-reduce of the next backward; for any other module
         the next collective that is called through ``torch.distributed`` returns at once, with its output as it was.
         """
-        return self._with(Fault(kind="skip_collective", rank=rank, step=step, where=where))
+        return self._with("skip_collective", rank, step, where)
 
     def flip_bit(
         self, rank: int, step: int, parameter: str | None = None, *, where: Where = "batch_start"
     ) -> FaultPlan:
         """One bit of the largest element of this rank's (shard of a) parameter; the value stays finite."""
-        return self._with(Fault(kind="flip_bit", rank=rank, step=step, parameter=parameter, where=where))
+        return self._with("flip_bit", rank, step, where, parameter=parameter)
 
     @classmethod
     def random_kill(cls, seed: int, world_size: int, max_step: int) -> FaultPlan:
@@ -192,14 +191,8 @@ class FaultPlan:
         Returns:
             The faults that fired and let the caller live.
         """
-        due = [
-            number
-            for number, fault in enumerate(self.faults)
-            if (fault.rank, fault.step, fault.where) == (rank, step, where)
-        ]
-        if not due:
-            return ()
-        done = {entry["fault"] for entry in self._entries()}
+        due = [i for i, one in enumerate(self.faults) if (one.rank, one.step, one.where) == (rank, step, where)]
+        done = {entry["fault"] for entry in self._entries()} if due else set()
         fresh = [number for number in due if number not in done]
         for number in fresh:
             self._strike(number, loss, module)
@@ -236,8 +229,8 @@ class FaultPlan:
         text = env.DISTPLUS_FAULTS.get()
         return cls() if text is None else cls.from_json(text)
 
-    def _with(self, fault: Fault) -> FaultPlan:
-        return replace(self, faults=(*self.faults, fault))
+    def _with(self, kind: Kind, rank: int, step: int, where: Where, **rest: Any) -> FaultPlan:
+        return replace(self, faults=(*self.faults, Fault(kind=kind, rank=rank, step=step, where=where, **rest)))
 
     def _entries(self) -> Iterable[dict[str, Any]]:
         if self.record is None:
@@ -250,16 +243,12 @@ class FaultPlan:
         return [json.loads(line) for line in lines]
 
     def _strike(self, number: int, loss: torch.Tensor | None, module: torch.nn.Module | None) -> None:
-        from lightning_distplus.testing.faults import commit
-
         assert self.record is not None, "the record was read before the deed"
         line = json.dumps({"fault": number, "pid": os.getpid(), "unix_s": time.time()}) + "\n"
-        descriptor = os.open(self.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with Path(self.record).open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
         commit(self.faults[number], loss, module)
 
 
@@ -267,21 +256,10 @@ class FaultPlan:
 
 _FOR_EVER_S = 10 * 365 * 86400.0
 _COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "scatter",
-)
+)  # fmt: skip
 
 
 def commit(fault: Fault, loss: torch.Tensor | None, module: torch.nn.Module | None) -> None:
@@ -345,8 +323,8 @@ def _poison(fault: Fault, loss: torch.Tensor | None, module: torch.nn.Module | N
         loss.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
         return
     for name, parameter in _parameters(fault, module):
-        if parameter.grad is not None and _local(parameter.grad).numel():
-            _local(parameter.grad).view(-1)[0] = torch.nan
+        if parameter.grad is not None and local_part(parameter.grad).numel():
+            local_part(parameter.grad).view(-1)[0] = torch.nan
             return
         if fault.parameter == name:
             break
@@ -360,7 +338,7 @@ def _flip_bit(fault: Fault, module: torch.nn.Module | None) -> None:
     import torch
 
     for _, parameter in _parameters(fault, module):
-        values = _local(parameter.detach())
+        values = local_part(parameter.detach())
         if values.numel() == 0 or not values.is_floating_point():
             continue
         flat = values.view(-1)
@@ -427,7 +405,8 @@ def _parameters(fault: Fault, module: torch.nn.Module | None) -> list[tuple[str,
     return chosen
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the shard of a DTensor, else the tensor."""
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: the shard of a DTensor, what ZeRO-3 has left of a parameter, or all."""
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    part: torch.Tensor | None = getattr(tensor, "ds_tensor", None) if to_local is None else to_local()
+    return tensor if part is None else part

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from lightning_distplus.testing.faults import local_part
 from lightning_distplus.testing.spawning import Mode, SpawnResult, spawn
 from lightning_distplus.timeouts import Duration
 
@@ -140,18 +141,10 @@ def weights_digest(source: torch.nn.Module | Mapping[str, Any]) -> str:
         if not isinstance(value, torch.Tensor):
             digest.update(f"{name}={value!r};".encode())
             continue
-        local = _shard(value).detach().cpu().contiguous()
+        local = local_part(value).detach().cpu().contiguous()
         digest.update(f"{name}:{local.dtype}:{tuple(local.shape)};".encode())
         digest.update(local.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _shard(value: torch.Tensor) -> torch.Tensor:
-    for name in ("to_local", "ds_tensor"):  # a DTensor; a parameter that ZeRO-3 has partitioned
-        part = getattr(value, name, None)
-        if part is not None:
-            return cast("torch.Tensor", part() if callable(part) and name == "to_local" else part)
-    return value
 
 
 def _flattened(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -27,15 +27,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import lightning_distplus
 from lightning_distplus import env as environment
 from lightning_distplus.errors import require_choice
-from lightning_distplus.process import end_with_parent
+from lightning_distplus.process import ProcessState, end_with_parent, process_state, start_time
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.timeouts import Duration, parse_duration
 
@@ -51,30 +50,13 @@ _OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI_", "OMPI_
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Started(Protocol):
-    """A process that was started here: a rank, or the launcher of all ranks."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, and the id of its process group."""
-
-    def poll(self) -> int | None:
-        """Its exit code, a signal as a negative number; None while it lives. Also reaps it."""
+Started: TypeAlias = "BaseProcess | subprocess.Popen[bytes]"
+"""A process that was started here: a rank, or the launcher of all ranks."""
 
 
-class _Child:
-    """A rank that multiprocessing has started."""
-
-    def __init__(self, context: ForkServerContext | SpawnContext, job: Job, rank: int) -> None:
-        self._process: BaseProcess = context.Process(target=run_rank, args=(job, rank), name=f"rank {rank}")
-        self._process.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
+def _code(process: Started) -> int | None:
+    """Its exit code, a signal as a negative number; None while it lives. Also reaps it."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
 def preload(*modules: str) -> None:
@@ -114,14 +96,27 @@ def prepare(mode: Mode) -> None:
 def start(job: Job, world_size: int, max_restarts: int) -> list[Started]:
     """Starts the job: one process per rank, or the one launcher."""
     match job.mode:
-        case "forkserver":
-            return [_Child(multiprocessing.get_context("forkserver"), job, rank) for rank in range(world_size)]
-        case "fresh":
-            return [_Child(multiprocessing.get_context("spawn"), job, rank) for rank in range(world_size)]
+        case "forkserver" | "fresh":
+            forked, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+            rank_process: Callable[..., BaseProcess] = forked.Process if job.mode == "forkserver" else fresh.Process
+            ranks = [rank_process(target=run_rank, args=(job, rank), name=f"rank {rank}") for rank in range(world_size)]
+            for process in ranks:
+                process.start()
+            return list(ranks)
         case "lightning":
             return [_launch(job, [_written(job)])]
         case _:
-            return [_launch(job, _torchrun_arguments(job, world_size, max_restarts))]
+            arguments = [
+                TORCHRUN,
+                str(Path(job.folder) / "outcome.json"),
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=127.0.0.1:0",
+                "--local-addr=127.0.0.1",
+                f"--nproc-per-node={world_size}",
+                f"--max-restarts={max_restarts}",
+                "--monitor-interval=0.1",
+            ]
+            return [_launch(job, [*arguments, "-m", run_rank.__module__, _written(job)])]
 
 
 def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int | None]) -> dict[str, str]:
@@ -175,22 +170,6 @@ def _launch(job: Job, arguments: list[str]) -> Started:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _torchrun_arguments(job: Job, world_size: int, max_restarts: int) -> list[str]:
-    return [
-        TORCHRUN,
-        str(Path(job.folder) / "outcome.json"),
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={world_size}",
-        f"--max-restarts={max_restarts}",
-        "--monitor-interval=0.1",
-        "-m",
-        run_rank.__module__,
-        _written(job),
-    ]
 
 
 def _written(job: Job) -> str:
@@ -288,7 +267,11 @@ def spawn(
     Returns:
         Exit codes, logs, return values and fired faults; call ``.check()`` on it where all ranks must succeed.
     """
-    _refuse_mistakes(world_size, mode, max_restarts)
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; a job has at least one rank.")
+    require_choice("mode", mode, Mode)
+    if max_restarts and mode != "torchrun":
+        raise ValueError(f'max_restarts is {max_restarts}, but only mode="torchrun" restarts ranks; mode is {mode!r}.')
     deadline_s = parse_duration(deadline, field="deadline").total_seconds()
     with tempfile.TemporaryDirectory(prefix="distplus-spawn-") as folder:
         plan = faults or FaultPlan()
@@ -309,14 +292,6 @@ def spawn(
             elapsed_s=time.monotonic() - begin,
             deadline_s=deadline_s,
         )
-
-
-def _refuse_mistakes(world_size: int, mode: str, max_restarts: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; a job has at least one rank.")
-    require_choice("mode", mode, Mode)
-    if max_restarts and mode != "torchrun":
-        raise ValueError(f'max_restarts is {max_restarts}, but only mode="torchrun" restarts ranks; mode is {mode!r}.')
 
 
 def _job(
@@ -355,7 +330,7 @@ def _run(job: Job, world_size: int, max_restarts: int, until: float) -> tuple[li
     try:
         started = start(job, world_size, max_restarts)
         pause_s = 0.002
-        while any(process.poll() is None for process in started):
+        while any(_code(process) is None for process in started):
             if time.monotonic() > until:
                 alive = _alive(job, world_size)
                 _dump_stacks(job, alive)
@@ -374,15 +349,10 @@ def _alive(job: Job, world_size: int) -> dict[int, str]:
         if job.note(rank, "exit").exists():
             continue
         pid = _text(job.note(rank, "pid"))
-        letter = _process_state(pid) if pid else "not started"
-        if letter not in ("Z", "X", ""):
-            states[rank] = {"T": "stopped", "t": "stopped", "not started": "not started"}.get(letter, "running")
+        state = process_state(int(pid), start_time(int(pid))) if pid else None
+        if state in (None, ProcessState.RUNNING, ProcessState.STOPPED):
+            states[rank] = "not started" if state is None else state.value
     return states
-
-
-def _process_state(pid: str) -> str:
-    """The state letter of /proc/PID/stat, which follows the name in parentheses; empty when the process is gone."""
-    return _text(Path("/proc") / pid / "stat").rpartition(")")[2].strip()[:1]
 
 
 def _dump_stacks(job: Job, alive: Mapping[int, str]) -> None:
@@ -406,7 +376,7 @@ def _kill_all(job: Job, started: Sequence[Started], world_size: int) -> None:
         for pid in holders:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not holders and all(process.poll() is not None for process in started):
+        if not holders and all(_code(process) is not None for process in started):
             return
         if time.monotonic() > until:
             raise RuntimeError(f"Processes {holders} of this job do not end {_KILL_S:g} s after SIGKILL.")
@@ -427,13 +397,11 @@ def _holders_of(paths: set[str]) -> list[int]:
 
 def _exit_codes(job: Job, started: Sequence[Started], world_size: int) -> dict[int, int | None]:
     if job.mode in ("forkserver", "fresh"):
-        return {rank: process.poll() for rank, process in enumerate(started)}
-    codes: dict[int, int | None] = {}
-    for rank in range(world_size):
-        code = _text(job.note(rank, "exit"))
-        codes[rank] = int(code) if code else None
+        return {rank: _code(process) for rank, process in enumerate(started)}
+    notes = {rank: _text(job.note(rank, "exit")) for rank in range(world_size)}
+    codes = {rank: int(code) if code else None for rank, code in notes.items()}
     if job.mode == "lightning":
-        return {**codes, 0: started[0].poll()}
+        return {**codes, 0: _code(started[0])}
     outcome = _text(Path(job.folder) / "outcome.json")
     failures = {int(rank): code for rank, code in json.loads(outcome or "{}").items()}
     return {**codes, **failures}

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 from lightning_distplus.control import ControlPlane
-from lightning_distplus.control.plane import Peer
 from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p2p_call, waits_for_work
@@ -182,10 +181,10 @@ class Witness:
             or _waits_on_a_handle(stack, frame)
         )
         standing = (p2p_call(frame) or next(iter(recording.unfinished), None)) if waits else None
-        text, location = "".join(stacks.format_stack(stack)), stacks.user_location(stack)
+        text, location = "".join(traceback.format_list(stack)), stacks.user_location(stack)
         if not waits and stacks.is_fetching_data(stack) and (worker := self._hanging_worker()):
             pid, of_worker = worker
-            text += f"the data worker, pid {pid}:\n{''.join(stacks.format_stack(of_worker))}"
+            text += f"the data worker, pid {pid}:\n{''.join(traceback.format_list(of_worker))}"
             location = stacks.user_location(of_worker) or location
         return Evidence(
             rank=self._world.rank,
@@ -219,7 +218,7 @@ class Witness:
     def _failed_at(self) -> list[traceback.FrameSummary]:
         """Where the collective was called whose error the training thread handles after a failure; else empty."""
         error = self._new_error() if self.is_after_failure else None
-        stack = [] if error is None else list(traceback.extract_tb(error.__traceback__))
+        stack = list(traceback.extract_tb(error.__traceback__)) if error else []
         return stack if stacks.is_waiting_for_peers(stack) else []
 
     def collective_with(self, ranks: Collection[int]) -> str | None:
@@ -265,19 +264,17 @@ class Witness:
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
-        quiet = {
-            peer.address
-            for rank, peer in self._board.peers.items()
-            if not peer.is_here and peer.address and not self._is_heard(rank)
-        }
-        threads = [threading.Thread(target=self._probe, args=(address,), daemon=True) for address in quiet]
+
+        def probe(address: str) -> None:
+            self._answering_hosts[address] = host_answers(address, _PROBE_S)
+
+        peers = self._board.peers.items()
+        quiet = {one.address for rank, one in peers if not one.is_here and one.address and not self._is_heard(rank)}
+        threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in quiet]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=2 * _PROBE_S)
-
-    def _probe(self, address: str) -> None:
-        self._answering_hosts[address] = host_answers(address, _PROBE_S)
 
     def _is_heard(self, rank: int) -> bool:
         return rank in self._board.evidence or self._board.beats(rank)
@@ -297,11 +294,14 @@ class Witness:
         if asks and not ended and peer and seen and seen.printer and state is ProcessState.RUNNING:
             stack = ask_for_stack(peer.pid, seen.printer)
         is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
+        is_silent_host = rank == self._host_rank and self._board.is_silent and peer is not None and not peer.is_here
+        if is_silent_host and not is_unreachable:  # its host is there: the process that serves the store is stopped
+            state = ProcessState.STOPPED
         return Evidence(
             rank=rank,
             host=peer.host if peer else "unknown",
             pid=peer.pid if peer else 0,
-            state=self._state_without_word(rank, peer, state, is_unreachable),
+            state=state.value,
             answers=False,
             is_unheard=self._board.is_silent,
             is_unreachable=is_unreachable,
@@ -312,17 +312,11 @@ class Witness:
             silence_s=seen.silence_s if seen else 0.0,
             waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
-            stack="".join(stacks.format_stack(stack)),
+            stack="".join(traceback.format_list(stack)),
             is_last_seen=not stack,
             ended=ended,
             beat_s=running_time() - seen.changed_at if seen else 0.0,
         )
-
-    def _state_without_word(self, rank: int, peer: Peer | None, state: ProcessState, is_unreachable: bool) -> str:
-        """Its state; where the store is silent and its host is there, the process that serves it is stopped."""
-        serves = rank == self._host_rank and self._board.is_silent
-        is_far = peer is not None and not peer.is_here
-        return (ProcessState.STOPPED if serves and is_far and not is_unreachable else state).value
 
     def _hanging_worker(self) -> tuple[int, list[traceback.FrameSummary]] | None:
         """The first data worker of this process that reads a sample, and its stack."""
@@ -337,11 +331,9 @@ class Witness:
 
 
 def _pace_of(seen: Sighting) -> str:
-    if seen.moves:
-        return f", and moves ({seen.pace})"
-    if seen.marks_per_s <= 0:
-        return ""
-    return f", and moves ({seen.marks_per_s:.1f} marks/s{f'; {seen.pace}' if seen.pace else ''})"
+    rate = "" if seen.moves or seen.marks_per_s <= 0 else f"{seen.marks_per_s:.1f} marks/s"
+    told = "; ".join(filter(None, [rate, seen.pace if seen.moves or rate else ""]))
+    return f", and moves ({told})" if told else ""
 
 
 def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.errors import DistplusError
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.world import name_ranks
 
 __all__ = [
@@ -201,13 +202,9 @@ def read_entries(entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequ
 
 
 def _batch_of(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    is_p2p = _is_p2p(entry)
-    return (entry["process_group"][0], is_p2p, entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
-
-
-def _is_p2p(entry: Mapping[str, Any]) -> bool:
     op = entry["profiling_name"].partition(":")[2].partition(" ")[0]
-    return bool(entry.get("is_p2p", op in _P2P))
+    is_p2p = bool(entry.get("is_p2p", op in _P2P))
+    return (entry["process_group"][0], is_p2p, entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
 
 
 def _is_end_of_batch(entry: Mapping[str, Any]) -> bool:
@@ -292,25 +289,19 @@ def _first_difference(
     for seq in sorted({seq for calls in by_number.values() for seq in calls if seq >= begins}):
         calls = {rank: of_rank.get(seq) for rank, of_rank in by_number.items()}
         made = {rank: call for rank, call in calls.items() if call is not None}
-        if len({call.signature for call in made.values()}) > 1:
-            culprits, is_decided = _guilty({rank: call.signature for rank, call in made.items()}, made, recordings)
-            return Mismatch(
-                kind=_kind(list(made.values())),
-                group=group,
-                seq=seq,
-                culprits=culprits,
-                is_decided=is_decided,
-                calls=calls,
-            )
-        if len(made) < len(calls):
-            if all(call.is_done for call in made.values()):  # the others are only behind
-                continue
-            culprits, is_decided = _guilty({rank: rank in made for rank in calls}, made, recordings)
-            return Mismatch(kind="count", group=group, seq=seq, culprits=culprits, is_decided=is_decided, calls=calls)
+        sides: dict[int, Any] = {rank: call.signature for rank, call in made.items()}
+        if len(set(sides.values())) > 1:
+            kind = _kind(made.values())
+        elif len(made) < len(calls) and not all(call.is_done for call in made.values()):  # else some are only behind
+            kind, sides = "count", {rank: rank in made for rank in calls}
+        else:
+            continue
+        culprits, is_decided = _guilty(sides, made, recordings)
+        return Mismatch(kind=kind, group=group, seq=seq, culprits=culprits, is_decided=is_decided, calls=calls)
     return None
 
 
-def _kind(calls: Sequence[Collective]) -> str:
+def _kind(calls: Collection[Collective]) -> str:
     if len({call.op for call in calls}) > 1:
         return "order"
     return "shape" if len({str(call.shapes) for call in calls}) > 1 else "dtype"
@@ -326,9 +317,9 @@ def _guilty(
         made: The call of each rank that made one.
         recordings: What the ranks did before.
     """
-    (common, count), *others = Counter(sides.values()).most_common()
-    if not others or others[0][1] < count:
-        return sorted(rank for rank, side in sides.items() if side != common), True
+    wrong, right = odd_ranks(sides)
+    if right is not None:
+        return wrong, True
     expected = {rank: _was_expected(call, recordings[rank].calls) for rank, call in made.items()}
     odd = {sides[rank] for rank, was in expected.items() if was is False}
     usual = {sides[rank] for rank, was in expected.items() if was}
@@ -363,10 +354,11 @@ def p2p_call(frame: FrameType | None) -> Collective | None:
     Args:
         frame: The innermost frame of the thread.
     """
-    for one in _outwards(frame):
-        name = one.f_code.co_name
-        if name in _PEER and one.f_code.co_filename.endswith(_HOME):
-            return _read_frame(name, one.f_locals)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in _PEER and frame.f_code.co_filename.endswith(_HOME):
+            return _read_frame(name, frame.f_locals)
+        frame = frame.f_back
     return None
 
 
@@ -412,12 +404,6 @@ def _read_frame(op: str, known: Mapping[str, Any]) -> Collective | None:
         dtypes=[str(tensor.dtype).removeprefix("torch.")],
         peer=peer,
     )
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # -- the dumps that torch leaves behind: one file per rank -------------------------------------------------------------
@@ -498,7 +484,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
-    """The dumps as records whose groups have one name each on all ranks."""
+    """The dumps as records whose groups have one name each on all ranks.
+
+    Raises:
+        DumpError: A dump has an entry that torch does not write.
+    """
     rank = -1
     try:
         members = {rank: _members(dump) for rank, dump in dumps.items()}
@@ -513,34 +503,27 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
                 name: name if len(sets[name]) == 1 else f"{name} of ranks {','.join(map(str, ranks))}"
                 for name, ranks in members[rank].items()
             }
-            found[rank] = _recording(dump, names, {names[name]: ranks for name, ranks in members[rank].items()}, dumps)
+            groups = {names[name]: ranks for name, ranks in members[rank].items()}
+            entries = []
+            for entry in dump["entries"]:
+                name, desc = entry["process_group"]
+                entries.append({**entry, "process_group": [names.get(name, name)]})
+                # Gloo tells the ranks of no group; those of the default group are all.
+                groups.setdefault(names.get(name, name), sorted(dumps) if desc == "default_pg" else [])
+            found[rank] = Recording(
+                calls=read_entries(entries, groups),
+                groups=groups,
+                roles={names[name]: str(dump["pg_config"][name].get("desc", "")) for name in names},
+                enqueued=_numbers(dump, names, "last_enqueued_collective"),
+                completed=_numbers(dump, names, "last_completed_collective"),
+            )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         raise DumpError(f"the dump of rank {rank} has an entry that torch does not write: {error!r}") from error
     return found
 
 
-def _recording(
-    dump: Mapping[str, Any], names: Mapping[str, str], groups: dict[str, list[int]], ranks: Collection[int]
-) -> Recording:
-    for entry in dump["entries"]:
-        name, desc = entry["process_group"]
-        # Gloo tells the ranks of no group; those of the default group are all.
-        groups.setdefault(names.get(name, name), sorted(ranks) if desc == "default_pg" else [])
-    entries = [
-        {**entry, "process_group": [names.get(entry["process_group"][0], entry["process_group"][0])]}
-        for entry in dump["entries"]
-    ]
-    return Recording(
-        calls=read_entries(entries, groups),
-        groups=groups,
-        roles={names[name]: str(dump["pg_config"][name].get("desc", "")) for name in names},
-        enqueued=_numbers(dump, names, "last_enqueued_collective"),
-        completed=_numbers(dump, names, "last_completed_collective"),
-    )
-
-
 def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ranks of each group; gloo tells none, so that those count which have entries in it."""
+    """The ranks of each group that tells them; gloo's do not."""
     config = dump["pg_config"]
     groups = {str(name): sorted(ast.literal_eval(str(values["ranks"]))) for name, values in config.items()}
     return {name: ranks for name, ranks in groups.items() if ranks}
@@ -563,18 +546,9 @@ def _numbers(dump: Mapping[str, Any], names: Mapping[str, str], field: str) -> d
 
 # No rank ends one of these before every member has begun it.
 _NEEDS_ALL = (
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "reduce_scatter",
-)
+    "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_reduce", "all_to_all", "all_to_all_single",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "reduce_scatter",
+)  # fmt: skip
 _PLAIN_ROLES = ("", "undefined")
 _AT_ONCE_NS = 200_000  # a processor that waits for nothing makes its next call within less
 _ALIKE = 3  # times as long as its peers took may still be called the same
@@ -644,7 +618,10 @@ class _Job:
         self.reached: dict[tuple[int, str], int] = {}
         self.ended: dict[tuple[int, str], int] = {}
         self._read_numbers()
-        self.ways = {rank: _ways(rank, recording) for rank, recording in recordings.items()}
+        self.ways = {
+            rank: {call.peer - rank for call in one.calls if call.peer is not None} for rank, one in recordings.items()
+        }
+        """Where the sends and receives of each rank go; equal on ranks of the same stage."""
         self.keys = {
             rank: [_key(rank, recording, call) for call in recording.calls] for rank, recording in recordings.items()
         }
@@ -716,15 +693,12 @@ class _Job:
 
     def edges(self, *, attended: bool) -> dict[int, set[int]]:
         """Who waits for whom; ``attended`` takes in those that stand together in a call."""
-        rest = set(self.ranks) - self.elsewhere
-        return {
-            rank: (
-                rest
-                if rank in self.elsewhere
-                else set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
-            )
+        seen = {
+            rank: set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
             for rank in self.ranks
         }
+        ranks = set(self.ranks)
+        return {**seen, **dict.fromkeys(self.elsewhere & ranks, ranks - self.elsewhere)}
 
     def awaited(self) -> dict[int, Collective]:
         """The ranks to whose call others have come, with that call."""
@@ -800,7 +774,7 @@ def _knots(edges: Mapping[int, Collection[int]]) -> Iterator[set[int]]:
     seen: set[int] = set()
     for rank in edges:
         if rank not in seen and all(rank in reach[other] for other in reach[rank]):
-            knot = {rank} | {other for other in reach[rank] if rank in reach[other]}
+            knot = {rank, *reach[rank]}
             seen |= knot
             yield knot
 
@@ -835,8 +809,8 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     recording = job.recordings[rank]
     is_passed = _went_on_alike(job, rank)
     if not is_passed:
-        if _stops_with_its_like(job, rank):
-            return None, False
+        if any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank)):
+            return None, False  # its like has stopped in the same place, which may be one where ranks wait
         is_passed = _is_passed(job, rank)
     mine, usual = _gaps(recording, len(recording.calls) - 1), _usual(recording)
     at_once = _ALIKE * max(usual, _AT_ONCE_NS)
@@ -876,11 +850,6 @@ def _went_on_alike(job: _Job, rank: int) -> bool:
     return False
 
 
-def _stops_with_its_like(job: _Job, rank: int) -> bool:
-    """Whether another rank has stopped at the same place of the program: then it may be a place where ranks wait."""
-    return any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank))
-
-
 def _is_passed(job: _Job, rank: int) -> bool:
     """Whether a rank of its stage has gone on from such calls as its last ones, while they were in flight."""
     last = _signs(job, rank)[-_SHORT_CONTEXT:]
@@ -895,11 +864,6 @@ def _is_passed(job: _Job, rank: int) -> bool:
 def _likes(job: _Job, rank: int) -> list[int]:
     """The other ranks of its stage, with a record."""
     return [one for one, ways in job.ways.items() if one != rank and job.keys[one] and ways == job.ways[rank]]
-
-
-def _ways(rank: int, recording: Recording) -> set[int]:
-    """Where its sends and receives go; equal on ranks of the same stage."""
-    return {call.peer - rank for call in recording.calls if call.peer is not None}
 
 
 def _key(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:

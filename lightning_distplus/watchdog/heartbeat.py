@@ -30,7 +30,7 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "Slate", "has_slate", "open_slate", "read_slate"]
+__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "has_slate", "open_slate", "read_slate"]
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +127,9 @@ class Board:
         self._has_post = threading.Event()
         self._question: bytes | None = None
         self._stopping = threading.Event()
-        self._slate: Slate | None = None
+        self._slate: int | None = None
+        """A descriptor, as are those of the peers on this host."""
         self._slates: dict[int, int] = {}
-        """Descriptors of those of the peers on this host."""
         self.points: Points | None = None
         """The calls of all ranks through Lightning, once the ranks have met."""
         self.left: dict[int, str] = {}
@@ -143,7 +143,7 @@ class Board:
             has_process: Whether this rank has a process of its own, so that its peers can find its slate.
         """
         if has_process:
-            self._slate = Slate()
+            self._slate = os.memfd_create(_NAME)
         with suppress(PeerError, RuntimeError):
             self._publish()  # before the ranks meet: none of them can take the end of an earlier run for that of this
         self._thread.start()
@@ -152,10 +152,9 @@ class Board:
         """Takes hold of those of the peers on this host; all ranks have started, and this one begins to train."""
         for rank, peer in peers.items():
             is_other = rank != self._plane.world.rank and peer.host == self._plane.world.host
-            if self._slate is not None and is_other and peer.is_here:
-                descriptor = open_slate(peer.pid)
-                if descriptor is not None:
-                    self._slates[rank] = descriptor
+            is_ours = self._slate is not None and is_other and peer.is_here
+            if is_ours and (descriptor := open_slate(peer.pid)) is not None:
+                self._slates[rank] = descriptor
 
     def stop(self) -> None:
         """Ends the thread, unless it is blocked in a store that does not answer."""
@@ -164,8 +163,7 @@ class Board:
         self._has_post.set()
         self._thread.join(timeout=2.0)
         if self._slate is not None and not self._thread.is_alive():
-            self._slate.close()
-            for descriptor in self._slates.values():
+            for descriptor in (self._slate, *self._slates.values()):
                 os.close(descriptor)
             self._slate, self._slates = None, {}
 
@@ -234,31 +232,25 @@ class Board:
             self.left = {} if self.points is None else self.points.ended(self._plane)
             if self.reads:
                 self._look()
-        elif self._must_watch_host():
-            self._watch_host()
+        elif (host := self._plane.host_rank) is not None and self._must_watch(host):
+            self._watched_host_at = running_time()
+            if (data := self._plane.read(beat_key(host))) is not None:
+                self._see(host, words_of(data))
         self.last_answer_at = running_time()
         if not self.alert.is_set() or not self.reads:
             return BEAT_S
         return max(_LOOK_S, _LOOK_PER_RANK_S * self._plane.world.size)
 
-    def _must_watch_host(self) -> bool:
+    def _must_watch(self, host: int) -> bool:
         """Whether this rank alone can tell, on its host, where the one that serves the store from another host was.
 
         What that one says goes through itself: once it is stopped or gone, nothing can be asked any more.
         """
-        host = self._plane.host_rank
         is_due = running_time() >= self._watched_host_at + _WATCH_HOST_EVERY_S
-        if host is None or not is_due or self._plane.world.rank != self._plane.world.node_ranks[0]:
+        if not is_due or self._plane.world.rank != self._plane.world.node_ranks[0]:
             return False
         peer = self._plane.peers_of([host]).get(host)
         return peer is not None and not peer.is_here
-
-    def _watch_host(self) -> None:
-        self._watched_host_at = running_time()
-        host = self._plane.host_rank
-        data = None if host is None else self._plane.read(beat_key(host))
-        if host is not None and data is not None:
-            self._see(host, words_of(data))
 
     def _publish(self) -> None:
         posts = list(self._to_post)
@@ -266,7 +258,7 @@ class Board:
             self._plane.send(f"watchdog/evidence/{self._plane.world.rank}", posts[-1])
         beat = self._next_beat()
         if self._slate is not None:
-            self._slate.write(beat)
+            write_slate(self._slate, beat)
         self._plane.send(beat_key(self._plane.world.rank), json.dumps(beat).encode())
         del self._to_post[: len(posts)]
 
@@ -278,7 +270,7 @@ class Board:
             "place": place_of(frame_of(self._watched)),
             "pace": self._pace.describe(),
             "moves": self._pace.moves,
-            "printer": None if self._printer is None else self._printer.to_plain(),
+            "printer": None if self._printer is None else asdict(self._printer),
             "posted": self._posted,
             "whereabouts": None if self.points is None else self.points.beat(),
             "passed": None if self.points is None else [self.points.name, self.points.passed],
@@ -312,8 +304,9 @@ class Board:
                 news.append(rank)
         posts = self._plane.read_each([f"watchdog/evidence/{rank}" for rank in news])
         for rank, posted in zip(news, posts, strict=True):
-            if posted is not None:
-                self._weigh(rank, words_of(posted))
+            told = {} if posted is None else words_of(posted)
+            if told and told["number"] == self.sightings[rank].mark.number:
+                self._weighed[rank], self.evidence[rank] = told["number"], told["evidence"]
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
@@ -331,11 +324,6 @@ class Board:
             self.evidence.pop(rank, None)
             return False
         return self._weighed.get(rank) != mark.number or rank not in self.evidence
-
-    def _weigh(self, rank: int, posted: dict[str, Any]) -> None:
-        if posted["number"] == self.sightings[rank].mark.number:
-            self._weighed[rank] = posted["number"]
-            self.evidence[rank] = posted["evidence"]
 
 
 def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, float] = (0, 0.0)) -> Sighting:
@@ -362,21 +350,11 @@ _SIZE_BYTES = 16 << 10
 _LOOKS = 5
 
 
-class Slate:
-    """This rank's own; one thread writes it."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create(_NAME)
-
-    def write(self, beat: dict[str, Any]) -> None:
-        """Replaces what stands there; a beat that does not fit is left out."""
-        text = json.dumps(beat).encode()
-        if len(text) <= _SIZE_BYTES:
-            os.pwrite(self._descriptor, text.ljust(_SIZE_BYTES), 0)
-
-    def close(self) -> None:
-        """Gives the memory back, once no peer holds it."""
-        os.close(self._descriptor)
+def write_slate(descriptor: int, beat: dict[str, Any]) -> None:
+    """Replaces what stands there; a beat that does not fit is left out."""
+    text = json.dumps(beat).encode()
+    if len(text) <= _SIZE_BYTES:
+        os.pwrite(descriptor, text.ljust(_SIZE_BYTES), 0)
 
 
 def open_slate(pid: int) -> int | None:

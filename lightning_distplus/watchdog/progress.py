@@ -156,19 +156,13 @@ class Pace:
             now: ``time.monotonic()``; by default this moment.
         """
         now = time.monotonic() if now is None else now
-        if not self._follows(progress):
-            self._samples.clear()
+        last = self._last
+        names = [(one.unit, one.whole, one.total) for one in (last, progress) if one is not None]
+        if last is None or progress is None or names[0] != names[1] or progress.done < last.done:
+            self._samples.clear()  # another thing is counted, or the same anew
         self._last = progress
         if progress is not None and (not self._samples or now - self._samples[-1][0] >= _SAMPLE_EVERY_S):
             self._samples.append((now, progress.done))
-
-    def _follows(self, progress: Progress | None) -> bool:
-        last = self._last
-        if last is None or progress is None:
-            return False
-        return (last.unit, last.whole, last.total) == (progress.unit, progress.whole, progress.total) and (
-            last.done <= progress.done
-        )
 
     @property
     def per_s(self) -> float:
@@ -188,13 +182,12 @@ class Pace:
         here, rate = self._last, self.per_s
         if here is None:
             return ""
-        total = "" if here.total is None else f" of {here.total}"
-        parts = [f"{here.done}{total} {here.unit} of {here.whole}"]
+        text = f"{here.done}{'' if here.total is None else f' of {here.total}'} {here.unit} of {here.whole}"
         if rate:
-            parts.append(f"{rate:.2g} {here.unit}/s")
+            text += f", {rate:.2g} {here.unit}/s"
         if rate and here.total is not None:
-            parts.append(f"{timedelta(seconds=round((here.total - here.done) / rate))} left")
-        return ", ".join(parts)
+            text += f", {timedelta(seconds=round((here.total - here.done) / rate))} left"
+        return text
 
 
 # -- bytes of a save or a load: the system's own count, so that no disk is asked ---------------------------------------

@@ -10,17 +10,16 @@ import re
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from lightning_distplus.process import catches_signal
 
@@ -30,7 +29,6 @@ __all__ = [
     "ask_for_stack",
     "error_in",
     "fold_traceback",
-    "format_stack",
     "frame_of",
     "ignore_signal",
     "is_debugged",
@@ -96,11 +94,6 @@ def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
     """The stack of one thread, outermost frame first; empty when the thread has ended."""
     frame = frame_of(thread_id)
     return [] if frame is None else list(traceback.extract_stack(frame))
-
-
-def format_stack(stack: Sequence[traceback.FrameSummary]) -> list[str]:
-    """The stack as Python prints it."""
-    return traceback.format_list(list(stack))
 
 
 def user_location(stack: Sequence[traceback.FrameSummary]) -> str | None:
@@ -186,10 +179,9 @@ def _fold(frames: Sequence[tuple[str, list[str]]]) -> list[str]:
 def _library_of(file: str) -> str:
     if is_own(file):
         return "lightning_distplus"
-    for part in ("site-packages/", "dist-packages/"):
-        if part in file:
-            return file.rpartition(part)[2].partition("/")[0].removesuffix(".py")
-    return "Python"
+    parts = Path(file).parts
+    place = next((parts.index(name) for name in _INSTALLED if name in parts), None)
+    return "Python" if place is None else parts[place + 1].removesuffix(".py")
 
 
 def _tell_hidden(libraries: Sequence[str]) -> list[str]:
@@ -218,6 +210,7 @@ _POLL_S = 0.01
 _FIRST_SIGNAL = 10  # above SIGRTMIN, below which threading libraries and schedulers take theirs
 _BEGIN = "Stack (most recent call first):"
 _MEMORY = "distplus-stacks"
+_MEMORY_OF_RANK = "distplus-rank-stacks"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -233,33 +226,25 @@ class StackPrinter:
     """The thread that trains, as ``threading.get_native_id`` names it."""
 
     @classmethod
-    def arm(cls) -> tuple[StackPrinter, IO[bytes]] | None:
-        """Makes this process answer, and the calling thread the one that is asked for.
-
-        Returns:
-            How to ask, and the file to close after ``disarm``; None where no signal is free.
-        """
+    def arm(cls) -> StackPrinter | None:
+        """Makes this process answer, and the calling thread the one that is asked for; None where no signal is free."""
         for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX):
             if not catches_signal(os.getpid(), number):
-                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open as long as it is armed
+                descriptor = os.memfd_create(_MEMORY_OF_RANK)  # open as long as it is armed
                 ignore_signal(number)  # what `disarm` goes back to
-                faulthandler.register(number, file=file, all_threads=False, chain=False)
-                return cls(number=number, descriptor=file.fileno(), thread=threading.get_native_id()), file
+                faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
+                return cls(number=number, descriptor=descriptor, thread=threading.get_native_id())
         return None
 
-    def rearm(self, file: IO[bytes]) -> None:
+    def rearm(self) -> None:
         """Puts the handler back in, which Lightning takes out at the end of a run with those of all signals."""
         faulthandler.unregister(self.number)
-        faulthandler.register(self.number, file=file, all_threads=False, chain=False)
+        faulthandler.register(self.number, file=self.descriptor, all_threads=False, chain=False)
 
-    def disarm(self, file: IO[bytes]) -> None:
+    def disarm(self) -> None:
         """Takes the handler out again. A peer looks before it asks; who asks too late even so is ignored."""
         faulthandler.unregister(self.number)
-        file.close()
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
+        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)

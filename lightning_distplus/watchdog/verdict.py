@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +37,7 @@ from lightning_distplus.errors import (
     message_of,
 )
 from lightning_distplus.events import ledger_files, read_ledger
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import (
@@ -171,9 +171,8 @@ class Verdict:
     def render(self) -> str:
         """The verdict for people: with what its printer adds, at most 30 lines; the rest is in the file."""
         head = [self._headline(), *self._source_line(), f"  {self._moment()}"]
-        others = [line for line in self.lines if self.is_decided or len(self.culprits) != 1]
-        if self.is_decided and len(self.culprits) == 1:
-            others = [line for line in self.lines if not line.startswith(f"rank {self.culprits[0]} ")]
+        shown = f"rank {self.culprits[0]} " if len(self.culprits) == 1 else "\0"  # by the headline
+        others = [line for line in self.lines if not line.startswith(shown)]
         head += [f"  {line}" for line in others[:_PRINTED_RANKS]]
         if len(others) > _PRINTED_RANKS:
             head.append(f"  and {len(others) - _PRINTED_RANKS} more ranks")
@@ -206,11 +205,8 @@ class Verdict:
 
     def _source_line(self) -> list[str]:
         """The culprit's line of source, as its stack shows it."""
-        stack = self.stacks.get(str(self.culprits[0]), "") if self.culprits else ""
-        if self.location is None or not stack:
-            return []
-        file, _, number = self.location.rpartition(":")
-        lines = stack.splitlines()
+        file, _, number = (self.location or "").rpartition(":")
+        lines = self.stacks.get(str(self.culprits[0]), "").splitlines() if self.culprits else []
         at = [i for i, line in enumerate(lines) if f'File "{file}", line {number},' in line]
         return [f"    {lines[at[-1] + 1].strip()}"] if at and at[-1] + 1 < len(lines) else []
 
@@ -220,13 +216,14 @@ class Verdict:
         return f"phase {self.phase!r}, step {self.global_step}{silence}{waits}" if self.phase else waits[2:]
 
     def _stack_of_culprit(self, num_lines: int) -> list[str]:
-        text = self.stacks.get(str(self.culprits[0])) if self.culprits else None
-        if not text:
+        rank = next((rank for rank in self.culprits if self.stacks.get(str(rank))), None)
+        if rank is None:
             return []
-        lines = [line for line in fold_traceback(text).splitlines() if not line.startswith("Traceback (")]
+        lines = fold_traceback(self.stacks[str(rank)]).splitlines()
+        lines = [line for line in lines if not line.startswith("Traceback (")]
         if len(lines) > num_lines:
             lines = ["  ...", *lines[1 - num_lines :]]
-        return [f"  stack of rank {self.culprits[0]}, innermost last:", *(f"    {line}" for line in lines)]
+        return [f"  stack of rank {rank}, innermost last:", *(f"    {line}" for line in lines)]
 
     def is_written(self, folder: Path, host: str) -> bool:
         """Whether a rank of this host has written its verdict on this incident; they judge at about the same moment."""
@@ -235,21 +232,15 @@ class Verdict:
         return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
     def write(self, folder: Path, host: str) -> Path:
-        """Writes the file beside its name and renames it."""
-        path = folder / f"verdict-{self.incident}-{host}.json"
-        self._stage_of(path).rename(path)
+        """Writes the file aside and renames it."""
+        path = self._path(folder, host)
+        self._stage(path).rename(path)
         return path
 
     def write_first(self, folder: Path, host: str) -> Path | None:
-        """The same for what several ranks of a host find at once: the first one's file stays.
-
-        Returns:
-            The file, or None where another rank has written it.
-        """
-        path = folder / f"verdict-{self.incident}-{host}.json"
-        if path.exists():
-            return None
-        stage = self._stage_of(path)
+        """The same for what several ranks of a host find at once; None where the file of another rank is there."""
+        path = self._path(folder, host)
+        stage = self._stage(path)
         try:
             path.hardlink_to(stage)
         except FileExistsError:
@@ -258,10 +249,13 @@ class Verdict:
             stage.unlink()
         return path
 
-    def _stage_of(self, path: Path) -> Path:
+    def _path(self, folder: Path, host: str) -> Path:
+        return folder / f"verdict-{self.incident}-{host}.json"
+
+    def _stage(self, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         stage = path.with_suffix(f".{os.getpid()}")
-        stage.write_text(self.to_json())
+        stage.write_text(json.dumps(asdict(self), indent=1))
         return stage
 
 
@@ -295,16 +289,6 @@ def find_verdicts(folder: Path, *, run_id: str | None = None, since: float = 0.0
 _LABEL = re.compile(r"  (\w+): ")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Committed:
-    """The newest checkpoint of a run, as its ledger tells."""
-
-    path: str = ""
-    step: int = 0
-    at: float = 0.0
-    """Unix time of the commit; of the start of the run where nothing has been committed."""
-
-
 def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
     """Tells how to go on, from which checkpoint, and what is lost.
 
@@ -314,28 +298,22 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
         global_step: The optimizer step at which the run ended.
         ended_at: Unix time of that, seconds.
     """
-    last = _last_commit(folder, run_id)
-    lost = f"{max(global_step - last.step, 0)} steps, {duration_in_words(ended_at - last.at)} of work lost"
-    if not last.path:
-        begun = f"from step {last.step} again" if last.step else "at the beginning"
-        return f"no checkpoint has been committed yet; the same command starts {begun} ({lost})"
-    how = 'the same command with fit(..., ckpt_path="auto")'
-    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):  # the launcher chooses the newest one by itself
-        how = "the same command" if sys.argv[1:2] == ["launch"] else "the same command with --ckpt_path auto"
-    return f"{how} goes on from {last.path} (step {last.step}; {lost})"
-
-
-def _last_commit(folder: Path, run_id: str) -> _Committed:
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
-    last = _Committed(at=events[0]["time"] if events else time.time())
+    path, step, at = "", 0, events[0]["time"] if events else time.time()
     for event in events:
-        if event["kind"] == "saved" or event["kind"] == "loaded":
-            last = _Committed(path=event["path"], step=event["global_step"] or 0, at=event["time"])
-        elif event["kind"] == "start" and not last.path:
-            last = _Committed(at=event["time"])
-    return last
+        if event["kind"] in ("saved", "loaded"):
+            path, step, at = event["path"], event["global_step"] or 0, event["time"]
+        elif event["kind"] == "start" and not path:
+            at = event["time"]
+    lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
+    if not path:
+        return f"no checkpoint has been committed yet; the same command starts at the beginning ({lost})"
+    how = 'the same command with fit(..., ckpt_path="auto")'
+    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):  # the launcher chooses the newest one by itself
+        how = "the same command" if sys.argv[1:2] == ["launch"] else "the same command with --ckpt_path auto"
+    return f"{how} goes on from {path} (step {step}; {lost})"
 
 
 def duration_in_words(seconds: float) -> str:
@@ -646,12 +624,10 @@ def _at_the_ends(ends: Ends) -> _Opinion:
 def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
     """The ranks that wait elsewhere than most; all of them where there is no majority."""
     places = {rank: (one.operation, one.location) for rank, one in evidence.items()}
-    (common, count), *others = Counter(places.values()).most_common()
-    is_decided = bool(others) and others[0][1] < count
-    odd = [rank for rank, place in places.items() if place != common] if is_decided else sorted(places)
+    odd, right = odd_ranks(places)
     return _Opinion(
-        culprits=odd,
-        is_decided=is_decided,
+        culprits=odd or sorted(places),
+        is_decided=bool(odd) and right is not None,
         cause="the ranks wait in different places: something was called on some ranks only, or in another order",
         remedy="compare the stacks in the file; code under `if rank == 0` must not synchronise",
     )
@@ -676,24 +652,20 @@ def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None)
 
 
 def _evidence(rank: int, recording: Recording | None, dump: Mapping[str, Any] | None) -> Evidence:
+    nothing = Evidence(
+        rank=rank, host="unknown", pid=0, state=ProcessState.UNKNOWN.value, answers=False, is_recorded_only=True
+    )
     if recording is None or dump is None:
-        return Evidence(
-            rank=rank, host="unknown", pid=0, state=ProcessState.UNKNOWN.value, answers=False, is_recorded_only=True
-        )
+        return nothing
     standing = next(iter(recording.unfinished), None)
-    last = recording.calls[-1] if recording.calls else None
-    return Evidence(
-        rank=rank,
-        host="unknown",
-        pid=0,
-        state=ProcessState.UNKNOWN.value,
+    return replace(
+        nothing,
         answers=True,
-        operation=f"last call: {last.describe()}" if last else "",
+        operation=f"last call: {recording.calls[-1].describe()}" if recording.calls else "",
         waits=standing is not None,
         location=_location(dump),
         stands_in=None if standing is None else asdict(standing),
         recording=recording.to_plain(),
-        is_recorded_only=True,
     )
 
 
@@ -728,16 +700,13 @@ _SPOKEN_S = 1.0  # how long the lowest rank of this host may take
 def place_of_failure(marks: Marks, error: BaseException) -> dict[str, Any]:
     """Where this rank has failed, as ``FirstError.place``; called on the thread that has raised, or is about to."""
     mark = marks.at_failure
+    stack = [*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)]
     return {
         "phase": mark.phase,
         "operation": mark.operation,
         "global_step": mark.global_step,
-        "location": _in_worker(message_of(error)) or _in_user_code(error),
+        "location": _in_worker(message_of(error)) or user_location(stack),
     }
-
-
-def _in_user_code(error: BaseException) -> str | None:
-    return user_location([*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)])
 
 
 def _in_worker(message: str) -> str | None:
@@ -788,24 +757,25 @@ def _is_written_by_another(verdict: Verdict, world: World, peers: Mapping[int, P
     lower = [peers[rank] for rank in peers if rank < world.rank and rank not in verdict.culprits]
     is_lowest = not any(one.is_here and one.state() is not ProcessState.GONE for one in lower)
     end = running_time() + (0.0 if is_lowest else _SPOKEN_S)
-    while not (is_written := _has_recent(folder, world.host, verdict.run_id)) and running_time() < end:
+    while True:
+        recent = find_verdicts(folder, run_id=verdict.run_id, since=time.time() - _SAME_INCIDENT_S)
+        is_written = any(one["path"].name.endswith(f"-{world.host}.json") for one in recent)
+        if is_written or running_time() >= end:
+            return is_written
         time.sleep(0.05)
-    return is_written
-
-
-def _has_recent(folder: Path, host: str, run_id: str) -> bool:
-    recent = find_verdicts(folder, run_id=run_id, since=time.time() - _SAME_INCIDENT_S)
-    return any(one["path"].name.endswith(f"-{host}.json") for one in recent)
 
 
 def _verdict(
     first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
 ) -> Verdict:
-    culprits = sorted(first.ranks) or [first.rank]
+    culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
-    places = {rank: first.place if rank == first.rank else _place_of(last_seen(rank)) for rank in culprits}
-    places.setdefault(first.rank, first.place)
-    places |= {rank: _newer(one, first.place) for rank, one in places.items() if rank != first.rank}
+    # Ranks that refuse a checkpoint together all stand where the one does that tells of it.
+    is_there = {rank for rank in culprits if first.is_shared} | {first.rank}
+    places = {
+        rank: first.place if rank in is_there else _newer(_place_of(last_seen(rank)), first.place)
+        for rank in sorted({*culprits, first.rank})
+    }
     places |= {int(rank): {**places.get(int(rank), {}), **_place_in(str(value))} for rank, value in values.items()}
     place = places[culprits[0]]
     kind = _KINDS.get(first.type, "exception")
@@ -832,7 +802,7 @@ def _verdict(
         stacks={str(first.rank): first.traceback},
         lines=[
             f"{name_ranks([rank])} (host {host}, pid {pid}): {told}"
-            for rank in dict.fromkeys((*culprits, first.rank, *sorted(places)))
+            for rank in ([first.rank] if first.is_shared else dict.fromkeys((*culprits, first.rank, *sorted(places))))
             for host, pid in [known.get(str(rank), ("unknown", 0))]
             for told in [values.get(str(rank)) or _state(rank, first, places[rank])]
         ],

@@ -1,4 +1,7 @@
-"""The watchdog: a thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the run."""
+"""The watchdog: a thread that sees silence, collects the evidence of all ranks, gives the verdict and ends the run.
+
+``Watchdog`` finds out and ends; ``Telling`` brings the verdict to the file, to the peers and, last, to the terminal.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from lightning_distplus import _compat, env
 from lightning_distplus.control import ControlPlane, Points
@@ -71,6 +74,7 @@ from lightning_distplus.world import name_ranks
 __all__ = ["Watchdog", "show_after_cells"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _TICK_S = 0.1
 _ALERT_AFTER_S = 1.0
@@ -97,20 +101,9 @@ _SIGNS_OF_TIME_OUT = ("timed out", "timeout", "time-out")
 
 
 class _JudgedTogether(RuntimeError):
-    """What the peers are told where they, who know more, judge together with this rank."""
+    """C++ ends this process, or a collective has timed out here: the peers, who know more, judge with this rank."""
 
     has_verdict = True
-
-
-class _Aborted(_JudgedTogether):
-    """C++ ends this process now."""
-
-
-class _TimedOut(_JudgedTogether):
-    """A collective has timed out here."""
-
-
-_JUDGED_TOGETHER = (_Aborted.__name__, _TimedOut.__name__)
 
 
 class Watchdog:
@@ -153,18 +146,16 @@ class Watchdog:
         self._report_after = None if report_after is None else parse_duration(report_after)
         self._ends_run = ends_run
         self._has_process = has_process
-        armed = StackPrinter.arm() if has_process else None
-        self._printer: StackPrinter | None = armed[0] if armed else None
-        self._printed: IO[bytes] | None = armed[1] if armed else None
+        self._printer = StackPrinter.arm() if has_process else None
         thread = threading.get_ident()
         self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
         self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
-        self._telling = Telling(plane, self._board, folder)
-        self._ending = Ending(plane, self._telling, on_shown)
+        self._telling = Telling(plane, self._board, folder, on_shown)
         self._on_shown = on_shown
-        self._abort = Abort(plane, self._witness, on_told=self._judge_before_abort)
         self._stopping = threading.Event()
-        self._once = threading.Lock()
+        self._judges_together = threading.Lock()
+        self._aborts = threading.Lock()
+        self._restore_abort: Callable[[], None] | None = None
         self._have_judged_together = threading.Event()
         self._heard_at: float | None = None
         self._on_its_way_at = -math.inf
@@ -181,10 +172,13 @@ class Watchdog:
     def start(self) -> None:
         """Starts to watch the thread that made this object; call it before the first collective."""
         if self._has_process:
-            self._ending.arm()
+            self._telling.arm()
             flight_recorder.arm()
-            self._abort.arm()
-            tie_workers(self)
+            self._restore_abort = _compat.on_terminate(self._speak_before_abort)
+            # From now on data workers that are forked from this process end when it is killed. A worker notices the
+            # death of its rank between two samples only; until then its copies of the connections keep all peers
+            # waiting, in the collectives and, where this rank serves it, for the store.
+            multiprocessing.util.register_after_fork(self, _end_with_parent)
         if (printer := self._printer) is not None:
             self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
         self._board.start(has_process=self._has_process)
@@ -202,14 +196,15 @@ class Watchdog:
     def stop(self) -> None:
         """Ends both threads; nothing is judged any more."""
         if self._plane.first_error is None:
-            self._ending.disarm()
+            self._telling.disarm()
         self._stopping.set()
         self._thread.join(timeout=_JOIN_S)
         self._board.stop()
-        self._abort.disarm()
+        if self._restore_abort is not None:
+            self._restore_abort()
         self._restore_workers()
-        if self._printer is not None and self._printed is not None:
-            self._printer.disarm(self._printed)
+        if self._printer is not None:
+            self._printer.disarm()
             self._printer = None
 
     def end(self, how: str) -> None:
@@ -219,8 +214,8 @@ class Watchdog:
 
     def rearm(self) -> None:
         """Call it where Lightning has put the handlers of all signals back: hooks follow in which a rank may hang."""
-        if self._printer is not None and self._printed is not None:
-            self._printer.rearm(self._printed)
+        if self._printer is not None:
+            self._printer.rearm()
 
     def has_ended(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have ended their run, as far as this one has seen."""
@@ -254,7 +249,7 @@ class Watchdog:
             return False
         self._witness.timed_out_at = traceback.extract_tb(error.__traceback__)
         self._plane.report_failure(
-            _TimedOut(
+            _JudgedTogether(
                 f"a collective has timed out at {self._witness.own().location}: {str(error).splitlines()[0]}. This "
                 "rank is the one that waited. The verdict names the ranks that did not come."
             )
@@ -292,7 +287,7 @@ class Watchdog:
 
     def _join(self, error: FirstError) -> None:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
-        if error.type in _JUDGED_TOGETHER:
+        if error.type == _JudgedTogether.__name__:
             self._judge_together()
         elif error.message.startswith(JUDGED) and (self._board.is_few or self._telling.speaks_for_host(error.ranks)):
             verdict = self._telling.told_by(error.rank)
@@ -312,7 +307,7 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
-            if self._ending.is_full:
+            if self._telling.is_full:
                 _say(f"{error.describe()}\n{error.traceback}")
             self._leave(error.as_heard().exit_code)
 
@@ -361,13 +356,13 @@ class Watchdog:
             self.tell_failure(first)
             if self._ends_run:
                 time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-                if self._ending.is_full:
+                if self._telling.is_full:
                     _say(first.describe())
                 self._leave(ExitCode.DIVERGENCE)
 
     def _leave(self, code: ExitCode) -> None:
-        self._ending.leave(code)
-        end_process(code)
+        self._telling.leave(code)
+        _end_process(code)
 
     def _post(self, number: int) -> None:
         if self._posted_at != number:
@@ -460,9 +455,20 @@ class Watchdog:
         peer = self._board.peers.get(one.rank)
         return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
 
-    def _judge_before_abort(self) -> None:
-        self._judge_together()
-        self._ending.leave(ExitCode.PEER_LOST)
+    def _speak_before_abort(self, exception: str) -> None:
+        """Tells the peers, from the thread on which C++ gives up, what this rank was doing; then the process ends.
+
+        The training thread stands in the collective and cannot say anything; after this nobody can.
+        """
+        if not self._aborts.acquire(blocking=False):  # two threads may end the process at once
+            time.sleep(2.0)
+            return
+        with suppress(Exception):  # whatever happens here, the process ends as it would have ended
+            self._witness.ended_by = exception or "of an unknown type"
+            self._plane.report_failure(_JudgedTogether(_last_words(self._witness.own())))
+            self._judge_together()
+            self._telling.leave(ExitCode.PEER_LOST)
+            time.sleep(_LINGER_S)  # the peers write their verdict, now that all evidence is there
 
     def _judge_together(self) -> None:
         """C++ ends a rank, or a collective has timed out on it: all ranks say where they are before it is gone.
@@ -473,7 +479,7 @@ class Watchdog:
         self._witness.is_after_failure = True
         self._board.alert.set()
         self._post(self._marks.read().number)  # anew where the training thread has moved on in its error
-        if not self._once.acquire(blocking=False):
+        if not self._judges_together.acquire(blocking=False):
             self._have_judged_together.wait(_JOIN_S)
             return
         try:
@@ -511,7 +517,7 @@ class Watchdog:
             if peer is None or not peer.is_here or seen is None or seen.mark.ended:
                 continue
             if peer.state() is ProcessState.STOPPED or self._has_shown_its_stack(rank, peer.pid, seen, verdict):
-                end_peer(peer)
+                _end_peer(peer)
 
     def _has_shown_its_stack(self, rank: int, pid: int, seen: Sighting, verdict: Verdict) -> bool:
         """Whether a rank has printed the stack for which it was asked, or does so now, and could do it again."""
@@ -521,8 +527,49 @@ class Watchdog:
         return bool(verdict.stacks.get(str(rank))) or any(ask_for_stack(pid, printer) for _ in range(_ASKS))
 
 
-# -- how a verdict gets out --------------------------------------------------------------------------------------------
+def _last_words(own: Evidence) -> str:
+    call = own.collective.describe() if own.collective else "no collective that is known"
+    return (
+        f"an exception in C++ ({own.was_ended_by}) ends this process, which stands in {call}, at {own.location}. In "
+        "gloo it means that a peer's message does not fit: another shape, dtype or order of collectives. The verdict "
+        "names the rank that differs."
+    )
 
+
+def _end_with_parent(_: object) -> None:
+    """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
+    is_of_main_thread = threading.current_thread().name == "MainThread"
+    if multiprocessing.current_process().daemon and is_of_main_thread:
+        end_with_parent()
+
+
+def _end_process(code: ExitCode) -> None:
+    """Ends this process at once: its training thread may stand in a call that nothing interrupts.
+
+    Its data workers end with it, as at an orderly exit. One that hangs in a sample would live on, and with it its
+    copies of all connections: peers would wait for an answer of a store that nobody serves.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    end_workers()
+    os._exit(int(code))
+
+
+def _end_peer(peer: Peer) -> None:
+    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended, or is none."""
+    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(peer.pid):  # it is here
+        for pid in (*forks(peer.pid), peer.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+# -- how a verdict gets out, and what a person reads when a run ends ---------------------------------------------------
+
+# The verdict is shown once per host and last. Each rank writes its whole traceback to ``rank00000.traceback``. On the
+# terminal the rank that raised shows its own frames, a rank that stopped because of another one says so in a line, and
+# the lowest rank of the host that still runs waits for the others there and prints the verdict. Below ``distplus
+# launch`` the launcher does, after its own lines.
 
 JUDGED = "the watchdogs have judged:\n"
 _LOOK_S = 0.025
@@ -530,25 +577,30 @@ _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _STORE_S = 0.3
 _SETTLED = "watchdog/together/settled"
+_at_exit: list[multiprocessing.util.Finalize] = []
+"""Shows the verdict on the last run where no hook is asked: in a script that goes on."""
 
 
 class Telling:
-    """Tells verdicts for one rank: one rank of each host writes and prints.
+    """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends.
 
     Args:
         plane: The control plane.
         board: Who is there.
         folder: Where verdicts are written.
+        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
     """
 
-    def __init__(self, plane: ControlPlane, board: Board, folder: Path) -> None:
+    def __init__(self, plane: ControlPlane, board: Board, folder: Path, on_shown: Callable[[Path], None]) -> None:
         self._plane = plane
         self._line = plane.second_line()
         self._world = plane.world
         self._board = board
         self._folder = folder
+        self._on_shown = on_shown
         self._began_at = time.time()
         self._found: tuple[Verdict, Path] | None = None
+        self._is_over = False
         self.has_judged = False
         """Whether this rank gives a verdict of the watchdogs: what it raises from then on follows from that."""
 
@@ -560,56 +612,12 @@ class Telling:
     def _peers_here(self) -> list[tuple[int, Peer]]:
         return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
 
-    def await_others(self, silent: Iterable[int] = ()) -> None:
-        """Waits until the other ranks of this host have ended, and so said what they have to say.
-
-        Not for as long as a peer has to end by itself: one that stands in a collective with this rank is let go only
-        when this process ends.
-        """
-        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
-        end = running_time() + _PEER_GRACE_S / 2
-        while any(peer.state() is not ProcessState.GONE for peer in others) and running_time() < end:
-            time.sleep(_LOOK_S)
-
-    def is_shown(self, path: Path) -> bool:
-        """Whether a rank of this host has printed the verdict in this file."""
-        return shown_mark(path).exists()
-
-    def claim_showing(self, path: Path) -> bool:
-        """Whether this rank is the one that prints the verdict in this file: the first that asks."""
-        with suppress(FileExistsError):
-            shown_mark(path).touch(exist_ok=False)
-            return True
-        return False
-
-    def find_verdict(self) -> tuple[Verdict, Path] | None:
-        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
-        if self._found is None:
-            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
-            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
-            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
-        return self._found
-
-    def leave_traceback(self, text: str) -> Path | None:
-        """Writes the whole traceback of this rank; None where that fails."""
-        path = self._folder / f"rank{self._world.rank:05d}.traceback"
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-            return path
-        return None
+    # -- to the file and to the peers --------------------------------------------------------------------------------
 
     def tell(self, verdict: Verdict) -> None:
         """Writes it; it is printed when this process ends."""
         with suppress(OSError):
             self._found = (verdict, verdict.write(self._folder, self._world.host))
-
-    def is_done(self, verdict: Verdict) -> bool:
-        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        end = running_time() + _SPOKEN_S
-        while not (is_written := verdict.is_written(self._folder, self._world.host)) and running_time() < end:
-            time.sleep(_LOOK_S)
-        return is_written
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """``leave_verdict``; it is printed when this process ends. Never raises."""
@@ -630,6 +638,10 @@ class Telling:
             return
         self._found = left or self._found
 
+    def is_done(self, verdict: Verdict) -> bool:
+        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
+        return _until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
+
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
         kind = PeerLost if verdict.kind == "peer_lost" else HangDetected
@@ -638,217 +650,35 @@ class Telling:
         told = verdict if self._board.is_few else verdict.shortened()
 
         def tell() -> None:
-            with suppress(PeerError):
-                self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
-                self._plane.report_failure(error)
+            self._line.send(f"watchdog/verdict/{self._world.rank}", told.to_json().encode())
+            self._plane.report_failure(error)
 
         _within(_STORE_S, tell)
+
+    def told_by(self, rank: int) -> Verdict | None:
+        """The verdict that a rank has told; None where it cannot be had in time."""
+        told = _within(_TOLD_S, lambda: self._line.read(f"watchdog/verdict/{rank}"))
+        return None if told is None else Verdict.from_json(told)
 
     def settle(self, verdict: Verdict) -> Verdict:
         """Makes all ranks that judge together give one verdict, the first: whoever has judged may end at once."""
         told: list[bytes] = []
 
         def claim() -> None:
-            with suppress(PeerError, RuntimeError):
-                told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
-                self._line.sign_in(_SETTLED)
+            told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
+            self._line.sign_in(_SETTLED)
 
         _within(_TOLD_S, claim)
         return Verdict.from_json(told[0]) if told else verdict
 
     def await_settled(self, ranks: set[int]) -> None:
         """Keeps the process that serves the store until these ranks have the verdict that all give."""
-        if self._world.rank != self._plane.host_rank:
-            return
-        others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
-        end = running_time() + _SPOKEN_S
-        with suppress(PeerError, RuntimeError):
-            while running_time() < end:
-                if others <= self._line.signed_in(_SETTLED):
-                    return
-                time.sleep(_LOOK_S)
-
-    def told_by(self, rank: int) -> Verdict | None:
-        """The verdict that a rank has told; None where it cannot be had in time."""
-        told: list[bytes | None] = []
-
-        def read() -> None:
+        if self._world.rank == self._plane.host_rank:
+            others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
             with suppress(PeerError, RuntimeError):
-                told.append(self._line.read(f"watchdog/verdict/{rank}"))
+                _until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
 
-        _within(_TOLD_S, read)
-        return Verdict.from_json(told[0]) if told and told[0] is not None else None
-
-
-def _within(seconds: float, asks: Callable[[], None]) -> None:
-    """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
-    asker = threading.Thread(target=asks, daemon=True)
-    asker.start()
-    asker.join(timeout=seconds)
-
-
-# -- the end that C++ decides ------------------------------------------------------------------------------------------
-
-
-_PEERS_S = 0.3  # how long the peers get to write their verdict, after all evidence is there
-
-
-class Abort:
-    """Tells the peers, from the thread on which C++ gives up, what this rank was doing; then the process ends.
-
-    The training thread stands in the collective and cannot say anything; after this nobody can.
-
-    Args:
-        plane: The control plane; the training thread, which else reports errors over it, is stuck.
-        witness: Knows this process.
-        on_told: Called once the peers know, to judge and to write the verdict.
-    """
-
-    def __init__(self, plane: ControlPlane, witness: Witness, on_told: Callable[[], None]) -> None:
-        self._plane = plane
-        self._witness = witness
-        self._on_told = on_told
-        self._restore: Callable[[], None] | None = None
-        self._once = threading.Lock()
-
-    def arm(self) -> None:
-        """Stands before what C++ does at the end of a process."""
-        self._restore = _compat.on_terminate(self._speak)
-
-    def disarm(self) -> None:
-        """Takes it out again."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-    def _speak(self, exception: str) -> None:
-        if not self._once.acquire(blocking=False):  # two threads may end the process at once
-            time.sleep(2.0)
-            return
-        with suppress(Exception):  # whatever happens here, the process ends as it would have ended
-            self._witness.ended_by = exception or "of an unknown type"
-            self._plane.report_failure(_Aborted(_last_words(self._witness.own())))
-            self._on_told()
-            time.sleep(_PEERS_S)
-
-
-def _last_words(own: Evidence) -> str:
-    call = own.collective.describe() if own.collective else "no collective that is known"
-    return (
-        f"an exception in C++ ({own.was_ended_by}) ends this process, which stands in {call}, at {own.location}. In "
-        "gloo it means that a peer's message does not fit: another shape, dtype or order of collectives. The verdict "
-        "names the rank that differs."
-    )
-
-
-# -- the end of processes ----------------------------------------------------------------------------------------------
-
-
-def tie_workers(owner: object) -> None:
-    """From now on, data workers that are forked from this process end when it is killed; as long as ``owner`` lives.
-
-    A worker notices the death of its rank between two samples only. Until then its copies of the connections keep all
-    peers waiting, in the collectives and, where this rank serves it, for the store.
-    """
-    multiprocessing.util.register_after_fork(owner, _end_with_parent)
-
-
-def _end_with_parent(_: object) -> None:
-    """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
-    is_of_main_thread = threading.current_thread().name == "MainThread"
-    if multiprocessing.current_process().daemon and is_of_main_thread:
-        end_with_parent()
-
-
-def end_process(code: ExitCode) -> None:
-    """Ends this process at once: its training thread may stand in a call that nothing interrupts.
-
-    Its data workers end with it, as at an orderly exit. One that hangs in a sample would live on, and with it its
-    copies of all connections: peers would wait for an answer of a store that nobody serves.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    end_workers()
-    os._exit(int(code))
-
-
-def end_peer(peer: Peer) -> None:
-    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended, or is none."""
-    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(peer.pid):  # it is here
-        for pid in (*forks(peer.pid), peer.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-# -- the end of this process -------------------------------------------------------------------------------------------
-
-
-_at_exit: list[multiprocessing.util.Finalize] = []
-"""Shows the verdict on the last run where no hook is asked: in a script that goes on."""
-
-
-def _cancel_at_exit() -> None:
-    while _at_exit:
-        _at_exit.pop().cancel()
-
-
-def _notebook() -> Any:
-    """The shell of IPython that runs this process or has forked it, as a notebook's does; None elsewhere."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
-
-
-_after_cells: list[Callable[[Any], None]] = []
-
-
-def show_after_cells(folder: Path) -> None:
-    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
-
-    Args:
-        folder: Where the artefacts of the run are.
-    """
-    if (shell := _notebook()) is None:
-        return
-    began_at = time.time()
-
-    def end_cell(result: Any) -> None:
-        with suppress(Exception):  # the error of the cell has been shown
-            for told in [] if result.success else find_verdicts(folder, since=began_at)[-1:]:
-                shown_mark(told["path"]).touch(exist_ok=False)
-                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
-
-    while _after_cells:  # of an earlier Trainer
-        shell.events.unregister("post_run_cell", _after_cells.pop())
-    shell.events.register("post_run_cell", end_cell)
-    _after_cells.append(end_cell)
-
-
-def _silence_stdout() -> None:
-    """Lets nothing more of this process, which ends, reach standard output, where a thread may redraw a bar."""
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-        if sys.stdout.fileno() == 1:  # else a notebook's, or one that somebody reads
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-class Ending:
-    """Shows how the run ends on this rank.
-
-    Args:
-        plane: The control plane, which knows the first error of the job.
-        telling: Knows the verdict, and who speaks for this host.
-        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
-    """
-
-    def __init__(
-        self, plane: ControlPlane, telling: Telling, on_shown: Callable[[Path], None] = lambda path: None
-    ) -> None:
-        self._plane = plane
-        self._rank = plane.world.rank
-        self._telling = telling
-        self._on_shown = on_shown
-        self._is_over = False
+    # -- to the terminal ---------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
@@ -880,24 +710,23 @@ class Ending:
             ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         own = error if isinstance(error, DistplusError) else error.__cause__
         known = own if isinstance(own, DistplusError) else None
-        if self.is_full:
-            text = ""
-        else:
-            path = self._telling.leave_traceback(printed)
-            text = fold_traceback(printed) if known is None else self._line(known.exit_code, known)
+        text = ""
+        if not self.is_full:
+            path = self._leave_traceback(printed)
+            text = fold_traceback(printed) if known is None else self._line_of(known.exit_code, known)
             if known is None and path is not None:
                 text += f"\n(whole traceback: {path})"
         found = self._find_verdict()
-        if known is None:
-            _say(text)
-        elif found is None:
-            if self._telling.speaks_for_host():
-                self._telling.await_others()
-                text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
-            _say(text)
-        elif not self._telling.is_shown(found[1]) and not self._says_all(found[0]):  # the verdict comes last
+        if known is not None and found is None and self.speaks_for_host():
+            self._await_others()
+            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+        if known is None or found is None or not self._says_all(*found):
             _say(text)
         self.show_block()
+
+    def _says_all(self, verdict: Verdict, path: Path) -> bool:
+        """Whether the verdict, which comes last, leaves nothing for this rank's own line."""
+        return shown_mark(path).exists() or (not self._culprits() and self.speaks_for_host(verdict.silent))
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
@@ -906,29 +735,8 @@ class Ending:
         if self.show_block():
             return
         found = self._find_verdict()
-        if found is None or not self._telling.is_shown(found[1]):
-            _say(self._line(code))
-
-    def _find_verdict(self) -> tuple[Verdict, Path] | None:
-        """The verdict on this run; None where there is none, or where it cannot be read."""
-        with suppress(Exception):  # the process ends
-            return self._telling.find_verdict()
-        return None
-
-    def _says_all(self, verdict: Verdict) -> bool:
-        """Whether the verdict, which this rank prints, leaves nothing for its own line."""
-        return not self._culprits() and self._telling.speaks_for_host(verdict.silent)
-
-    def _culprits(self) -> list[int]:
-        """The other ranks because of which this one stops."""
-        first = self._plane.first_error
-        return [] if first is None else [rank for rank in first.ranks if rank != self._rank]
-
-    def _line(self, code: ExitCode, error: BaseException | None = None) -> str:
-        """What a rank says that has nothing to tell but that it ends."""
-        culprits = self._culprits()
-        why = f"because of {name_ranks(culprits)}" if culprits else f"with {type(error).__name__}" if error else ""
-        return f"rank {self._rank} stopped {why}, exit {int(code)}".replace(" ,", ",")
+        if found is None or not shown_mark(found[1]).exists():
+            _say(self._line_of(code))
 
     def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
@@ -936,21 +744,134 @@ class Ending:
             return False
         self._is_over = True
         with suppress(Exception):  # the process ends
-            found = self._find_verdict()
-            if found is not None and self._telling.speaks_for_host(found[0].silent):
+            found = self.find_verdict()
+            if found is not None and self.speaks_for_host(found[0].silent):
                 if waits:
-                    self._telling.await_others(found[0].silent)
+                    self._await_others(found[0].silent)
                 if multiprocessing.parent_process() is not None and _notebook() is not None:
                     self._on_shown(found[1])  # the notebook prints it
-                elif self._telling.claim_showing(found[1]):
+                else:
+                    shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
                     print_block(*found)
                     self._on_shown(found[1])
                     return True
         return False
 
+    def find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
+        if self._found is None:
+            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
+            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
+            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
+        return self._found
+
+    def _find_verdict(self) -> tuple[Verdict, Path] | None:
+        """The same; None also where it cannot be read."""
+        with suppress(Exception):  # the process ends
+            return self.find_verdict()
+        return None
+
+    def _await_others(self, silent: Iterable[int] = ()) -> None:
+        """Waits until the other ranks of this host have ended, and so said what they have to say.
+
+        Not for as long as a peer has to end by itself: one that stands in a collective with this rank is let go only
+        when this process ends.
+        """
+        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
+        _until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
+
+    def _leave_traceback(self, text: str) -> Path | None:
+        """Writes the whole traceback of this rank; None where that fails."""
+        path = self._folder / f"rank{self._world.rank:05d}.traceback"
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return path
+        return None
+
+    def _culprits(self) -> list[int]:
+        """The other ranks because of which this one stops."""
+        first = self._plane.first_error
+        return [] if first is None else [rank for rank in first.ranks if rank != self._world.rank]
+
+    def _line_of(self, code: ExitCode, error: BaseException | None = None) -> str:
+        """What a rank says that has nothing to tell but that it ends."""
+        culprits = self._culprits()
+        why = f" because of {name_ranks(culprits)}" if culprits else f" with {type(error).__name__}" if error else ""
+        return f"rank {self._world.rank} stopped{why}, exit {int(code)}"
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Looks again and again; whether the condition has come true in time."""
+    end = running_time() + seconds
+    while not (is_true := condition()) and running_time() < end:
+        time.sleep(_LOOK_S)
+    return is_true
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Asks on a thread of its own: where the process that served the store has ended, nobody may answer."""
+    told: list[T] = []
+
+    def run() -> None:
+        with suppress(PeerError, RuntimeError):
+            told.append(ask())
+
+    asker = threading.Thread(target=run, daemon=True)
+    asker.start()
+    asker.join(timeout=seconds)
+    return told[0] if told else None
+
 
 def _say(text: str) -> None:
+    """Straight to stderr: logging may be set to swallow it, and this is what the run ends with."""
     if text:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+
+def _silence_stdout() -> None:
+    """Lets nothing more of this process, which ends, reach standard output, where a thread may redraw a bar."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        if sys.stdout.fileno() == 1:  # else a notebook's, or one that somebody reads
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _cancel_at_exit() -> None:
+    while _at_exit:
+        _at_exit.pop().cancel()
+
+
+# -- in a notebook -----------------------------------------------------------------------------------------------------
+
+_after_cells: list[Callable[[Any], None]] = []
+
+
+def _notebook() -> Any:
+    """The shell of IPython that runs this process or has forked it, as a notebook's does; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def show_after_cells(folder: Path) -> None:
+    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
+
+    Args:
+        folder: Where the artefacts of the run are.
+    """
+    if (shell := _notebook()) is None:
+        return
+    began_at = time.time()
+
+    def end_cell(result: Any) -> None:
+        with suppress(Exception):  # the error of the cell has been shown
+            for told in [] if result.success else find_verdicts(folder, since=began_at)[-1:]:
+                shown_mark(told["path"]).touch(exist_ok=False)
+                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
+
+    while _after_cells:  # of an earlier Trainer
+        shell.events.unregister("post_run_cell", _after_cells.pop())
+    shell.events.register("post_run_cell", end_cell)
+    _after_cells.append(end_cell)

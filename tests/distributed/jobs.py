@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,6 +19,7 @@ from lightning_distplus.preflight.host import HOST_CHECKS
 
 STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "ResilientDeepSpeed")
 NUM_FEATURES = 8
+OF_TRAINER = inspect.signature(pl.Trainer).parameters.keys()
 
 
 class Model(pl.LightningModule):
@@ -64,33 +68,68 @@ def loader(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
 
 
 def strategy(name: str, **arguments: Any) -> Any:
-    """A strategy by class name: one of ours, or one of Lightning's.
+    """A strategy by class name: one of ours, or one of Lightning's; "zero1" to "zero3" are DeepSpeed's stages.
 
     Ours come without a monitor unless a test asks for one: `loader` gives all ranks the same samples, and faults are
     planted that the monitor would name before the part that a test is about.
     """
+    if name.startswith("zero"):
+        name, arguments = "ResilientDeepSpeed", {"stage": int(name[-1]), **arguments}
     home = lightning_distplus if name.startswith("Resilient") else pl.strategies
     if home is lightning_distplus:
         arguments = {"monitor": False, **arguments}
     return getattr(home, name)(**arguments)
 
 
-def trainer(strategy: Any, world_size: int, folder: str, **arguments: Any) -> pl.Trainer:
-    """A Trainer on the CPU that writes nothing by itself."""
+def trainer(which: Any, world_size: int, folder: Any, **arguments: Any) -> pl.Trainer:
+    """A Trainer on the CPU that writes nothing by itself, except for checkpoints where a callback saves them.
+
+    Args:
+        which: A strategy, or the name of one, whose arguments then stand among those of the Trainer.
+        world_size: Of this host.
+        folder: Its root.
+        **arguments: Of the Trainer, and of a strategy that is named.
+    """
+    if isinstance(which, str) and not which.startswith("resilient_"):
+        which = strategy(which, **{name: arguments.pop(name) for name in arguments.keys() - OF_TRAINER})
     quiet = {
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(one, Checkpoint) for one in arguments.get("callbacks") or ()),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
     }
-    return pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
-        default_root_dir=folder,
-        **{**quiet, **arguments},
-    )
+    place = {"accelerator": "cpu", "devices": world_size, "default_root_dir": folder}
+    return pl.Trainer(strategy=which, **{**quiet, **place, **arguments})
+
+
+def fit(
+    which: Any,
+    world_size: int,
+    folder: Any,
+    model: pl.LightningModule | None = None,
+    data: Any = None,
+    ckpt_path: Any = None,
+    **arguments: Any,
+) -> pl.Trainer:
+    """Makes a `trainer` and fits a model, of this module by default, to a loader, several of them, or a data module."""
+    made = trainer(which, world_size, folder, **arguments)
+    loaders = data if isinstance(data, tuple) else (loader() if data is None else data,)
+    made.fit(Model() if model is None else model, *loaders, ckpt_path=ckpt_path)
+    return made
+
+
+def verdict_in(folder: Path) -> dict[str, Any]:
+    """The one verdict of a run in this folder."""
+    (path,) = (folder / "distplus").glob("verdict-*.json")
+    verdict: dict[str, Any] = json.loads(path.read_text())
+    return verdict
+
+
+def line_of(file: str, comment: str) -> str:
+    """The place of the line that ends in this comment, as verdicts write it."""
+    lines = Path(file).read_text().splitlines()
+    return f"{file}:{next(number for number, text in enumerate(lines, 1) if text.endswith(f'# {comment}'))}"
 
 
 def findings_of_preflight(run: Any) -> list[str]:

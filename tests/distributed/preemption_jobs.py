@@ -151,11 +151,7 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
     defaults = {"max_steps": STEPS, "val_check_interval": 3, "num_sanity_val_steps": 1, "enable_checkpointing": True}
     saver = ModelCheckpoint(dirpath=Path(folder) / "checkpoints", every_n_train_steps=5, save_top_k=-1)
     trainer = jobs.trainer(
-        jobs.strategy(name, **settings),
-        world_size,
-        folder,
-        callbacks=[*callbacks, saver],
-        **{**defaults, **arguments},
+        name, world_size, folder, **settings, callbacks=[*callbacks, saver], **{**defaults, **arguments}
     )
     dataset = Numbered()
     data = ResumableDataModule(dataset, torch.ones(8, jobs.NUM_FEATURES), batch_size=2, num_workers=num_workers, seed=5)

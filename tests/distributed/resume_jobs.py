@@ -10,24 +10,29 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch.utils.data import Dataset
 
 from lightning_distplus.data import MegatronWriter, ResumableDataModule, TokenDataModule
 from lightning_distplus.testing import weights_digest
+from tests.distributed import jobs
 
 
 class Augmented(Dataset):
-    """Sample i is (i, the sum of a random number of each generator)."""
+    """Sample i is (i, the sum of a random number of each generator); it keeps which ones were read."""
 
-    def __init__(self, num_samples: int, text: str | None = None) -> None:
+    def __init__(self, num_samples: int = 17, text: str | None = None) -> None:
         self.num_samples = num_samples
         self.text = text
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, list):
+            return torch.stack([self[one] for one in index])
+        self.read.append(index)
         return torch.tensor([float(index), random.random() + np.random.rand() + torch.rand(()).item()])
 
 
@@ -116,7 +121,7 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
         "accelerator": "cpu",
         "devices": 1,
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(one, Checkpoint) for one in arguments.get("callbacks") or ()),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
@@ -147,38 +152,42 @@ def final_counters(model: Diary) -> dict[str, Any]:
         "steps": optimizer.step.total.state_dict(),
         "zero_grads": optimizer.zero_grad.total.state_dict(),
         "validation": loop.epoch_loop.val_loop.batch_progress.total.state_dict(),
-        "consumed": model.trainer.datamodule.consumed_samples,
+        "consumed": getattr(model.trainer.datamodule, "consumed_samples", None),
         "weights": weights_digest(model),
     }
 
 
 def assert_every_save_resumes_exactly(
-    make_data: Callable[[], pl.LightningDataModule], hook: str, folder: Path, every: int = 1, **arguments: Any
+    make_data: Callable[[], Any], hook: str, folder: Path, every: int = 1, run: Any = None, **arguments: Any
 ) -> int:
     """Resumes from every save, or every n-th counted from the last one.
 
-    The events must be the last ones of the undisturbed run, and none may be missing.
+    The events must be the last ones of the undisturbed run, and none may be missing. ``run`` makes the data by itself.
     """
+    run = run or (lambda make, **named: fit(make(), **named))
     saver = SaveAt(hook, folder)
-    undisturbed = fit(make_data(), callbacks=[saver], **arguments)
+    undisturbed = run(make_data, callbacks=[saver], **arguments)
     window = undisturbed.trainer.accumulate_grad_batches
     for path, num_before in saver.saves[::-every]:
-        resumed = fit(make_data(), ckpt_path=path, **arguments)
+        resumed = run(make_data, ckpt_path=path, **arguments)
+        left = undisturbed.events[num_before:]
         if not resumed.events:  # Lightning leaves a finished run as it is, also what was due after its last step
-            assert not any(event[0] == "train" for event in undisturbed.events[num_before:])
+            assert trained(left) == 0
             assert final_counters(resumed)["consumed"] == final_counters(undisturbed)["consumed"]
             continue
-        num_left = len(undisturbed.events) - num_before
         # The hook of the module that follows the hook of the callback is not repeated.
         may_lack = hook in ("on_train_epoch_end", "on_train_epoch_start")
-        assert len(resumed.events) >= num_left - may_lack, path.name
+        assert len(resumed.events) >= len(left) - may_lack, path.name
         assert resumed.events == undisturbed.events[len(undisturbed.events) - len(resumed.events) :], path.name
-        repeated = sum(event[0] == "train" for event in resumed.events) - sum(
-            event[0] == "train" for event in undisturbed.events[num_before:]
-        )
+        repeated = trained(resumed.events) - trained(left)
         assert 0 <= repeated < window + (hook == "on_before_optimizer_step"), path.name
         assert final_counters(resumed) == final_counters(undisturbed), path.name
     return len(saver.saves)
+
+
+def trained(events: list[Any]) -> int:
+    """How many of them are micro-batches."""
+    return sum(event[0] == "train" for event in events)
 
 
 def map_data(num_samples: int = 17, **arguments: Any) -> ResumableDataModule:
@@ -210,6 +219,19 @@ class SampleDiary(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Numbered(jobs.Model):
+    """Notes in each batch its step and number, its samples and the loss; on any strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int, list[int], str]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch.repeat(1, jobs.NUM_FEATURES // 2) / 24, batch_idx)
+        self.events.append((self.trainer.global_step, batch_idx, ids_of(batch), self.losses[-1]))
+        return loss
 
 
 def ids_of(batch: Any) -> list[int]:

@@ -94,15 +94,6 @@ def test_resume_from_every_save_audits_clean(workers: dict[str, Any], tmp_path: 
         assert (report.num_samples, report.num_steps, report.num_runs) == (48, 8, 2)
 
 
-@pytest.fixture
-def reset_sigchld() -> Iterator[None]:
-    import signal
-
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 def test_a_planted_repeat_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tampered("repeat", tmp_path)
     assert main(["audit", str(tmp_path)]) == 1

@@ -14,7 +14,7 @@ from lightning_distplus.cli.__main__ import main
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data import MegatronWriter
 from lightning_distplus.testing import spawn
-from tests.pairs import kept_rows
+from tests.pairs import kept, kept_rows
 from tests.recipes import RECIPES, in_root  # noqa: F401
 
 pytest.importorskip("transformers")
@@ -56,7 +56,7 @@ def test_a_recipe_that_is_not_there_is_one_message(capsys: pytest.CaptureFixture
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("recipe", [*recipes.models(), *RECIPES])
+@pytest.mark.parametrize("recipe", kept([*recipes.models(), *RECIPES], ["tiny_cpu", "tinyllama_1.1b_fsdp"]))
 def test_every_recipe_is_printed_as_a_recipe_that_prints_the_same(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,9 +137,14 @@ TRAINED: list[tuple[str, list[str]]] = [
 ]
 
 
-def run_in(folder: str, command: list[str]) -> int:
+def train_and_resume(folder: str, command: list[str]) -> list[tuple[int, list[str]]]:
+    """The code of each of two commands, and the checkpoints that it leaves."""
     os.chdir(folder)
-    return main(command)
+    ended = []
+    for steps in (4, 6):
+        code = main([*command, f"--trainer.max_steps={steps}"])
+        ended.append((code, sorted(path.name for path in Path("runs/tiny_cpu/checkpoints").glob("step=*.ckpt"))))
+    return ended
 
 
 @pytest.mark.deadline(240)
@@ -158,11 +163,8 @@ def test_every_recipe_trains_validates_and_resumes(strategy: str, options: list[
     ]
     command += [*options, "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
     command += ["--trainer.callbacks.init_args.every_n_train_steps=1", "--data.init_args.micro_batch_size=2"]
-    for steps, kept in ((4, (2, 3, 4)), (6, (4, 5, 6))):
-        line = [*command, f"--trainer.max_steps={steps}"]
-        assert spawn(run_in, 2, args=(str(tmp_path), line), deadline="110s").check().results == {0: 0, 1: 0}
-        saved = (tmp_path / "runs" / "tiny_cpu" / "checkpoints").glob("step=*.ckpt")
-        assert sorted(path.name for path in saved) == [f"step={step}.ckpt" for step in kept]
+    ended = spawn(train_and_resume, 2, args=(str(tmp_path), command), deadline="150s").check().results[0]
+    assert ended == [(0, [f"step={step}.ckpt" for step in kept]) for kept in ((2, 3, 4), (4, 5, 6))]
     logs = sorted((tmp_path / "runs" / "tiny_cpu").rglob("metrics.csv"))
     assert "val_loss" in logs[0].read_text()
     if "deepspeed" in strategy:

@@ -1,19 +1,27 @@
-"""A checkpoint on another number of ranks, and in another strategy: parameters and AdamW's moments are the same.
+"""What a checkpoint holds, on another number of ranks and in another strategy too, and what it tells of its run.
 
 Row R9.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from lightning_distplus import newest_valid, verify
+from lightning_distplus.checkpoint import Manifest, read_manifest
+from lightning_distplus.checkpoint.files import MARKER, meta_folder
 from lightning_distplus.cli.checkpoints import run_export as export
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.testing import spawn, weights_digest
@@ -67,75 +75,110 @@ def state_of_zero(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, safe_get_full_fp32_param(value)) for name, value in named] + moments
 
 
-def resume_and_save(
-    name: str, world_size: int, source: str | None, target: str, steps: int, arguments: dict[str, Any]
-) -> tuple[dict[str, str], dict[str, str]]:
-    state = WholeState(target)
-    trainer = jobs.trainer(
-        jobs.strategy(name, **arguments), world_size, str(Path(target).parent), max_steps=steps, callbacks=[state]
-    )
-    trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=source)
-    return state.loaded, state.saved
+Digests = dict[str, str]
+Leg = tuple[str, str | None, dict[str, Any]]
+"""A strategy, the checkpoint that it goes on from, and the strategy's arguments."""
 
 
-def station(
+def travel(folder: str, world_size: int, first: int, legs: list[Leg]) -> list[tuple[Digests, Digests]]:
+    """Trains one step in each leg and saves ``NUMBER.ckpt``, in the same processes."""
+    found = []
+    for number, (name, source, arguments) in enumerate(legs, first):
+        state = WholeState(f"{folder}/{number}.ckpt")
+        jobs.fit(name, world_size, folder, ckpt_path=source, max_steps=number, callbacks=[state], **arguments)
+        found.append((state.loaded, state.saved))
+    return found
+
+
+def leg(
     folder: Path, number: int, name: str, world_size: int, source: Path | None, **arguments: Any
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Trains one step from ``source`` and saves ``NUMBER.ckpt``; what was loaded, and what was saved, on every rank."""
-    call = (name, world_size, source and str(source), str(folder / f"{number}.ckpt"), number, arguments)
-    results = spawn(resume_and_save, world_size, args=call, deadline="50s").check().results
+) -> tuple[Digests, Digests]:
+    """One leg in processes of its own; what was loaded, and what was saved, on every rank."""
+    legs = [(name, source and str(source), arguments)]
+    results = spawn(travel, world_size, args=(str(folder), world_size, number, legs), deadline="50s").check().results
     assert all(result == results[0] for result in results.values())
-    assert any(key.endswith("exp_avg_sq") for key in results[0][1])
-    return results[0]
+    assert any(key.endswith("exp_avg_sq") for key in results[0][0][1])
+    return results[0][0]
 
 
-def chain(folder: Path, *stations: tuple[str, int, dict[str, Any]]) -> None:
-    """Trains one step in each station, from the checkpoint of the one before, and compares what is handed on."""
-    handed_on: dict[str, str] = {}
-    for number, (name, world_size, arguments) in enumerate(stations, start=1):
-        source = folder / f"{number - 1}.ckpt" if handed_on else None
-        loaded, saved = station(folder, number, name, world_size, source, **arguments)
+FIRST = {
+    "ResilientFSDP": ("ResilientFSDP", {}),
+    "ResilientModelParallel": ("ResilientModelParallel", {}),
+    "ZeRO-2": ("ResilientDeepSpeed", {"stage": 2}),
+    "ZeRO-3": ("ResilientDeepSpeed", {"stage": 3}),
+}
+First = Callable[[str, Path], Digests]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> First:
+    """Puts ``1.ckpt`` of a strategy on two ranks into a folder, and tells what it holds; each is made once."""
+
+    @functools.cache
+    def made(which: str) -> tuple[Path, Digests]:
+        folder = tmp_path_factory.mktemp(which)
+        name, arguments = FIRST[which]
+        return folder, leg(folder, 1, name, 2, None, **arguments)[1]
+
+    def put(which: str, folder: Path) -> Digests:
+        source, saved = made(which)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return saved
+
+    return put
+
+
+@pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
+def test_a_sharded_checkpoint_goes_from_2_to_4_to_3_to_2_ranks(name: str, first: First, tmp_path: Path) -> None:
+    handed_on = first(name, tmp_path)
+    for number, world_size in enumerate((4, 3, 2), start=2):
+        loaded, saved = leg(tmp_path, number, name, world_size, tmp_path / f"{number - 1}.ckpt")
         assert loaded == handed_on
         handed_on = saved
 
 
-@pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
-def test_a_sharded_checkpoint_goes_from_2_to_4_to_3_to_2_ranks(name: str, tmp_path: Path) -> None:
-    chain(tmp_path, *((name, world_size, {}) for world_size in (2, 4, 3, 2)))
-
-
 def test_a_whole_checkpoint_goes_from_ddp_to_fsdp_to_fsdp2_and_back(tmp_path: Path) -> None:
-    full = {"state_dict_type": "full"}
-    chain(
-        tmp_path,
-        ("ResilientDDP", 2, {}),
-        ("ResilientFSDP", 2, full),
-        ("ResilientModelParallel", 2, {"save_distributed_checkpoint": False}),
-        ("ResilientDDP", 2, {}),
-    )
+    legs: list[Leg] = [
+        ("ResilientDDP", None, {}),
+        ("ResilientFSDP", f"{tmp_path}/1.ckpt", {"state_dict_type": "full"}),
+        ("ResilientModelParallel", f"{tmp_path}/2.ckpt", {"save_distributed_checkpoint": False}),
+        ("ResilientDDP", f"{tmp_path}/3.ckpt", {}),
+    ]
+    results = spawn(travel, 2, args=(str(tmp_path), 2, 1, legs), deadline="100s").check().results
+    for found in results.values():
+        assert [loaded for loaded, _ in found] == [{}, *(saved for _, saved in results[0][:-1])]
 
 
 @pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
-def test_an_exported_checkpoint_of_shards_goes_on_in_ddp(name: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    _, saved = station(tmp_path, 1, name, 2, None)
-    whole, weights = tmp_path / "whole.ckpt", tmp_path / "weights.safetensors"
-    assert export([str(tmp_path / "1.ckpt"), str(whole)]) == 0
-    assert export([str(tmp_path / "1.ckpt"), str(weights)]) == 0
-    loaded, _ = station(tmp_path, 2, "ResilientDDP", 2, whole)
+def test_an_exported_checkpoint_of_shards_goes_on_in_ddp(name: str, first: First, tmp_path: Path) -> None:
+    saved = first(name, tmp_path)
+    whole, weights = export_both(tmp_path, saved)
+    loaded, _ = leg(tmp_path, 2, "ResilientDDP", 2, whole)
     assert loaded == saved
-    state = load_file(weights)
-    assert len(state) == NUM_PARAMETERS
-    assert {key: weights_digest({key: value}) for key, value in state.items()}.items() <= saved.items()
     assert export([str(whole), str(weights)]) == 1, "what is there is not overwritten"
 
 
+def export_both(folder: Path, saved: Digests) -> tuple[Path, Path]:
+    """The first checkpoint as one file, and its weights alone, which are those that were saved."""
+    from safetensors.torch import load_file
+
+    whole, weights = folder / "whole.ckpt", folder / "weights.safetensors"
+    for target in (whole, weights):
+        assert export([str(folder / "1.ckpt"), str(target)]) == 0
+    for state in (torch.load(whole, weights_only=False)["state_dict"], load_file(weights)):
+        assert len(state) == NUM_PARAMETERS
+        assert {key: weights_digest({key: value}) for key, value in state.items()}.items() <= saved.items()
+    return whole, weights
+
+
 @pytest.mark.parametrize("stage", kept([2, 3], [3]))
-def test_zero_on_another_number_of_ranks_is_refused_with_the_command_that_converts(stage: int, tmp_path: Path) -> None:
-    _, saved = station(tmp_path, 1, "ResilientDeepSpeed", 2, None, stage=stage)
-    call = ("ResilientDeepSpeed", 3, str(tmp_path / "1.ckpt"), str(tmp_path / "2.ckpt"), 2, {"stage": stage})
-    refused = spawn(resume_and_save, 3, args=call, deadline="50s")
+def test_zero_on_another_number_of_ranks_is_refused_with_the_command_that_converts(
+    stage: int, first: First, tmp_path: Path
+) -> None:
+    saved = first(f"ZeRO-{stage}", tmp_path)
+    zero = functools.partial(leg, tmp_path, 2, "ResilientDeepSpeed", 3, stage=stage)
+    legs = [("ResilientDeepSpeed", str(tmp_path / "1.ckpt"), {"stage": stage})]
+    refused = spawn(travel, 3, args=(str(tmp_path), 3, 2, legs), deadline="50s")
     command = f"distplus export --universal {tmp_path / '1.ckpt'} {tmp_path / '1-universal.ckpt'}"
     for rank in range(3):
         assert refused.exit_codes[rank] == CheckpointMismatch.exit_code
@@ -144,29 +187,142 @@ def test_zero_on_another_number_of_ranks_is_refused_with_the_command_that_conver
 
     assert export(command.split()[2:]) == 0
     assert newest_valid(tmp_path) == tmp_path / "1-universal.ckpt"
-    loaded, _ = station(tmp_path, 2, "ResilientDeepSpeed", 3, tmp_path / "1-universal.ckpt", stage=stage)
+    loaded, _ = zero(tmp_path / "1-universal.ckpt")
     assert loaded == saved
 
     # Asked to, the strategy converts by itself, and finds the result again.
     for _ in range(2):
-        loaded, _ = station(
-            tmp_path, 2, "ResilientDeepSpeed", 3, tmp_path / "1.ckpt", stage=stage, convert_checkpoint=True
-        )
+        loaded, _ = zero(tmp_path / "1.ckpt", convert_checkpoint=True)
         assert loaded == saved
     (converted,) = (tmp_path / ".distplus").glob("1.ckpt.universal-*")
     assert converted.is_dir()
 
 
-def test_weights_of_zero_are_exported(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    _, saved = station(tmp_path, 1, "ResilientDeepSpeed", 2, None, stage=3)
-    whole, weights = tmp_path / "whole.ckpt", tmp_path / "weights.safetensors"
-    assert export([str(tmp_path / "1.ckpt"), str(whole)]) == 0
-    assert export([str(tmp_path / "1.ckpt"), str(weights)]) == 0
-    found = torch.load(whole, weights_only=False)["state_dict"]
-    for state in (found, load_file(weights)):
-        assert len(state) == NUM_PARAMETERS
-        assert {key: weights_digest({key: value}) for key, value in state.items()}.items() <= saved.items()
+def test_weights_of_zero_are_exported(first: First, tmp_path: Path) -> None:
+    whole, _ = export_both(tmp_path, first("ZeRO-3", tmp_path))
     assert verify(whole).ok
     assert newest_valid(tmp_path) == tmp_path / "1.ckpt", "a run goes on from the source, which has the moments"
+
+
+# -- saved before the first step, or with an optimizer that keeps no state ---------------------------------------------
+
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "ResilientDDP": [{}],
+    "ResilientFSDP": [{}, {"state_dict_type": "full"}],
+    "ResilientModelParallel": [{}, {"save_distributed_checkpoint": False}],
+    "ResilientDeepSpeed": [{"stage": 1}, {"stage": 3}],
+}
+
+
+class Stateless(jobs.Model):
+    """Trained by SGD without momentum, whose learning rate has changed."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 3e-2
+
+
+class SavesBeforeTheFirstStep(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def save_and_resume(folder: str, name: str, arguments: dict[str, Any], keeps_state: bool) -> dict[str, Any]:
+    path, model = f"{folder}/saved.ckpt", jobs.Model if keeps_state else Stateless
+    callbacks = [SavesBeforeTheFirstStep(path)] if keeps_state else []
+    first = jobs.fit(name, 2, folder, model(), **arguments, max_steps=2, callbacks=callbacks)
+    if not keeps_state:
+        first.save_checkpoint(path)
+    resumed = model(seed=1)
+    second = jobs.fit(name, 2, folder, resumed, ckpt_path=path, **arguments, max_steps=3)
+    return {
+        "steps": second.global_step,
+        "batches": len(resumed.losses),
+        "lr": resumed.optimizers().param_groups[0]["lr"],
+    }
+
+
+def save_and_resume_each(folder: str, ways: list[tuple[dict[str, Any], bool]], name: str) -> list[dict[str, Any]]:
+    return [save_and_resume(f"{folder}/{number}", name, *way) for number, way in enumerate(ways)]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_checkpoint_of_an_optimizer_without_state_is_resumed(name: str, tmp_path: Path) -> None:
+    """Saved before the first step, or by SGD."""
+    ways = [(arguments, keeps_state) for arguments in WAYS[name] for keeps_state in (True, False)]
+    run = spawn(save_and_resume_each, 2, args=(str(tmp_path), ways, name), deadline="100s").check()
+    kept, lost = {"steps": 3, "batches": 3, "lr": 1e-2}, {"steps": 3, "batches": 1, "lr": 3e-2}
+    expected = [kept if keeps_state else lost for _, keeps_state in ways]
+    assert run.results == {0: expected, 1: expected}
+
+
+# -- buffers that differ between ranks ---------------------------------------------------------------------------------
+
+
+class Placed(jobs.Model):
+    """Has buffers that differ between ranks, as BatchNorm's do; torch would have both ranks write some of them."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "places"):
+            self.places = nn.ModuleList(nn.Module() for _ in range(4))
+            for place in self.places:
+                place.register_buffer("rank", torch.full((300,), self.trainer.global_rank))
+
+
+def resume_with_other_buffers(rank: int, name: str, folder: str) -> set[int]:
+    trainer = jobs.fit(name, 2, folder, Placed(), max_steps=2)
+    trainer.save_checkpoint(f"{folder}/2.ckpt")
+    module = Placed()
+    trainer = jobs.fit(name, 2, folder, module, ckpt_path=f"{folder}/2.ckpt", max_steps=3)
+    return {found for place in module.places for found in place.rank.tolist()}
+
+
+@pytest.mark.parametrize("name", ["ResilientFSDP", "ResilientModelParallel"])
+def test_a_run_resumes_whose_ranks_hold_other_buffers_with_those_of_rank_0(name: str, tmp_path: Path) -> None:
+    result = spawn(resume_with_other_buffers, 2, args=(name, str(tmp_path)), deadline="60s").check()
+    assert result.results == {0: {0}, 1: {0}}
+
+
+# -- layout, configuration and the checkpoint before it ----------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ResilientDDP": {"data_parallel": 2},
+    "ResilientFSDP": {"data_parallel": 2, "sharding": "FULL_SHARD"},
+    "ResilientModelParallel": {"data_parallel": 2, "tensor_parallel": 1},
+    "ResilientDeepSpeed": {"data_parallel": 2, "zero_stage": 2},
+}
+
+
+def save_twice_and_resume(name: str, folder: str) -> None:
+    for start, saves, clip in ((None, ("a", "b"), 1.0), ("b", ("c",), 1.0), ("b", ("d",), 0.5)):
+        clips = {} if name == "ResilientFSDP" else {"gradient_clip_val": clip}
+        accumulates = 2 if name == "ResilientFSDP" and clip == 0.5 else 1
+        path, named = start and f"{folder}/{start}.ckpt", {"accumulate_grad_batches": accumulates, **clips}
+        trainer = jobs.fit(name, 2, folder, ckpt_path=path, max_steps=4, **named)
+        for save in saves:
+            trainer.save_checkpoint(f"{folder}/{save}.ckpt")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_manifest_names_layout_configuration_and_parent(name: str, tmp_path: Path) -> None:
+    spawn(save_twice_and_resume, 2, args=(name, str(tmp_path)), deadline="2m").check()
+    manifests: dict[str, Manifest] = {save: read_manifest(tmp_path / f"{save}.ckpt") for save in "abcd"}
+
+    assert all(manifest.layout == LAYOUTS[name] for manifest in manifests.values())
+    parents = {save: manifest.parent for save, manifest in manifests.items()}
+    assert parents.pop("a") is None
+    for parent, children in (("a", "b"), ("b", "cd")):
+        marker = json.loads((meta_folder(tmp_path / f"{parent}.ckpt") / MARKER).read_text())
+        expected = {"path": str(tmp_path / f"{parent}.ckpt"), "manifest_xxh3_128": marker["manifest_xxh3_128"]}
+        assert [parents[child] for child in children] == [expected] * len(children)
+    of = {save: manifest.configuration for save, manifest in manifests.items()}
+    assert len(of["a"] or "") == 32
+    assert of["a"] == of["b"] == of["c"] != of["d"]

@@ -45,9 +45,8 @@ class Evaluating(jobs.Model):
 
 
 def evaluate(strategy: str, world_size: int, folder: str) -> Any:
-    arguments = {"stage": 2} if "DeepSpeed" in strategy else {}
     model = Evaluating()
-    trainer = jobs.trainer(jobs.strategy(strategy, **arguments), world_size, folder)
+    trainer = jobs.trainer(strategy, world_size, folder)
     trainer.validate(model, jobs.loader(8), verbose=False)
     return model.gathered
 
@@ -126,7 +125,7 @@ def refuse(strategy: str, folder: str) -> list[tuple[list[int], str, dict[int, s
         return {}
 
     model = Evaluating(refused_one_after_the_other)
-    jobs.trainer(jobs.strategy(strategy), 3, folder).validate(model, jobs.loader(8), verbose=False)
+    jobs.trainer(strategy, 3, folder).validate(model, jobs.loader(8), verbose=False)
     assert model.gathered == {}
     return seen
 

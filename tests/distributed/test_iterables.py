@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,14 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def _worker_handler() -> Iterator[None]:
-    """torch sets a handler for SIGCHLD with its first worker, and never takes it back."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 @pytest.mark.parametrize(
     ("case", "style"),
     [*((case, Counting) for case in CASES), *((case, Resuming) for case in ("three epochs", "limited by steps"))],
@@ -96,7 +86,7 @@ def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path
     assert found >= 2
 
 
-@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.usefixtures("reset_sigchld")
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
 def test_nothing_is_lost_to_what_workers_read_ahead(options: dict[str, Any], tmp_path: Path) -> None:
     def make_data() -> Any:
@@ -123,7 +113,7 @@ class Padded(Diary):
         return super().training_step(batch[0], batch_idx)
 
 
-@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.usefixtures("reset_sigchld")
 @pytest.mark.parametrize(
     "arguments",
     kept(
@@ -155,18 +145,21 @@ def test_data_without_an_end_resumes_exactly(arguments: dict[str, Any], tmp_path
     assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, 5, **arguments) >= 14
 
 
-@pytest.mark.usefixtures("_worker_handler")
+OF_TORCHDATA = [
+    partial(loader_of_torchdata, "iterable"),
+    partial(loader_of_torchdata, "shuffled", 2),
+    partial(nodes_of_torchdata, "batches"),
+    partial(nodes_of_torchdata, "ahead"),
+    partial(loader_of_torchdata, "in order"),
+    partial(loader_of_torchdata, "shuffled"),
+    partial(nodes_of_torchdata, "samples"),
+]
+
+
+@pytest.mark.usefixtures("reset_sigchld")
 @pytest.mark.parametrize(
     "make",
-    [
-        partial(loader_of_torchdata, "iterable"),
-        partial(loader_of_torchdata, "in order"),
-        partial(loader_of_torchdata, "shuffled"),
-        partial(loader_of_torchdata, "shuffled", 2),
-        partial(nodes_of_torchdata, "samples"),
-        partial(nodes_of_torchdata, "batches"),
-        partial(nodes_of_torchdata, "ahead"),
-    ],
+    kept(OF_TORCHDATA, OF_TORCHDATA[:4]),
     ids=lambda make: f"{make.func.__name__}-{make.args}",
 )
 def test_loaders_and_nodes_of_torchdata_resume_exactly(make: Any, tmp_path: Path) -> None:
@@ -380,7 +373,8 @@ def chunks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@pytest.mark.usefixtures("_worker_handler")
+@pytest.mark.soak  # its writer takes ten seconds
+@pytest.mark.usefixtures("reset_sigchld")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_of_litdata_resumes_exactly(num_workers: int, chunks: str, tmp_path: Path) -> None:
     import litdata

@@ -27,6 +27,14 @@ SMALLER = [
 ]
 
 
+def write_tokens(folder: Path) -> None:
+    """What the driver would prepare of its corpus, which the soak leaves to it."""
+    for name, begin in (("code", 0), ("prose", 2048)):
+        with MegatronWriter(folder / name) as writer:
+            for document in range(100):
+                writer.add_document([(begin + 37 * document + token) % 4096 for token in range(640)])
+
+
 def prove(strategy: str, out: Path) -> None:
     command = [*DRIVER, "--strategy", strategy, "--steps", "24", "--seed", "7", "--out", str(out), *SMALLER]
     command += ["--data", str(out.parent / "data")]
@@ -49,6 +57,7 @@ def prove(strategy: str, out: Path) -> None:
 
 @pytest.mark.deadline(180)
 def test_a_killed_pretraining_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "data")
     prove("fsdp", tmp_path / "run")
 
 
@@ -63,9 +72,7 @@ def test_a_killed_pretraining_is_exact_under_the_other_strategies(strategy: str,
 @pytest.mark.deadline(240)
 def test_control_c_ends_every_process_of_a_pretraining(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "data"
-    for name in ("code", "prose"):
-        with MegatronWriter(data / name) as writer:
-            writer.add_document(range(4096))
+    write_tokens(data)
     command = [*DRIVER, "--strategy", "ddp", "--steps", "1000", "--out", str(out), "--data", str(data), *SMALLER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         until = time.monotonic() + 60

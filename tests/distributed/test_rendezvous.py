@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
-import sys
+import subprocess
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_distplus import _compat, env
-from lightning_distplus.control import Address, ControlPlane, connect, disconnect, rendezvous
+from lightning_distplus.control import Address, ControlPlane, connect, disconnect
 from lightning_distplus.errors import PeerLost
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import spawn, weights_digest
 from lightning_distplus.world import World
+from tests.distributed import jobs
+from tests.faults.hosts import several_hosts
 
 NO_DEADLINE = timedelta(seconds=20)
 
@@ -36,7 +40,6 @@ class Entrant:
     late_s: float = 0.0
     stays_s: float = 0.0
     deadline: timedelta = NO_DEADLINE
-    answer_s: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,10 @@ class Outcome:
     """What became of it."""
 
     entered: float
-    left: float
-    pid: int
+    left: float = 0.0
     error: str = ""
     text: str = ""
     ranks: list[int] = field(default_factory=list)
-    listening_on: list[str] = field(default_factory=list)
 
 
 def enter(rank: int, entrants: dict[int, Entrant]) -> Outcome | None:
@@ -57,14 +58,12 @@ def enter(rank: int, entrants: dict[int, Entrant]) -> Outcome | None:
     entrant = entrants.get(rank)
     if entrant is None:
         return None
-    rendezvous._ANSWER_S = entrant.answer_s
     time.sleep(entrant.late_s)
-    entered = time.time()
+    outcome = Outcome(entered=time.time())
     world = World(rank=entrant.rank, size=entrant.size, num_nodes=entrant.num_nodes)
-    outcome = Outcome(entered=entered, left=0.0, pid=os.getpid())
     try:
         connect(world, _address(entrant.job), entrant.deadline)
-        outcome = replace(outcome, left=time.time(), listening_on=_listening_on(env.MASTER_PORT.integer() or 0))
+        outcome = replace(outcome, left=time.time())
     except Exception as error:
         ranks = getattr(error, "ranks", [])
         return replace(outcome, left=time.time(), error=type(error).__name__, text=str(error), ranks=ranks)
@@ -83,17 +82,8 @@ def _address(job: str = "", attempt: int = 0) -> Address:
     )
 
 
-def _listening_on(port: int) -> list[str]:
-    """The local addresses on which this host listens at a port, as /proc writes them."""
-    tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
-    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return [
-        columns[1].rpartition(":")[0] for columns in lines if columns[3] == "0A" and columns[1].endswith(f":{port:04X}")
-    ]
-
-
-def _run(entrants: dict[int, Entrant], **arguments: Any) -> dict[int, Outcome]:
-    found = spawn(enter, max(entrants) + 1, args=(entrants,), deadline="30s", **arguments).check().results
+def _run(entrants: dict[int, Entrant]) -> dict[int, Outcome]:
+    found = spawn(enter, max(entrants) + 1, args=(entrants,), deadline="30s").check().results
     return {rank: found[rank] for rank in entrants}
 
 
@@ -125,56 +115,11 @@ def test_the_node_of_missing_ranks_is_named() -> None:
         assert "rank 2 (never seen, node 1), rank 3 (never seen, node 1)" in outcome.text
 
 
-def test_a_stray_rank_of_another_world_size_is_refused_and_disturbs_nobody() -> None:
-    job = {rank: Entrant(rank=rank, size=3, stays_s=1.0) for rank in range(3)}
-    found = _run({**job, 3: Entrant(rank=3, size=8, late_s=0.3)})
-    assert [found[rank].error for rank in range(3)] == [""] * 3
-    assert found[3].error == "RendezvousError"
-    assert "world_size is 8 here and 3 there" in found[3].text
-    assert f"pid {found[3].pid}" in found[3].text
-
-
 def test_a_stray_rank_of_another_job_is_refused() -> None:
     job = {rank: Entrant(rank=rank, size=2, stays_s=1.0) for rank in range(2)}
     found = _run({**job, 2: Entrant(rank=1, size=2, job="other", late_s=0.3)})
     assert (found[0].error, found[1].error, found[2].error) == ("", "", "RendezvousError")
     assert "job is 'other' here and 'job' there" in found[2].text
-
-
-def test_a_second_process_with_the_same_rank_is_refused_and_both_are_named() -> None:
-    job = {rank: Entrant(rank=rank, size=2, stays_s=1.0) for rank in range(2)}
-    found = _run({**job, 2: Entrant(rank=1, size=2, late_s=0.3)})
-    assert (found[0].error, found[1].error, found[2].error) == ("", "", "RendezvousError")
-    assert "Two processes call themselves rank 1 of 2" in found[2].text
-    assert f"pid {found[1].pid}" in found[2].text
-    assert f"pid {found[2].pid}" in found[2].text
-
-
-def test_a_port_that_another_service_holds_is_one_clear_error_on_every_rank() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        entrants = {rank: Entrant(rank=rank, size=2, answer_s=0.5) for rank in range(2)}
-        found = _run(entrants, env={"MASTER_PORT": port})
-
-    assert [outcome.error for outcome in found.values()] == ["RendezvousError"] * 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in found[0].text
-    assert "set MASTER_PORT to a free one" in found[0].text
-    assert f"reached 127.0.0.1:{port}, but what listens there does not answer" in found[1].text
-    assert all(outcome.left - outcome.entered < 2.5 for outcome in found.values())
-
-
-def test_an_address_that_does_not_resolve_is_one_clear_error() -> None:
-    entrants = {0: Entrant(rank=0, size=2, num_nodes=2)}
-    (outcome,) = _run(entrants, env={"MASTER_ADDR": "no-such-host.invalid"}).values()
-    assert outcome.error == "RendezvousError"
-    assert "cannot listen on no-such-host.invalid" in outcome.text
-    assert "Set MASTER_ADDR to the host of rank 0" in outcome.text
-
-
-def test_on_one_host_the_store_listens_on_the_loopback_interface_only() -> None:
-    found = _run({rank: Entrant(rank=rank, size=2, stays_s=0.2) for rank in range(2)}, env={"MASTER_ADDR": "0.0.0.0"})
-    loopback = {"0100007F"} if sys.byteorder == "little" else {"7F000001"}
-    assert set(found[0].listening_on) == loopback
 
 
 def lose(rank: int, lost: int) -> tuple[list[int], float, str]:
@@ -208,21 +153,6 @@ def test_a_rank_that_is_killed_is_named_within_two_seconds(lost: int, text: str)
         assert ranks == [lost]
         assert elapsed_s < 2
         assert text in found
-
-
-def exchange_large(rank: int) -> list[tuple[int, int]]:
-    plane = connect(World(rank=rank, size=3), _address(), NO_DEADLINE)
-    assert connect(World(rank=rank, size=3), _address(), NO_DEADLINE) is plane, "one per process"
-    values = plane.gather("large", bytes([rank]) * (1 << 20), NO_DEADLINE)
-    plane.farewell(NO_DEADLINE)
-    disconnect()
-    return [(len(value), value[0]) for value in values]
-
-
-def test_messages_of_1_mib_pass_through_the_store_of_rank_0() -> None:
-    run = spawn(exchange_large, 3, deadline="30s").check()
-    assert list(run.results.values()) == [[(1 << 20, 0), (1 << 20, 1), (1 << 20, 2)]] * 3
-    assert not any(run.logs.values()), "nothing is printed on the way"
 
 
 def form_group_and_die(rank: int, num_deaths: int, folder: str) -> int:
@@ -309,3 +239,55 @@ def test_hosts_that_come_and_go_meet_anew_at_a_store_that_keeps_its_keys() -> No
 @pytest.mark.deadline(300)
 def test_the_ranks_form_their_group_again_after_20_of_20_restarts(tmp_path: Path) -> None:
     _restart(20, tmp_path)
+
+
+# -- a name server that does not answer: ranks of one host know each other by number -----------------------------------
+
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+
+
+def on_host_with_silent_resolver(name: str, folder: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), _CLONE_NEWNET) == 0
+    assert libc.unshare(_CLONE_NEWNS) == 0
+    settings = Path(folder) / f"resolv.conf.{os.getpid()}"
+    settings.write_text("nameserver 127.0.0.1\n")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", settings, "/etc/resolv.conf"], check=True)
+
+
+def train(rank: int, name: str, folder: str) -> tuple[str, bool, bool]:
+    on_host_with_silent_resolver(name, folder)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        if rank == 0:
+            server.bind(("127.0.0.1", 53))
+        server.setblocking(False)
+        jobs.fit("ResilientDDP", 2, folder, (model := jobs.Model()), max_steps=3)
+        was_asked = rank == 0 and has_mail(server)
+        if rank == 0:
+            threading.Thread(target=ask, daemon=True).start()
+            time.sleep(0.5)
+        return weights_digest(model), was_asked, rank == 0 and has_mail(server)
+
+
+def ask() -> None:
+    """As torch does for each address to which it connects; it waits for seconds."""
+    with contextlib.suppress(OSError):
+        socket.getnameinfo(("::ffff:127.0.0.1", 80), 0)
+
+
+def has_mail(server: socket.socket) -> bool:
+    try:
+        return bool(server.recv(512))
+    except BlockingIOError:
+        return False
+
+
+def test_no_name_server_is_asked_for_a_numeric_address(tmp_path: Path) -> None:
+    with several_hosts(1) as hosts:
+        result = spawn(train, 2, args=(hosts.names[0], str(tmp_path)), deadline="90s").check()
+    (first, asked_by_fit, asked_later), (second, _, _) = result.results[0], result.results[1]
+    assert first == second
+    assert asked_later, "the name server that counts is not the one that is asked"
+    assert not asked_by_fit
+    assert "hostname" not in "".join(result.logs.values()), "torch warns about names that it does not get"

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, each with a host name and a process table."""
+"""Several hosts on one machine: joined network namespaces, each with a host name and a process table."""
 
 from __future__ import annotations
 
@@ -21,15 +21,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class TwoHosts:
+class Hosts:
     """The names of the hosts and of their network namespaces; node n has the address 10.77.x.(n+1)."""
 
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-
-    def cut(self, node: int) -> None:
-        """Takes the link of one host down."""
-        _ip("-n", self.names[node], "link", "set", "eth0", "down")
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     def drop(self, *what: str) -> None:
         """Drops what comes to node 0 over the link, as a firewall does: all of it, or what a rule of ``ip`` names."""
@@ -39,48 +35,8 @@ class TwoHosts:
 
     @property
     def cut_command(self) -> list[str]:
+        """Takes the link of node 1 down."""
         return ["ip", "-n", self.names[1], "link", "set", "eth0", "down"]
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
-
-
-@contextlib.contextmanager
-def two_hosts(label: str = "") -> Iterator[TwoHosts]:
-    """Makes the hosts, and removes them; skips the test where that is not permitted.
-
-    Args:
-        label: Keeps the hosts of runs apart that stand side by side; a letter.
-    """
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("two hosts on one machine need the program ip (iproute2) and the right to make network namespaces")
-    octet = os.getpid() % 250 + 1
-    names = (f"distplus{os.getpid()}{label}a", f"distplus{os.getpid()}{label}b")
-    hosts = TwoHosts(names, (f"10.77.{octet}.1", f"10.77.{octet}.2"))
-    try:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, address in zip(names, hosts.addresses, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "eth0", "up")
-        yield hosts
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Several hosts at one switch; node n has the address 10.78.x.(n+1)."""
-
-    names: tuple[str, ...]
-    addresses: tuple[str, ...]
 
     def cut_off(self, node: int, other: int) -> None:
         """What one of two hosts sends to the other is dropped; both still reach everybody else."""
@@ -96,32 +52,48 @@ class Hosts:
         _ip("netns", "exec", self.names[node], *shape)
 
 
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
+
+
 @contextlib.contextmanager
-def several_hosts(count: int) -> Iterator[Hosts]:
-    """Makes the hosts and their switch, and removes them; skips the test where that is not permitted."""
+def several_hosts(count: int, label: str = "") -> Iterator[Hosts]:
+    """Makes hosts, and removes them: two at one cable, others at a switch. Skips the test where that is not permitted.
+
+    Args:
+        count: How many.
+        label: Keeps the hosts of runs apart that stand side by side; a letter.
+    """
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("several hosts on one machine need the program ip (iproute2) and the right to make namespaces")
     octet = os.getpid() % 250 + 1
-    switch = f"distplus{os.getpid()}s"
-    names = tuple(f"distplus{os.getpid()}n{node}" for node in range(count))
-    hosts = Hosts(names, tuple(f"10.78.{octet}.{node + 1}" for node in range(count)))
+    switch = f"distplus{os.getpid()}{label}s"
+    names = tuple(f"distplus{os.getpid()}{label}n{node}" for node in range(count))
+    hosts = Hosts(names, tuple(f"10.77.{octet}.{node + 1}" for node in range(count)))
+    made = names if count == 2 else (switch, *names)
     try:
         try:
-            for name in (switch, *names):
+            for name in made:
                 _ip("netns", "add", name)
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            if count != 2:
+                _ip("-n", switch, "link", "add", "br0", "type", "bridge")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces or bridges are not permitted here: {error.stderr.strip()}")
-        _ip("-n", switch, "link", "set", "br0", "up")
+        if count == 2:
+            _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        else:
+            _ip("-n", switch, "link", "set", "br0", "up")
         for node, (name, address) in enumerate(zip(names, hosts.addresses, strict=True)):
-            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{node}", "netns", switch)
-            _ip("-n", switch, "link", "set", f"port{node}", "master", "br0", "up")
+            if count != 2:
+                port = f"port{node}"
+                _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+                _ip("-n", switch, "link", "set", port, "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", "eth0", "up")
         yield hosts
     finally:
-        for name in (switch, *names):
+        for name in made:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
 
 

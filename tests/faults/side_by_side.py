@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-__all__ = ["side_by_side"]
+import pytest
 
-T = TypeVar("T")
+__all__ = ["Runs", "made_side_by_side", "side_by_side"]
 
 AT_ONCE = 2
+Runs = Callable[[str], Any]
+"""What the call of this name has given, or the error that it has raised."""
+Calls = Mapping[str, Callable[[Path], Any]]
 
 
-def side_by_side(calls: Mapping[str, Callable[[Path], T]], folder: Path) -> dict[str, Future[T]]:
-    """Makes all calls, each with a folder of its own; all have ended when this returns.
-
-    Each test then takes the result of its own call, or the error that its call has raised.
-    """
+def made_side_by_side(calls: Calls, folders: pytest.TempPathFactory, often: Collection[str] | None = None) -> Runs:
+    """Makes the named calls, all by default, each with a folder of its own; the others when they are wanted."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        futures = {}
-        for name, call in calls.items():
-            (folder / name).mkdir()
-            futures[name] = pool.submit(call, folder / name)
-    return futures
+        futures = {name: pool.submit(calls[name], folders.mktemp("run")) for name in (often or calls)}
+    return lambda name: futures[name].result() if name in futures else calls[name](folders.mktemp("run"))
+
+
+def side_by_side(calls: Calls, often: Collection[str] | None = None) -> Any:
+    """The same as a fixture of a module, for the name that it is given there."""
+
+    @pytest.fixture(scope="module")
+    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        return made_side_by_side(calls, tmp_path_factory, often)
+
+    return runs

@@ -60,7 +60,7 @@ def fit(rank: int, fault: str, folder: str, strategy: str) -> None:
 
         os.chdir(here)
         with env.changed(**variables):
-            trainer = jobs.trainer(jobs.strategy(strategy), 3, folder, max_steps=steps)
+            trainer = jobs.trainer(strategy, 3, folder, max_steps=steps)
             trainer.fit(OtherModel() if is_odd and fault == "model" else jobs.Model(), loader)
     except PreflightError as error:
         Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - begin} {trainer.global_step}\n{error}")
@@ -108,8 +108,7 @@ def fit_without_validation_on_one_rank(rank: int, folder: str, strategy: str) ->
     """The settings are not compared, and rank 1 has validation switched off."""
     arguments = {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 0 if rank == ODD else 1}
     arguments["num_sanity_val_steps"] = 0  # rank 0 would be named for it before
-    trainer = jobs.trainer(jobs.strategy(strategy, preflight={"trainer": "off"}), 2, folder, **arguments)
-    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader())
+    jobs.fit(strategy, 2, folder, data=(jobs.loader(), jobs.loader()), preflight={"trainer": "off"}, **arguments)
 
 
 @pytest.mark.parametrize("strategy", ["ResilientDDP", pytest.param("ResilientFSDP", marks=pytest.mark.soak)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus import Timeouts, newest_valid
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.faults.folders import disk
 
 MAX_SAVES = 40
 PAGE_BYTES = 4096
@@ -143,12 +143,8 @@ def test_any_file_of_a_save_may_fail(rank: int, arguments: dict[str, Any], files
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False).returncode:
-        pytest.skip("a disk that is really full needs the right to mount a tmpfs (root, or CAP_SYS_ADMIN)")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk(tmp_path / "disk", "size=2m") as folder:
+        yield folder
 
 
 def test_a_disk_may_be_full_at_any_page_of_a_save(small_disk: Path, tmp_path: Path) -> None:

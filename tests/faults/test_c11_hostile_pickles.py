@@ -179,10 +179,8 @@ class LoadsEach(Callback):
 
 
 def load_each(name: str, folder: str, kinds: list[str], trusts: bool) -> dict[str, str]:
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     loads = LoadsEach(folder, kinds, trusts)
-    trainer = jobs.trainer(jobs.strategy(name, **arguments), 2, folder, max_steps=1, callbacks=[loads])
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit(name, 2, folder, max_steps=1, callbacks=[loads])
     return loads.refusals
 
 
@@ -227,9 +225,7 @@ def test_who_trusts_a_checkpoint_runs_what_is_in_it(name: str, kind: str, tmp_pa
 
 
 def resume(name: str, hostile: str) -> None:
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
-    trainer = jobs.trainer(jobs.strategy(name, **arguments), 2, str(Path(hostile).parent), max_steps=2)
-    trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=hostile)
+    jobs.fit(name, 2, str(Path(hostile).parent), ckpt_path=hostile, max_steps=2)
 
 
 def test_a_pickle_that_only_one_rank_reads_ends_all_of_them(tmp_path: Path) -> None:

@@ -45,11 +45,8 @@ def newest_step(folder: Path) -> int:
 
 def train(rank: int, name: str, folder: str, when: str, can_exchange: bool) -> None:
     """Replaces newest.ckpt and last.ckpt at each second step, until rank 0 is killed at step 4."""
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     saver = ModelCheckpoint(folder, filename="newest", every_n_train_steps=2, save_last=True)
-    trainer = jobs.trainer(
-        jobs.strategy(name, **arguments), 2, folder, max_steps=8, callbacks=[saver], enable_checkpointing=True
-    )
+    trainer = jobs.trainer(name, 2, folder, max_steps=8, callbacks=[saver])
     if rank == 0:
         strike(Path(folder), when=when, step=4, can_exchange=can_exchange)
     trainer.fit(jobs.Model(), jobs.loader())
@@ -57,15 +54,11 @@ def train(rank: int, name: str, folder: str, when: str, can_exchange: bool) -> N
 
 def resume(rank: int, name: str, folder: str) -> dict[str, int]:
     """The step from which each choice goes on."""
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     path = Path(folder) / "last.ckpt"
     found = {}
     for choice in ("last", str(path)):
         saver = ModelCheckpoint(folder, filename="other", every_n_train_steps=100)
-        trainer = jobs.trainer(
-            jobs.strategy(name, **arguments), 2, folder, max_steps=6, callbacks=[saver], enable_checkpointing=True
-        )
-        trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=choice)
+        trainer = jobs.fit(name, 2, folder, (model := jobs.Model()), ckpt_path=choice, max_steps=6, callbacks=[saver])
         found[choice] = trainer.global_step - len(model.losses)
     return found
 
@@ -105,8 +98,7 @@ def rotate_below_a_link(rank: int, folder: str, is_behind: bool) -> tuple[int, i
         sys.addaudithook(hook)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
     strategy = jobs.strategy("ResilientFSDP", async_save=is_behind)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=4, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit(strategy, 2, folder, max_steps=4, callbacks=[saver])
     return looks, absences, sorted(path.name for path in Path(folder).glob("*.ckpt"))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_distplus import RankDivergenceMonitor, _compat
 from lightning_distplus.errors import DivergenceError
@@ -24,7 +21,6 @@ from tests.faults.divergences import DIVERGENCES, Run, own_loader
 SEEDS = range(20)
 ROWS = sorted({one.row for one in DIVERGENCES.values()}, key=lambda row: int(row[1:]))
 SOON_S = 20.0  # before any deadline of the run
-STOCK_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,30 +57,23 @@ class Case:
         return [self.guilty] if blame == "guilty" else []
 
 
-def make(
-    rank: int, case: Case, folder: str, *, is_monitored: bool, timeout_s: float = STOCK_TIMEOUT_S
-) -> tuple[Run, Any]:
+def make(rank: int, case: Case, folder: str) -> tuple[Run, Any]:
     """The run of one rank, with the fault in it, and its Trainer."""
     run = Run(rank=rank, size=case.size, guilty=case.guilty, step=case.step)
     DIVERGENCES[case.name].plant(run)
     run.data = run.data or {"train_dataloaders": own_loader(rank)}
     name, options = case.strategy, dict(run.strategy)
-    if name.startswith("zero"):
-        name, options = "ResilientDeepSpeed", {**options, "stage": int(name[-1])}
     if "DDP" in name:
         options |= run.ddp
-    if name.startswith("Resilient"):
+    if name != "DDPStrategy":
         options |= {"timeout": "30s", "preflight": {"trainer": "off"}}
-    elif not is_monitored:
-        options["timeout"] = timedelta(seconds=timeout_s)
-    monitors = [RankDivergenceMonitor(**run.monitor)] if is_monitored else []
-    arguments = {"max_steps": 9, **run.trainer, "callbacks": [*run.callbacks, *monitors]}
-    return run, jobs.trainer(jobs.strategy(name, **options), case.size, folder, **arguments)
+    arguments = {"max_steps": 9, **run.trainer, "callbacks": [*run.callbacks, RankDivergenceMonitor(**run.monitor)]}
+    return run, jobs.trainer(name, case.size, folder, **options, **arguments)
 
 
 def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
     """What this rank has raised, how soon, after how many collectives."""
-    run, trainer = make(rank, case, folder, is_monitored=True)
+    run, trainer = make(rank, case, folder)
     found: dict[str, Any] = {"field": "", "steps": None}
     try:
         trainer.fit(run.module, **run.data)
@@ -133,7 +122,7 @@ def test_whoever_differs_is_named_by_all_ranks_with_both_values(name: str, strat
 def train_with_what_may_differ(rank: int, folder: str) -> int:
     module = jobs.Model(seed=rank)
     module.save_hyperparameters({"batch_size": 4 + rank, "name": "a"})
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, callbacks=[RankDivergenceMonitor()], max_steps=2)
+    trainer = jobs.trainer("ResilientDDP", 2, folder, callbacks=[RankDivergenceMonitor()], max_steps=2)
     trainer.fit(module, own_loader(rank))
     return trainer.global_step
 
@@ -151,10 +140,9 @@ def test_initial_weights_and_hyperparameters_that_differ_stand_in_every_ledger_a
 def resume(rank: int, name: str, folder: str) -> dict[str, Any]:
     """Rank 1 goes on from another checkpoint than rank 0."""
     for steps in (2, 4):
-        trainer = jobs.trainer(jobs.strategy(name), 2, folder, max_steps=steps)
-        trainer.fit(jobs.Model(), own_loader(rank))
+        trainer = jobs.fit(name, 2, folder, data=own_loader(rank), max_steps=steps)
         trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
-    trainer = jobs.trainer(jobs.strategy(name), 2, folder, callbacks=[RankDivergenceMonitor()], max_steps=6)
+    trainer = jobs.trainer(name, 2, folder, callbacks=[RankDivergenceMonitor()], max_steps=6)
     try:
         trainer.fit(jobs.Model(), own_loader(rank), ckpt_path=f"{folder}/{2 + 2 * rank}.ckpt")
     except DivergenceError as error:
@@ -182,72 +170,13 @@ def test_each_of_the_43_faults_is_in_the_list_with_what_plants_it() -> None:
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
     assert [int(row[0]) for row in rows] == list(range(1, 44))
     names = {name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
-    for number, *_, stock, _, planted in rows:
+    for number, *_, planted in rows:
         for name in re.findall(r"`(\w+)`", planted):
             assert name in names | set(DIVERGENCES), number
             if name in DIVERGENCES:
                 assert DIVERGENCES[name].number == int(number)
-                assert stock.startswith("(") or DIVERGENCES[name].stock == stock or "`test_stock_" in planted
     numbers = {one.number for one in DIVERGENCES.values() if one.number}
     assert numbers <= {int(row[0]) for row in rows if "test_" not in row[-1] or "`, `" in row[-1]}
-
-
-# -- the same without this package ------------------------------------------------------------------------------------
-
-
-def train_in_stock(rank: int, case: Case, folder: str, timeout_s: float = STOCK_TIMEOUT_S) -> dict[str, Any]:
-    """How Lightning's DDP ends on this rank."""
-    run, trainer = make(rank, case, folder, is_monitored=False, timeout_s=timeout_s)
-    began = time.time()
-    try:
-        trainer.fit(run.module, **run.data)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "after_s": time.time() - (run.planted_at or began)}
-    weights = torch.cat([one.detach().double().flatten() for one in run.module.parameters()])
-    return {"error": "", "after_s": 0.0, "weights": weights.tolist()}
-
-
-def train_in_stock_with_each(rank: int, names: list[str], folder: str) -> dict[str, dict[str, Any]]:
-    """One fit after the other in one process group."""
-    return {name: train_in_stock(rank, Case(name=name, strategy="DDPStrategy"), folder, 60.0) for name in names}
-
-
-SILENT = [name for name, one in DIVERGENCES.items() if one.stock == "silent"]
-LEAVES_WEIGHTS_APART = {
-    "weight_is_changed", "bit_is_flipped", "moment_drifts", "optimizer_step_is_left_out", "learning_rate_is_halved",
-    "weight_decay_differs", "step_count_differs",
-}  # fmt: skip
-LEAVES_NAN = {"loss_is_nan", "gradient_is_infinite"}
-
-
-@pytest.mark.soak
-def test_stock_ends_well_on_all_ranks_whichever_of_these_differs(tmp_path: Path) -> None:
-    found = spawn(train_in_stock_with_each, 2, args=(SILENT, str(tmp_path)), deadline="100s").check().results
-    assert {rank: {name: one["error"] for name, one in each.items()} for rank, each in found.items()} == {
-        rank: dict.fromkeys(SILENT, "") for rank in range(2)
-    }
-    for name in SILENT:
-        first, second = (found[rank][name]["weights"] for rank in range(2))
-        assert (first != second) == (name in LEAVES_WEIGHTS_APART | LEAVES_NAN), name
-        assert any(map(math.isnan, first)) == (name in LEAVES_NAN), name
-
-
-def outcome_in_stock(name: str, folder: Path) -> str:
-    """Silent, waits until the time-out, or dies; in no case does another rank name the guilty one."""
-    case = Case(name=name, strategy="DDPStrategy")
-    run = spawn(train_in_stock, case.size, args=(case, str(folder)), deadline="40s")
-    others = {rank: found for rank, found in run.results.items() if rank != case.guilty}
-    for found in others.values():
-        assert not re.search(rf"rank:? ?{case.guilty}", found["error"])
-    if len(run.results) == case.size and not any(found["error"] for found in run.results.values()):
-        return "silent"
-    return "waits" if any(found["after_s"] >= STOCK_TIMEOUT_S for found in others.values()) else "dies"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name, one in DIVERGENCES.items() if one.stock])
-def test_stock_is_silent_or_waits_or_dies_and_names_nobody(name: str, tmp_path: Path) -> None:
-    assert outcome_in_stock(name, tmp_path) == DIVERGENCES[name].stock
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.errors import ExitCode
+from lightning_distplus.preflight.host import _FIELDS
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.faults.folders import read_only
@@ -121,7 +122,7 @@ def test_a_check_of_ones_own_is_taken_by_its_place(tmp_path: Path) -> None:
 
 
 def make_ddp(folder: str) -> None:
-    jobs.trainer(jobs.strategy("DDPStrategy"), 2, folder, max_steps=1).fit(jobs.Model(), jobs.loader())
+    jobs.fit("DDPStrategy", 2, folder, max_steps=1)
 
 
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -147,3 +148,50 @@ def test_a_compromised_release_is_an_error(tmp_path: Path) -> None:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning\nVersion: 2.6.3\n")
     found = findings(doctor("--json", *QUICK, "--off", "requirements", path=str(tmp_path)))["defects"]
     assert (found["status"], "compromised" in found["subject"]) == ("error", True)
+
+
+# -- what ``nvidia-smi`` tells, with a stand-in for it in PATH ---------------------------------------------------------
+
+SOUND = {
+    "index": "0", "name": "NVIDIA H100", "ecc.errors.uncorrected.volatile.total": "0",
+    "ecc.errors.uncorrected.aggregate.total": "0", "clocks_throttle_reasons.hw_thermal_slowdown": "Not Active",
+    "clocks_throttle_reasons.hw_power_brake_slowdown": "Not Active",
+    "clocks_throttle_reasons.sw_thermal_slowdown": "Not Active", "clocks.max.sm": "1980",
+    "clocks.applications.graphics": "1980",
+}  # fmt: skip
+OFF = ("--json", "--off", "torch", "--off", "disk", "--off", "requirements")
+
+
+def stand_in(folder: Path, *gpus: dict[str, str]) -> str:
+    """A PATH in which nvidia-smi says this."""
+    rows = "\n".join(", ".join({**SOUND, **gpu}[name] for name in _FIELDS) for gpu in gpus)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<E\n{rows}\nE\n")
+    program.chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+def test_what_is_wrong_with_a_gpu_is_named_with_its_number(tmp_path: Path) -> None:
+    path = stand_in(
+        tmp_path,
+        {},
+        {"index": "1", "ecc.errors.uncorrected.volatile.total": "3", "ecc.errors.uncorrected.aggregate.total": "[N/A]"},
+    )
+    ended = doctor(*OFF, PATH=path)
+    found = findings(ended)
+    assert ended.returncode == 173
+    assert found["gpu_health"]["subject"].startswith("GPU 1 (NVIDIA H100) has 3 uncorrected errors")
+    assert found["gpu_health"]["detail"] == "unknown in its life"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ({"clocks_throttle_reasons.hw_thermal_slowdown": "Active"}, "is slowed down"),
+        ({"clocks.applications.graphics": "1005"}, "is set to 1005 MHz of 1980"),
+    ],
+)
+def test_a_slow_gpu_is_a_warning(gpu: dict[str, str], words: str, tmp_path: Path) -> None:
+    ended = doctor(*OFF, PATH=stand_in(tmp_path, gpu))
+    assert ended.returncode == 0
+    assert words in findings(ended)["gpu_health"]["subject"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,9 +23,9 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.faults.folders import disk
 from tests.pairs import kept, kept_rows
 
-SMALL_DISK = "6m"
 NOBODY = 65534
 
 
@@ -99,13 +98,10 @@ class Spoils(Callback):
 
 def run(name: str, fault: str, rank: int, folder: str, policy: str = "continue") -> dict[str, Any]:
     """Saves at steps 2, 4 and 6 with ``save_top_k=1``; the save of step 4 fails."""
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     spoils = Spoils(fault, rank, 4, folder)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
-    strategy = jobs.strategy(name, on_save_failure=policy, **arguments)
-    trainer = jobs.trainer(
-        strategy, 2, folder, max_steps=6, callbacks=[spoils, Sees(folder), saver], enable_checkpointing=True
-    )
+    strategy = jobs.strategy(name, on_save_failure=policy)
+    trainer = jobs.trainer(strategy, 2, folder, max_steps=6, callbacks=[spoils, Sees(folder), saver])
     try:
         trainer.fit(jobs.Model(), jobs.loader())
     except SaveFailed as error:
@@ -171,14 +167,8 @@ def test_by_policy_a_failed_save_ends_the_run_on_all_ranks(tmp_path: Path) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 6 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(folder)], check=False)
-    if mounted.returncode:
-        pytest.skip("a disk that is really full needs the right to mount a tmpfs (root, or CAP_SYS_ADMIN)")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk(tmp_path / "disk", "size=6m") as folder:
+        yield folder
 
 
 class MakesRoom(Callback):
@@ -211,8 +201,7 @@ def fill_a_disk(name: str, disk: str, folder: str) -> dict[str, Any]:
     )
     room = MakesRoom(disk)
     strategy = jobs.strategy(name)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=6, callbacks=[room, saver], enable_checkpointing=True)
-    trainer.fit(Large(), jobs.loader())
+    jobs.fit(strategy, 2, folder, Large(), max_steps=6, callbacks=[room, saver])
     return {"failed": strategy.num_failed_saves, "then": room.best, "at end": sorted(saver.best_k_models)}
 
 

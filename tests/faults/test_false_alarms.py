@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import _compat
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
@@ -34,35 +33,20 @@ DEADLINE_S = 1.5
 LONG_S = 3 * DEADLINE_S
 
 
-def fit(
-    folder: str,
-    *callbacks: Callback,
-    data: Any = None,
-    report_after: float | None = 30.0,
-    max_steps: int = 8,
-    **named: Any,
-) -> int:
-    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": report_after}
-    trainer = jobs.trainer(
-        jobs.strategy("ResilientDDP", timeout=timeouts),
-        2,
-        folder,
-        max_steps=max_steps,
-        callbacks=list(callbacks),
-        **named,
-    )
-    trainer.fit(jobs.Model(), data or jobs.loader(), *([jobs.loader(8)] if "limit_val_batches" in named else []))
-    return trainer.global_step
+def fit(folder: str, *callbacks: Callback, data: Any = None, report_after: float | None = 30.0, **named: Any) -> int:
+    timeout = {"step": DEADLINE_S, "setup": "60s", "report_after": report_after}
+    arguments = {"max_steps": 8, "callbacks": [*callbacks], "num_sanity_val_steps": 0, **named}
+    return jobs.fit("ResilientDDP", 2, folder, data=data, timeout=timeout, **arguments).global_step
 
 
 def slow_somewhere(folder: str) -> int:
     saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=6)
-    named = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0, "enable_checkpointing": True}
-    return fit(folder, FaultCallback(), saves, report_after=None, **named)
+    named = {"limit_val_batches": 1, "val_check_interval": 4, "report_after": None}
+    return fit(folder, FaultCallback(), saves, data=(jobs.loader(), jobs.loader(8)), **named)
 
 
 SLOW: dict[str, FaultPlan] = {
-    "first step": FaultPlan().slow(rank=1, step=0, duration_s=LONG_S),
+    "first_step": FaultPlan().slow(rank=1, step=0, duration_s=LONG_S),
     "validation": FaultPlan().slow(rank=1, step=4, duration_s=LONG_S, where="validation"),
     "save": FaultPlan().slow(rank=1, step=6, duration_s=LONG_S, where="save"),
 }
@@ -96,11 +80,7 @@ def check_slow_data(folder: Path) -> None:
 
 
 def only_reported(folder: str) -> int:
-    timeouts, tells = {"step": DEADLINE_S, "setup": "60s"}, f"cat > {folder}/told.json"
-    strategy = jobs.strategy("ResilientDDP", timeout=timeouts, on_hang="report", on_verdict=tells)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[FaultCallback()])
-    trainer.fit(jobs.Model(), jobs.loader())
-    return trainer.global_step
+    return fit(folder, FaultCallback(), on_hang="report", on_verdict=f"cat > {folder}/told.json")
 
 
 def check_only_reported(folder: Path) -> None:
@@ -130,12 +110,8 @@ class SlowValidation(Callback):
 
 
 def slow_validation(folder: str) -> int:
-    named = {"limit_val_batches": 16, "val_check_interval": 4, "num_sanity_val_steps": 0, "max_epochs": 1}
-    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 5.0}
-    strategy = jobs.strategy("ResilientDDP", timeout=timeouts)
-    trainer = jobs.trainer(strategy, 2, folder, limit_train_batches=4, callbacks=[SlowValidation()], **named)
-    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(64))
-    return trainer.global_step
+    named = {"limit_val_batches": 16, "val_check_interval": 4, "limit_train_batches": 4, "max_epochs": 1}
+    return fit(folder, SlowValidation(), data=(jobs.loader(), jobs.loader(64)), report_after=5.0, **named)
 
 
 def check_slow_validation(folder: Path) -> None:
@@ -162,11 +138,7 @@ class SlowDisk(TorchCheckpointIO):
 
 def slow_disk(folder: str) -> int:
     saves = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=4, save_top_k=-1)
-    timeouts = {"step": DEADLINE_S, "setup": "60s", "report_after": 2.5}
-    strategy = jobs.strategy("ResilientDDP", timeout=timeouts, checkpoint_io=SlowDisk())
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[saves], enable_checkpointing=True)
-    trainer.fit(jobs.Model(), jobs.loader())
-    return trainer.global_step
+    return fit(folder, saves, report_after=2.5, checkpoint_io=SlowDisk())
 
 
 def check_slow_disk(folder: Path) -> None:
@@ -248,51 +220,24 @@ def check_paused(folder: Path) -> None:
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
-Ended = dict[str, "Future[None]"]
+# The names are those of folders too, of which a shell is told.
 CHECKS: dict[str, Callable[[Path], None]] = {
-    **{f"slow {what}": partial(check_slow, what) for what in SLOW},
-    "slow disk": check_slow_disk,
-    "slow data": check_slow_data,
-    "pace": check_slow_validation,
-    "debugged": check_debugged,
-    "paused": check_paused,
-    "reported": check_only_reported,
+    **{f"slow_{what}_ends_nothing": partial(check_slow, what) for what in SLOW},
+    "slow_save_is_reported_with_its_bytes_and_the_next_one_with_the_time_left": check_slow_disk,
+    "slow_data_that_comes_ends_nothing": check_slow_data,
+    "rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there": check_slow_validation,
+    "rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does": check_debugged,
+    "job_that_is_paused_goes_on": check_paused,
+    "with_on_hang_report_there_is_a_verdict_and_the_run_goes_on": check_only_reported,
 }
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """All of them mostly sleep."""
-    return side_by_side(CHECKS, tmp_path_factory.mktemp("slow"))
+ended = side_by_side(CHECKS)
 
 
-@pytest.mark.parametrize("what", SLOW)
-def test_what_is_slow_ends_nothing(what: str, ended: Ended) -> None:
-    ended[f"slow {what}"].result()
-
-
-def test_slow_data_that_comes_ends_nothing(ended: Ended) -> None:
-    ended["slow data"].result()
-
-
-def test_a_rank_that_waits_says_how_fast_the_slow_one_moves_and_when_it_is_there(ended: Ended) -> None:
-    ended["pace"].result()
-
-
-def test_a_slow_save_is_reported_with_its_bytes_and_the_next_one_with_the_time_left(ended: Ended) -> None:
-    ended["slow disk"].result()
-
-
-def test_a_rank_in_a_debugger_is_reported_and_goes_on_when_its_user_does(ended: Ended) -> None:
-    ended["debugged"].result()
-
-
-def test_a_job_that_is_paused_goes_on(ended: Ended) -> None:
-    ended["paused"].result()
-
-
-def test_with_on_hang_report_there_is_a_verdict_and_the_run_goes_on(ended: Ended) -> None:
-    ended["reported"].result()
+@pytest.mark.parametrize("what", CHECKS)
+def test_nobody_is_ended(what: str, ended: Runs) -> None:
+    ended(what)
 
 
 @pytest.mark.soak

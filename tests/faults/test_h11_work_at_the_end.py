@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.testing.faults import Fault, commit
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -61,11 +59,11 @@ def run(name: str, hook: str, rank: int, deed: Callable[[], object], teardown_s:
     timeouts = {"step": DEADLINE_S, "validation": DEADLINE_S, "setup": "60s", "report_after": 1.0}
     if teardown_s is not None:
         timeouts["teardown"] = teardown_s
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     trainer = jobs.trainer(
-        jobs.strategy(name, timeout=timeouts, **arguments),
+        name,
         2,
         folder,
+        timeout=timeouts,
         max_steps=4,
         limit_test_batches=2,
         limit_predict_batches=2,
@@ -91,9 +89,7 @@ WORK = {
     "torchrun": ("ResilientDDP", "on_train_end", 1),
     "lightning": ("ResilientDDP", "on_train_end", 1),
 }
-WORK_OFTEN = [what for what in WORK if what not in ("DDP, on_test_end", "lightning")]
 HOOKS = ("on_train_end", "on_fit_end", "teardown")
-HOOKS_OFTEN = ("on_train_end", "teardown")
 
 
 def long_one(what: str, folder: Path) -> SpawnResult:
@@ -109,30 +105,25 @@ def hanging(deed: Callable[[], object], folder: Path) -> tuple[SpawnResult, Path
     return ended("ResilientDDP", "on_fit_end", 1, deed, folder=folder, teardown_s=TEARDOWN_S), folder
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    calls: dict[str, Callable[[Path], Any]] = {
-        **{what: partial(long_one, what) for what in WORK_OFTEN},
-        **{f"raises in {hook}": partial(failing, hook) for hook in HOOKS_OFTEN},
-        "hangs": partial(hanging, hang),
-        "holds the lock": partial(hanging, hold_the_lock),
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("ends"))
+CALLS: dict[str, Callable[[Path], Any]] = {
+    **{what: partial(long_one, what) for what in WORK},
+    **{f"raises in {hook}": partial(failing, hook) for hook in HOOKS},
+    "hangs": partial(hanging, hang),
+    "holds the lock": partial(hanging, hold_the_lock),
+}
+SELDOM = ("DDP, on_test_end", "lightning", "raises in on_fit_end")
+runs = side_by_side(CALLS, [what for what in CALLS if what not in SELDOM])
 
 
-@pytest.mark.parametrize("what", kept([*WORK], WORK_OFTEN))
-def test_a_rank_that_works_alone_at_the_end_finishes_and_nobody_is_blamed(
-    what: str, runs: dict[str, Future[Any]], tmp_path: Path
-) -> None:
-    result = (runs[what].result() if what in runs else long_one(what, tmp_path)).check()
+@pytest.mark.parametrize("what", kept([*WORK], [what for what in WORK if what not in SELDOM]))
+def test_a_rank_that_works_alone_at_the_end_finishes_and_nobody_is_blamed(what: str, runs: Runs) -> None:
+    result = runs(what).check()
     assert not any("RANK " in log or "ends alone" in log for log in result.logs.values())
 
 
-@pytest.mark.parametrize("hook", kept(HOOKS, HOOKS_OFTEN))
-def test_an_error_in_the_last_hooks_of_one_rank_ends_all_and_each_shows_it(
-    hook: str, runs: dict[str, Future[Any]], tmp_path: Path
-) -> None:
-    result: SpawnResult = runs[f"raises in {hook}"].result() if hook in HOOKS_OFTEN else failing(hook, tmp_path)
+@pytest.mark.parametrize("hook", kept(HOOKS, ["on_train_end", "teardown"]))
+def test_an_error_in_the_last_hooks_of_one_rank_ends_all_and_each_shows_it(hook: str, runs: Runs) -> None:
+    result = runs(f"raises in {hook}")
     guilty = HOOKS.index(hook) % 2
     assert result.exit_codes == {guilty: 1, 1 - guilty: int(ExitCode.PEER_LOST)}
     assert all("the planted error" in log for log in result.logs.values())
@@ -140,12 +131,11 @@ def test_an_error_in_the_last_hooks_of_one_rank_ends_all_and_each_shows_it(
 
 @pytest.mark.parametrize("how", ["hangs", "holds the lock"])
 def test_a_rank_that_hangs_alone_at_the_end_is_reported_and_ended_by_the_teardown_deadline(
-    how: str, runs: dict[str, Future[Any]]
+    how: str, runs: Runs
 ) -> None:
-    result, folder = runs[how].result()
+    result, folder = runs(how)
     assert result.alive == {}
-    (path,) = folder.glob("distplus/verdict-*.json")
-    verdict = json.loads(path.read_text())
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert verdict["elapsed_s"] >= TEARDOWN_S - 1
     assert result.exit_codes[0] == int(ExitCode.HANG)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -62,17 +59,8 @@ class StopsAlone(Callback):
 
 
 def train(strategy: str, how: str, ranks: tuple[int, ...], max_epochs: int, folder: str) -> int:
-    trainer = jobs.trainer(
-        jobs.strategy(
-            strategy, timeout={"step": STEP_S, "setup": "60s"}, **({"stage": 2} if "Deep" in strategy else {})
-        ),
-        2,
-        folder,
-        max_epochs=max_epochs,
-        callbacks=[StopsAlone()] if how == "should_stop" else [],
-    )
-    trainer.fit(Ending(how, ranks), jobs.loader())
-    return trainer.global_step
+    named = {"timeout": {"step": STEP_S, "setup": "60s"}, "callbacks": [StopsAlone()] if how == "should_stop" else []}
+    return jobs.fit(strategy, 2, folder, Ending(how, ranks), max_epochs=max_epochs, **named).global_step
 
 
 def ending(what: tuple[Any, ...], folder: Path) -> tuple[SpawnResult, float, Path]:
@@ -90,33 +78,23 @@ ALONE: dict[str, tuple[str, str, tuple[int, ...], int]] = {
     "should_stop on rank 1": ("ResilientDDP", "should_stop", (1,), 1),
 }
 OFTEN = [name for name in ALONE if name != "rank 1 of FSDP"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    calls: dict[str, Callable[[Path], Any]] = {
-        **{name: partial(ending, ALONE[name]) for name in OFTEN},
-        "all": partial(ending, ("ResilientDDP", "step", (0, 1), 2)),
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("ending"))
+ALL = ("ResilientDDP", "step", (0, 1), 2)
+runs = side_by_side({name: partial(ending, what) for name, what in {**ALONE, "all": ALL}.items()}, [*OFTEN, "all"])
 
 
 @pytest.mark.parametrize("name", kept([*ALONE], OFTEN))
-def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(
-    name: str, runs: dict[str, Future[Any]], tmp_path: Path
-) -> None:
-    result, seconds, folder = runs[name].result() if name in runs else ending(ALONE[name], tmp_path)
+def test_a_rank_that_ends_in_the_middle_is_named_with_its_batch(name: str, runs: Runs) -> None:
+    result, seconds, folder = runs(name)
     _, _, (guilty,), max_epochs = ALONE[name]
     what = "run" if max_epochs == 1 else "epoch"
     for log in result.logs.values():
         assert f"rank {guilty} has ended its {what} after batch {BATCH}; rank {1 - guilty} has not:" in log
     assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
     assert seconds < STEP_S / 2  # some two seconds, and the end of the processes
-    (path,) = (folder / "distplus").glob("verdict-*.json")
-    verdict = json.loads(path.read_text())
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("divergence", [guilty])
 
 
-def test_ranks_that_all_end_an_epoch_in_the_same_batch_go_on(runs: dict[str, Future[Any]]) -> None:
-    result, _, _ = runs["all"].result()
+def test_ranks_that_all_end_an_epoch_in_the_same_batch_go_on(runs: Runs) -> None:
+    result, _, _ = runs("all")
     assert result.check().results == {0: 2 * BATCH, 1: 2 * BATCH}

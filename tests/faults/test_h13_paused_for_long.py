@@ -16,9 +16,12 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import Address, Point, Points, connect, part
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.world import World
 from tests.distributed import jobs
+from tests.faults.side_by_side import Runs, side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
 DEADLINE_S = 1.0
 PATIENCE_S = DEADLINE_S + 10.0  # of every wait of the control plane
@@ -49,18 +52,9 @@ class Uneven(Callback):
 
 def train(folder: str) -> tuple[int, float]:
     strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"})
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[Uneven()])
     start = time.monotonic()
-    trainer.fit(jobs.Model(), jobs.loader())
+    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[Uneven()])
     return trainer.global_step, time.monotonic() - start
-
-
-@pytest.mark.deadline(120)
-def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(tmp_path: Path) -> None:
-    run = spawn(train, 2, args=(str(tmp_path),), deadline="100s").check()
-    assert {steps for steps, _ in run.results.values()} == {8}
-    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
-    assert not list(tmp_path.glob("distplus/verdict-*"))
 
 
 def wait_in_turn(rank: int) -> list[float]:
@@ -87,6 +81,20 @@ def wait_in_turn(rank: int) -> list[float]:
     return took
 
 
-def test_no_wait_of_the_control_plane_counts_a_pause() -> None:
-    run = spawn(wait_in_turn, 2, deadline="60s").check()
+def pause_a_job(folder: Path) -> tuple[SpawnResult, Path]:
+    return spawn(train, 2, args=(str(folder),), deadline="100s"), folder
+
+
+runs = side_by_side({"job": pause_a_job, "waits": lambda folder: spawn(wait_in_turn, 2, deadline="60s")})
+
+
+def test_a_job_that_is_paused_while_a_rank_waits_at_the_gate_goes_on(runs: Runs) -> None:
+    run, folder = runs("job")
+    assert {steps for steps, _ in run.check().results.values()} == {8}
+    assert min(seconds for _, seconds in run.results.values()) > PATIENCE_S + 1.5
+    assert not list(folder.glob("distplus/verdict-*"))
+
+
+def test_no_wait_of_the_control_plane_counts_a_pause(runs: Runs) -> None:
+    run = runs("waits").check()
     assert all(seconds > 3.0 for took in run.results.values() for seconds in took)

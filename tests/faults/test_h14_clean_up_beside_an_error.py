@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.testing import spawn
+from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
+from tests.faults.side_by_side import Runs, side_by_side
+
+pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
 CLEAN_UP_S = 8.0
 TEARDOWN_S = 60.0
@@ -61,26 +65,33 @@ def clean_up(trainer: Any) -> None:
 
 
 def train(strategy: str, how: str, folder: str) -> None:
-    trainer = jobs.trainer(
-        jobs.strategy(strategy, timeout={"step": "20s", "setup": "60s", "teardown": TEARDOWN_S}),
-        2,
-        folder,
-        max_steps=8,
-        callbacks=[] if how == "finally" else [CleansUp(how)],
-    )
-    trainer.fit(Raising() if how == "finally" else jobs.Model(), jobs.loader())
+    named = {"timeout": {"step": "20s", "setup": "60s", "teardown": TEARDOWN_S}, "max_steps": 8}
+    if how == "finally":
+        jobs.fit(strategy, 2, folder, Raising(), **named)
+    else:
+        jobs.fit(strategy, 2, folder, callbacks=[CleansUp(how)], **named)
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("ResilientDDP", "on_exception"), ("ResilientFSDP", "finally")])
-def test_a_rank_on_its_way_out_finishes_its_clean_up(strategy: str, how: str, tmp_path: Path) -> None:
-    result = spawn(train, 2, args=(strategy, how, str(tmp_path)), deadline="100s")
+def run(strategy: str, how: str, folder: Path) -> tuple[SpawnResult, Path]:
+    return spawn(train, 2, args=(strategy, how, str(folder)), deadline="100s"), folder
+
+
+STRATEGIES = {"on_exception": "ResilientDDP", "finally": "ResilientFSDP", "stuck": "ResilientDDP"}
+
+
+ended = side_by_side({how: partial(run, strategy, how) for how, strategy in STRATEGIES.items()})
+
+
+@pytest.mark.parametrize("how", ["on_exception", "finally"])
+def test_a_rank_on_its_way_out_finishes_its_clean_up(how: str, ended: Runs) -> None:
+    result, folder = ended(how)
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}, result.logs
-    assert (tmp_path / "cleaned up").exists(), result.logs[0]
+    assert (folder / "cleaned up").exists(), result.logs[0]
     assert "the planted error" in result.logs[0]
 
 
-def test_a_rank_that_is_stuck_on_its_way_out_is_ended_after_the_grace(tmp_path: Path) -> None:
-    result = spawn(train, 2, args=("ResilientDDP", "stuck", str(tmp_path)), deadline="100s")
-    assert (tmp_path / "stuck").exists(), result.logs
+def test_a_rank_that_is_stuck_on_its_way_out_is_ended_after_the_grace(ended: Runs) -> None:
+    result, folder = ended("stuck")
+    assert (folder / "stuck").exists(), result.logs
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: 1}, result.logs
     assert result.elapsed_s < TEARDOWN_S

@@ -39,8 +39,7 @@ class KillsItsParent(Callback):
 
 def main(folder: str) -> None:
     strategy = jobs.strategy("ResilientDDP", timeout="120s")
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=10_000, callbacks=[KillsItsParent(Path(folder))])
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit(strategy, 2, folder, max_steps=10_000, callbacks=[KillsItsParent(Path(folder))])
 
 
 @pytest.mark.deadline(150)

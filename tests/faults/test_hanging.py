@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distplus.cli.__main__ import main
-from lightning_distplus.errors import ExitCode
+from lightning_distplus.errors import ExitCode, PeerFailed, PeerLost
 from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.side_by_side import side_by_side
+from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
@@ -36,16 +33,8 @@ Ended = tuple[SpawnResult, float, Path]
 
 def train(name: str, world_size: int, folder: str, saves_on_exception: bool = False) -> None:
     savers = [ModelCheckpoint(dirpath=folder, save_on_exception=True)] if saves_on_exception else []
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
-    trainer = jobs.trainer(
-        jobs.strategy(name, timeout={"step": DEADLINE_S, "setup": "60s"}, **arguments),
-        world_size,
-        folder,
-        max_steps=30,
-        callbacks=[FaultCallback(), *savers],
-        enable_checkpointing=saves_on_exception,
-    )
-    trainer.fit(jobs.Model(), jobs.loader(200))
+    named = {"timeout": {"step": DEADLINE_S, "setup": "60s"}, "max_steps": 30, "callbacks": [FaultCallback(), *savers]}
+    jobs.fit(name, world_size, folder, data=jobs.loader(200), **named)
 
 
 def run(name: str, faults: FaultPlan, folder: Path, world_size: int = 2) -> tuple[SpawnResult, float]:
@@ -55,11 +44,6 @@ def run(name: str, faults: FaultPlan, folder: Path, world_size: int = 2) -> tupl
     assert result.faults_fired == 1, result.logs
     assert result.alive == {}
     return result, ended - result.faults[0].unix_s
-
-
-def verdict_in(folder: Path) -> dict[str, Any]:
-    (path,) = (folder / "distplus").glob("verdict-*.json")
-    return json.loads(path.read_text())
 
 
 def ending(name: str, faults: FaultPlan, folder: Path) -> Ended:
@@ -72,29 +56,21 @@ def hanging_worker(context: str, folder: Path) -> Ended:
     return result, 0.0, folder
 
 
-def hanging_stock(folder: Path) -> Ended:
-    return spawn(hang_in_stock, 2, args=(str(folder),), deadline="60s"), 0.0, folder
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
-    """The runs that wait for a deadline, with the seconds from the fault to the end, and their folders."""
-    plan = FaultPlan()
-    hang = plan.hang(rank=1, step=4, where="batch_end")
-    calls: dict[str, Callable[[Path], Ended]] = {
-        **{f"hang-{name}": partial(ending, name, hang) for name in jobs.STRATEGIES},
-        **{f"stop-{rank}": partial(ending, "ResilientDDP", plan.stop(rank=rank, step=4)) for rank in range(2)},
-        "gil": partial(ending, "ResilientDDP", plan.hang_gil(rank=1, step=4)),
-        "worker": partial(hanging_worker, "fork"),
-        **{f"kill-{name}": partial(ending, name, KILL) for name in KILLED},
-    }
-    return side_by_side(calls, tmp_path_factory.mktemp("hanging"))
+HANG = FaultPlan().hang(rank=1, step=4, where="batch_end")
+CALLS: dict[str, Callable[[Path], Ended]] = {
+    **{f"hang-{name}": partial(ending, name, HANG) for name in jobs.STRATEGIES},
+    **{f"stop-{rank}": partial(ending, "ResilientDDP", FaultPlan().stop(rank=rank, step=4)) for rank in range(2)},
+    "gil": partial(ending, "ResilientDDP", FaultPlan().hang_gil(rank=1, step=4)),
+    "worker": partial(hanging_worker, "fork"),
+    **{f"kill-{name}": partial(ending, name, KILL) for name in jobs.STRATEGIES},
+}
+ended = side_by_side(CALLS, [what for what in CALLS if not what.startswith("kill-") or what[5:] in KILLED])
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: dict[str, Future[Ended]]) -> None:
-    result, seconds, folder = ended[f"hang-{name}"].result()
-    verdict = verdict_in(folder)
+def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: Runs) -> None:
+    result, seconds, folder = ended(f"hang-{name}")
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [1], [0])
     assert verdict["phase"] == "step"
     assert "FaultCallback" in verdict["operation"]
@@ -112,22 +88,22 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_line(name: str, ended: di
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ended: dict[str, Future[Ended]]) -> None:
-    result, seconds, folder = ended[f"stop-{rank}"].result()
-    verdict = verdict_in(folder)
+def test_a_stopped_process_is_named_and_does_not_outlive_the_run(rank: int, ended: Runs) -> None:
+    result, seconds, folder = ended(f"stop-{rank}")
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [rank])
     assert "stopped" in verdict["cause"]
     # Also of rank 0, which serves the store: its peer has its last beat from the memory of its process.
     assert f"last seen in {verdict['operation']!r} at {verdict['location']}" in verdict["lines"][0]
-    assert verdict["location"].startswith(__file__)
+    assert verdict["location"].startswith(jobs.__file__)
     assert verdict["phase"] in ("setup", "step")  # as of that beat
     assert result.exit_codes == {rank: -signal.SIGKILL, 1 - rank: int(ExitCode.HANG)}
     assert seconds < DEADLINE_S + 6
 
 
-def test_a_call_that_holds_the_global_lock_is_named(ended: dict[str, Future[Ended]]) -> None:
-    result, _, folder = ended["gil"].result()
-    verdict = verdict_in(folder)
+def test_a_call_that_holds_the_global_lock_is_named(ended: Runs) -> None:
+    result, _, folder = ended("gil")
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"]) == ("hang", [1])
     assert "lock" in verdict["cause"]
     assert "faults.py" in verdict["stacks"]["1"]  # it was asked from outside, while it held the lock
@@ -144,14 +120,14 @@ def test_an_exception_on_one_rank_ends_all_and_each_shows_it(where: Any, tmp_pat
     for log in result.logs.values():
         assert "the planted error" in log
     assert "Rank 1" in result.logs[0]
-    verdict = verdict_in(tmp_path)
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("exception", [1], [0])
     assert (verdict["phase"], verdict["global_step"]) == ("step", 3 if where == "batch_start" else 4)  # as of the gate
     hook = {"batch_start": "on_train_batch_start", "after_backward": "on_after_backward"}.get(
         where, "on_train_batch_end"
     )
     assert verdict["operation"] == f"[Callback]FaultCallback.{hook}"
-    assert verdict["location"].startswith(__file__)
+    assert verdict["location"].startswith(jobs.__file__)
     assert verdict["cause"] == "RuntimeError: the planted error"
     assert "faults.py" in verdict["stacks"]["1"]
     assert verdict["pids"].keys() == verdict["hosts"].keys() == {"0", "1"}
@@ -180,20 +156,18 @@ def test_an_out_of_memory_error_is_not_hidden_by_a_save_on_exception(name: str, 
         assert "OutOfMemoryError" in log
     assert "is not saved: rank 1 has failed" in result.logs[1]
     assert seconds < 6
-    verdict = verdict_in(tmp_path)
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["kind"], verdict["culprits"]) == ("exception", [1])
     assert "smaller batch" in verdict["remedy"]
 
 
 @pytest.mark.parametrize("name", kept(jobs.STRATEGIES, KILLED))
-def test_a_killed_rank_is_lost_within_seconds(
-    name: str, ended: dict[str, Future[Ended]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result, seconds, folder = ended[f"kill-{name}"].result() if name in KILLED else ending(name, KILL, tmp_path)
+def test_a_killed_rank_is_lost_within_seconds(name: str, ended: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    result, seconds, folder = ended(f"kill-{name}")
     assert result.exit_codes == {0: int(ExitCode.PEER_LOST), 1: -signal.SIGKILL}
     assert "rank 1" in result.logs[0]
     assert seconds < 6
-    require_lost(verdict_in(folder), 1)
+    require_lost(jobs.verdict_in(folder), 1)
     assert main(["report", str(folder)]) == 0
     assert "RANK 1 IS GONE (host" in capsys.readouterr().out
 
@@ -202,7 +176,7 @@ def require_lost(verdict: dict[str, Any], rank: int) -> None:
     """The verdict of two ranks on one that was killed."""
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("peer_lost", [rank], [1 - rank])
     assert verdict["pids"].keys() == verdict["hosts"].keys() == {"0", "1"}
-    assert verdict["location"].startswith(__file__)  # as of its last beat
+    assert verdict["location"].startswith(jobs.__file__)  # as of its last beat
     gone = f"pid {verdict['pids'][str(rank)]}): its process is gone, last seen in {verdict['operation']!r}"
     assert gone in verdict["lines"][0]
     assert "log" in verdict["remedy"]
@@ -234,16 +208,10 @@ def train_with_workers(
 ) -> None:
     timeout = {"step": deadline_s, "setup": "60s"}
     strategy = jobs.strategy("ResilientDDP", timeout=timeout)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[FaultCallback()])
     num_workers = 2 if context == "fork" else 1  # each of the others loads torch
     data = BadSample(rank, number, f"{folder}/fired", raises)
     loader = DataLoader(data, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
-    trainer.fit(jobs.Model(), loader)
-
-
-def line_of(comment: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{__file__}:{next(number for number, text in enumerate(lines, 1) if text.endswith(f'# {comment}'))}"
+    jobs.fit(strategy, 2, folder, data=loader, max_steps=30, callbacks=[FaultCallback()])
 
 
 def runs(pid: str) -> bool:
@@ -261,15 +229,15 @@ def test_an_exception_in_a_data_worker_of_one_rank_ends_all_and_each_shows_it(tm
         assert "the planted sample" in log
         assert f"{__file__}" in log  # the worker's own traceback
     assert seconds < 6
-    verdict = verdict_in(tmp_path)
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["kind"], verdict["culprits"]) == ("exception", [1])
-    assert verdict["location"] == line_of("raised")
+    assert verdict["location"] == jobs.line_of(__file__, "raised")
     assert "dataloader" in verdict["operation"]
     assert verdict["cause"].endswith("ValueError: the planted sample")
 
 
-def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(ended: dict[str, Future[Ended]]) -> None:
-    require_shown(ended["worker"].result())
+def test_a_data_worker_that_hangs_is_shown_at_its_line_and_ends_with_its_rank(ended: Runs) -> None:
+    require_shown(ended("worker"))
 
 
 @pytest.mark.soak
@@ -280,9 +248,9 @@ def test_a_data_worker_of_a_forkserver_that_hangs_is_shown_too(tmp_path: Path) -
 def require_shown(ended: Ended) -> None:
     """The verdict on a data worker that hangs."""
     result, _, folder = ended
-    verdict = verdict_in(folder)
+    verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1])
-    assert verdict["location"] == line_of("the sample")
+    assert verdict["location"] == jobs.line_of(__file__, "the sample")
     assert "dataloader" in verdict["operation"]
     assert "the data worker, pid" in verdict["stacks"]["0"]
     assert set(result.exit_codes.values()) == {int(ExitCode.HANG)}
@@ -300,42 +268,74 @@ def test_the_death_of_rank_0_which_serves_the_store_is_named_although_its_data_w
     seconds = time.time() - result.faults[0].unix_s
     assert result.exit_codes == {0: -signal.SIGKILL, 1: int(ExitCode.PEER_LOST)}
     assert "rank 0" in result.logs[1]
-    require_lost(verdict_in(tmp_path), 0)
+    require_lost(jobs.verdict_in(tmp_path), 0)
     assert not runs((tmp_path / "fired").read_text().split()[1])
     assert seconds < 20  # a second or two; without the tie, the deadline
 
 
-class HangsUntil(Callback):
-    """Rank 1 hangs until rank 0 has given up; rank 0 keeps when it went on alone."""
-
-    def __init__(self, folder: str) -> None:
-        self.given_up = Path(folder) / "given-up"
-        self.alone_since = 0.0
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 4 and trainer.global_rank == 0:
-            self.alone_since = time.monotonic()
-        if trainer.global_step == 4 and trainer.global_rank == 1:
-            while not self.given_up.exists():
-                time.sleep(0.02)
+# -- an error of which not even the text can be had --------------------------------------------------------------------
 
 
-def hang_in_stock(folder: str) -> tuple[str, float]:
-    strategy = jobs.strategy("DDPStrategy", timeout=timedelta(seconds=DEADLINE_S), process_group_backend="gloo")
-    hangs = HangsUntil(folder)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=30, callbacks=[hangs])
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+class RaisesMute(jobs.Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if (self.global_rank, batch_idx) == (1, 3):
+            raise Mute
+        return super().training_step(batch, batch_idx)
+
+
+def train_mute(folder: str) -> tuple[str, Any]:
+    trainer = jobs.trainer("ResilientDDP", 2, folder, max_steps=8)
     try:
-        trainer.fit(jobs.Model(), jobs.loader(200))
-    except RuntimeError as error:
-        if trainer.global_rank == 0:
-            hangs.given_up.touch()
-        return str(error), time.monotonic() - hangs.alone_since
-    return "", 0.0
+        trainer.fit(RaisesMute(), jobs.loader())
+    except Mute:
+        return "own", None
+    except PeerFailed as error:
+        return str(error), error.ranks
+    return "", None
 
 
-@pytest.mark.soak
-def test_stock_waits_for_the_time_out_and_names_no_rank(tmp_path: Path) -> None:
-    error, seconds = hanging_stock(tmp_path)[0].results[0]
-    assert seconds >= DEADLINE_S
-    assert "timed out" in error.lower() or "timeout" in error.lower()
-    assert not re.search(r"rank \d", error)
+def test_an_exception_whose_str_raises_is_named_on_every_rank(tmp_path: Path) -> None:
+    run = spawn(train_mute, 2, args=(str(tmp_path),), deadline="60s").check()
+    assert run.results[1] == ("own", None)
+    text, ranks = run.results[0]
+    assert ranks == [1]
+    assert "Mute: (no message: its __str__ raises RuntimeError)" in text
+    assert "raise Mute" in text
+    verdict = jobs.verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["culprits"]) == ("exception", [1])
+
+
+# -- who waits at the gate names the rank within two seconds, without a time-out ---------------------------------------
+
+
+def train_until_lost(folder: str) -> tuple[str, list[int], float]:
+    trainer = jobs.trainer("ResilientDDP", 2, folder, max_steps=20, callbacks=[FaultCallback()])
+    try:
+        trainer.fit(jobs.Model(), jobs.loader())
+    except PeerLost as error:
+        return "lost", error.ranks, time.time()
+    return "finished", [], 0.0
+
+
+@pytest.mark.parametrize("mode", ["forkserver", "torchrun"])
+def test_a_rank_killed_before_the_gate_is_named_by_the_one_who_waits_there(mode: str, tmp_path: Path) -> None:
+    # Under torchrun the store outlives rank 0, so that nothing but its absence tells.
+    faults = FaultPlan().kill(rank=1 if mode == "forkserver" else 0, step=4, where="batch_end")
+    run = spawn(train_until_lost, 2, args=(str(tmp_path),), faults=faults, mode=mode, deadline="50s")
+    (fault,) = run.faults
+    survivor = 1 - fault.fault.rank
+    outcome, ranks, at = run.results[survivor]
+    assert (outcome, ranks) == ("lost", [fault.fault.rank])
+    assert at - fault.unix_s < 4.0
+    if mode == "forkserver":
+        assert run.exit_codes[fault.fault.rank] == -signal.SIGKILL
+    verdict = jobs.verdict_in(tmp_path)
+    assert (verdict["kind"], verdict["culprits"]) == ("peer_lost", [fault.fault.rank])
+    # Its last beat came in the first second of the run; who has passed the gate of a step with it knows more.
+    assert (verdict["phase"], verdict["global_step"]) == ("step", 4)
+    assert re.search(r"its process is gone, last seen in '.*, \d\.\d s before$", verdict["lines"][0])

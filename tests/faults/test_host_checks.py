@@ -23,8 +23,7 @@ BOUND_S = 5.0
 def fit(rank: int, folder: str, notes: str) -> None:
     begin = time.monotonic()
     try:
-        trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=1)
-        trainer.fit(jobs.Model(), jobs.loader())
+        jobs.fit("ResilientDDP", 2, folder, max_steps=1)
     except PreflightError as error:
         formed = torch.distributed.is_initialized()
         Path(notes, f"rank{rank}").write_text(f"{time.monotonic() - begin} {formed}\n{error}")

@@ -90,15 +90,9 @@ def save_at_every_step(
     class_name, _, stage = name.partition(" ")
     arguments = {"stage": int(stage)} if stage else {}
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
-    trainer = jobs.trainer(
-        jobs.strategy(class_name, async_save=is_behind, **arguments),
-        2,
-        folder,
-        max_steps=100_000 if moment else read_manifest(newest).global_step + 1,
-        callbacks=[Diary(diary, moment), saver],
-        enable_checkpointing=True,
-    )
-    trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=newest)
+    max_steps = 100_000 if moment else read_manifest(newest).global_step + 1
+    arguments |= {"async_save": is_behind, "max_steps": max_steps, "callbacks": [Diary(diary, moment), saver]}
+    jobs.fit(class_name, 2, folder, ckpt_path=newest, **arguments)
 
 
 def lines_of(diary: Path, rank: int) -> list[Any]:

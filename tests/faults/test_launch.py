@@ -154,8 +154,7 @@ def start(rank: int, mistake: Mistake, folder: str) -> None:
         begin = time.monotonic()
         try:
             strategy = jobs.strategy(mistake.strategy)
-            trainer = jobs.trainer(strategy, mistake.devices, folder, num_nodes=mistake.num_nodes, max_steps=1)
-            trainer.fit(jobs.Model(), jobs.loader())
+            jobs.fit(strategy, mistake.devices, folder, num_nodes=mistake.num_nodes, max_steps=1)
         except PreflightError as error:
             Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - begin}\n{error}")
             raise
@@ -211,8 +210,7 @@ def test_a_wrong_launch_ends_at_once_with_its_evidence_and_the_command_to_run(
 
 
 def fit_and_say_who_started(folder: str) -> str:
-    trainer = jobs.trainer(jobs.strategy("ResilientFSDP"), 2, folder, max_steps=1)
-    trainer.fit(jobs.Model(), jobs.loader())
+    trainer = jobs.fit("ResilientFSDP", 2, folder, max_steps=1)
     return facts_of(trainer.strategy).launcher.name
 
 
@@ -227,18 +225,3 @@ def test_a_healthy_launch_has_no_finding_at_all(mode: Any, launcher: str, tmp_pa
     run = spawn(fit_and_say_who_started, 2, args=(str(tmp_path),), mode=mode, deadline="50s").check()
     assert run.results == {0: launcher, 1: launcher}
     assert jobs.findings_of_preflight(run) == []
-
-
-def fit_as_a_node_of_two(rank: int, folder: str, preflight: Any) -> None:
-    """One process a node, both on this host, which the loopback address says."""
-    with env.changed(NODE_RANK=rank, LOCAL_RANK=0, RANK=None):
-        strategy = jobs.strategy("ResilientDDP", preflight=preflight)
-        trainer = jobs.trainer(strategy, 1, folder, num_nodes=2, max_steps=1)
-        trainer.fit(jobs.Model(), jobs.loader())
-
-
-@pytest.mark.parametrize(("setting", "is_told"), [("off", False), ("warn", True)])
-def test_a_check_can_be_switched_off_or_made_a_warning_by_its_name(setting: str, is_told: bool, tmp_path: Path) -> None:
-    run = spawn(fit_as_a_node_of_two, 2, args=(str(tmp_path), {"loopback": setting}), deadline="40s").check()
-    for log in run.logs.values():
-        assert ("preflight (loopback): MASTER_ADDR=127.0.0.1 leads every host to itself" in log) is is_told

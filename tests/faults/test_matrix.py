@@ -118,14 +118,8 @@ def train(case: Case, folder: str) -> None:
         Path(record).write_text(str(time.time()))
         data = jobs.loader(4 * case.step)
     raw = [] if case.kind == "worker" else [Raw(case, record)]
-    trainer = jobs.trainer(
-        jobs.strategy(case.strategy, timeout={"step": DEADLINE_S, "setup": "60s"}),
-        WORLD_SIZE,
-        folder,
-        max_steps=40,
-        callbacks=[FaultCallback(), *raw],
-    )
-    trainer.fit(jobs.Model(), data)
+    named = {"timeout": {"step": DEADLINE_S, "setup": "60s"}, "max_steps": 40, "callbacks": [FaultCallback(), *raw]}
+    jobs.fit(case.strategy, WORLD_SIZE, folder, data=data, **named)
 
 
 def named_by(run: SpawnResult, folder: Path, case: Case) -> list[int]:

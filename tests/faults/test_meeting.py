@@ -16,7 +16,7 @@ from lightning_distplus.control import rendezvous
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
-from tests.faults.hosts import TwoHosts, run_on, two_hosts
+from tests.faults.hosts import Hosts, run_on, several_hosts
 
 BOUND_S = 5.0
 PORT = 29400
@@ -90,14 +90,14 @@ FAULTS = {
 }
 
 
-def start(rank: int, hosts: TwoHosts, fault: Fault, folder: str) -> None:
+def start(rank: int, hosts: Hosts, fault: Fault, folder: str) -> None:
     """One process of one node, on its own host."""
     own = Path(folder) if fault.shares_folder else Path(folder, f"host{rank}")
     own.mkdir(exist_ok=True)
     run_on(hosts.names[rank], lambda: fit(rank, hosts, fault, folder, str(own)))
 
 
-def fit(rank: int, hosts: TwoHosts, fault: Fault, notes: str, folder: str) -> None:
+def fit(rank: int, hosts: Hosts, fault: Fault, notes: str, folder: str) -> None:
     if fault.late and rank == 0:
         agree = rendezvous._agree_on_job
 
@@ -137,7 +137,7 @@ DEBIAN = Fault(address="node-zero", known_on=(0, 1), calls_itself="127.0.1.1")
 
 @pytest.mark.parametrize("layout", [pytest.param(Fault(), marks=pytest.mark.soak), DEBIAN], ids=["address", "name"])
 def test_two_hosts_by_hand_train_without_a_finding(layout: Fault, tmp_path: Path) -> None:
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         run = spawn(start, 2, args=(hosts, layout, str(tmp_path)), deadline="40s").check()
     assert jobs.findings_of_preflight(run) == []
 
@@ -148,7 +148,7 @@ LONG = ("number of nodes, and rank 0 is refused", "a name that only node 1 knows
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in FAULTS])
 def test_hosts_that_cannot_meet_say_why_and_name_each_other(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         if fault.drops is not None:
             hosts.drop(*fault.drops)
         run = spawn(start, 2, args=(hosts, fault, str(tmp_path)), deadline="40s")
@@ -166,7 +166,7 @@ FILTERED = Fault(drops=("ipproto", "tcp", "dport", str(PORT)), shares_folder=Fal
 
 
 def test_a_filtered_port_without_a_shared_folder_names_the_rank_at_the_deadline(tmp_path: Path) -> None:
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         hosts.drop(*(FILTERED.drops or ()))
         run = spawn(start, 2, args=(hosts, FILTERED, str(tmp_path)), deadline="40s")
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
-from tests.faults.hosts import TwoHosts, run_on, two_hosts
-from tests.faults.side_by_side import side_by_side
+from tests.faults.hosts import Hosts, run_on, several_hosts
+from tests.faults.side_by_side import Runs, side_by_side
 
 pytestmark = pytest.mark.deadline(400)  # the first test waits for both runs
 
@@ -83,22 +83,15 @@ def stop_rank_0(folder: Path, is_over: threading.Event) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def train(rank: int, hosts: TwoHosts, folder: str, is_cut: bool = True) -> None:
+def train(rank: int, hosts: Hosts, folder: str, is_cut: bool = True) -> None:
     def fit() -> None:
         os.environ.update(
             NODE_RANK=str(rank), LOCAL_RANK="0", MASTER_ADDR=hosts.addresses[0], GLOO_SOCKET_IFNAME="eth0"
         )
-        trainer = jobs.trainer(
-            jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"}),
-            1,
-            folder,
-            num_nodes=2,
-            plugins=[LightningEnvironment()],
-            max_steps=20,
-            callbacks=[Cuts(hosts.cut_command, f"{folder}/fired") if is_cut else IsStopped(folder)],
-        )
+        callbacks = [Cuts(hosts.cut_command, f"{folder}/fired") if is_cut else IsStopped(folder)]
+        named = {"timeout": {"step": DEADLINE_S, "setup": "60s"}, "num_nodes": 2, "plugins": [LightningEnvironment()]}
         try:
-            trainer.fit(jobs.Model(), jobs.loader(200))
+            jobs.fit("ResilientDDP", 1, folder, data=jobs.loader(200), max_steps=20, callbacks=callbacks, **named)
         finally:
             Path(f"{folder}/ended-{rank}").write_text(str(time.time()))
 
@@ -110,15 +103,15 @@ def verdict_of(folder: Path, host: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def cut(folder: Path) -> tuple[SpawnResult, TwoHosts, Path]:
-    with two_hosts("c") as hosts:
+def cut(folder: Path) -> tuple[SpawnResult, Hosts, Path]:
+    with several_hosts(2, "c") as hosts:
         run = spawn(train, 2, args=(hosts, str(folder)), deadline="60s")
         (folder / "ended").write_text(str(time.time()))
     return run, hosts, folder
 
 
-def stopped(folder: Path) -> tuple[SpawnResult, TwoHosts, Path]:
-    with two_hosts("s") as hosts, ThreadPoolExecutor(1) as pool:
+def stopped(folder: Path) -> tuple[SpawnResult, Hosts, Path]:
+    with several_hosts(2, "s") as hosts, ThreadPoolExecutor(1) as pool:
         is_over = threading.Event()
         stopping = pool.submit(stop_rank_0, folder, is_over)
         run = spawn(train, 2, args=(hosts, str(folder), False), deadline="60s")
@@ -128,13 +121,11 @@ def stopped(folder: Path) -> tuple[SpawnResult, TwoHosts, Path]:
     return run, hosts, folder
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    return side_by_side({"cut": cut, "stopped": stopped}, tmp_path_factory.mktemp("hosts"))
+ended = side_by_side({"cut": cut, "stopped": stopped})
 
 
-def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: dict[str, Future[Any]]) -> None:
-    run, hosts, folder = ended["cut"].result()
+def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: Runs) -> None:
+    run, hosts, folder = ended("cut")
     seconds = float((folder / "ended").read_text()) - float((folder / "fired").read_text())
     for rank in range(2):  # rank 1 has lost the host of rank 0, which serves the store
         verdict = verdict_of(folder, hosts.names[rank])
@@ -148,9 +139,9 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(ended: dict[str, Future[A
 
 
 def test_a_stopped_rank_that_serves_the_store_to_another_host_is_shown_at_its_last_place(
-    ended: dict[str, Future[Any]],
+    ended: Runs,
 ) -> None:
-    run, hosts, folder = ended["stopped"].result()
+    run, hosts, folder = ended("stopped")
     verdict = verdict_of(folder, hosts.names[1])
     assert (verdict["kind"], verdict["culprits"], verdict["waiting"]) == ("hang", [0], [1]), verdict
     lines, first = inspect.getsourcelines(IsStopped.move)

@@ -39,15 +39,14 @@ def save(rank: int, folder: str, url: str) -> str:
         on_another_node(folder)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
     strategy = jobs.strategy("ResilientDDP", copy_to=url)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=4, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(model := jobs.Model(), jobs.loader())
+    jobs.fit(strategy, 2, folder, (model := jobs.Model()), max_steps=4, callbacks=[saver])
     return weights_digest(model)
 
 
 def load(rank: int, folder: str, url: str) -> tuple[str, str, list[str]]:
     if rank == 1:
         on_another_node(folder)
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP", copy_to=url), 2, folder, max_steps=4)
+    trainer = jobs.trainer("ResilientDDP", 2, folder, copy_to=url, max_steps=4)
     try:
         trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=f"{folder}/step=4.ckpt")
     except Exception as error:

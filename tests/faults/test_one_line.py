@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_distplus.events import read_events
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.divergences import own_loader
-from tests.pairs import in_turn, kept
+from tests.pairs import kept, kept_rows
 
 STEP, STEPS = 4, 12
 STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "zero2")
@@ -116,7 +117,11 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "name"), in_turn(list(ENDS), list(LINES)), ids=lambda one: one[:12])
+# In each commit test_endings runs scripts that hang and that raise.
+SCRIPTS = [(NAN_ON_RANK_1, "ddp"), (SIGTERM, "fsdp2")]
+
+
+@pytest.mark.parametrize(("fault", "name"), kept_rows([*product(ENDS, LINES)], SCRIPTS), ids=lambda one: one[:12])
 def test_a_fault_in_a_strangers_script_ends_it_as_the_table_says(fault: str, name: str, tmp_path: Path) -> None:
     ended = run_script(tmp_path, fault, 'timeout={"step": "5s"}', name=name)
     code, says = ENDS[fault]
@@ -155,15 +160,6 @@ def test_a_script_is_told_in_one_line_what_it_has_is_warned_of_a_nan_on_all_rank
     )
 
 
-@pytest.mark.soak
-def test_without_the_handler_a_sigterm_ends_with_143_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SIGTERM, "preemption=False")
-    assert ended.returncode == ExitCode.PREEMPTED, ended.stdout
-    assert "nothing was saved" in ended.stdout
-    saved = {path.name for path in tmp_path.glob("**/*.ckpt")}
-    assert saved == {"epoch=0-step=5.ckpt"}  # by Lightning's own callback at the end of the first epoch; not at step 8
-
-
 # -- every strategy ----------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +188,7 @@ def make(name: str, folder: str, **arguments: Any) -> pl.Trainer:
     saver = ModelCheckpoint(dirpath=f"{folder}/checkpoints", every_n_train_steps=100)
     callbacks = [saver, *arguments.pop("callbacks", [])]
     settings = {"max_steps": STEPS, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
-    return jobs.trainer(jobs.strategy(name, **options), 2, folder, **settings)
+    return jobs.trainer(name, 2, folder, **options, **settings)
 
 
 def fit(
@@ -204,11 +200,6 @@ def fit(
     return {"steps": trainer.global_step, "finite": finite, "callbacks": len(trainer.callbacks)}
 
 
-def verdict_in(folder: Path) -> dict[str, Any]:
-    (path,) = (folder / "distplus").glob("verdict-*.json")
-    return json.loads(path.read_text())
-
-
 def ends_with(run: SpawnResult, code: ExitCode) -> None:
     assert run.exit_codes == {0: code, 1: code}, "\n".join(run.logs.values())
 
@@ -217,7 +208,7 @@ def ends_with(run: SpawnResult, code: ExitCode) -> None:
 def test_a_nan_on_one_rank_ends_the_run_as_a_divergence(name: str, tmp_path: Path) -> None:
     run = spawn(fit, 2, args=(name, str(tmp_path), (1,)))
     ends_with(run, ExitCode.DIVERGENCE)
-    verdict = verdict_in(tmp_path)
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["kind"], verdict["field"], verdict["culprits"]) == ("divergence", "loss", [1])
 
 
@@ -229,17 +220,11 @@ def test_a_nan_on_all_ranks_is_left_out_and_warned_about(name: str, tmp_path: Pa
     assert not list((tmp_path / "distplus").glob("verdict-*"))
 
 
-@pytest.mark.parametrize("name", kept(STRATEGIES, ("ResilientDDP", "zero2")))
-def test_a_sigterm_to_one_rank_leaves_one_committed_checkpoint(name: str, tmp_path: Path) -> None:
-    run = spawn(fit, 2, args=(name, str(tmp_path), (), (1,)))
-    ends_with(run, ExitCode.PREEMPTED)
-    (saved,) = (tmp_path / "checkpoints").glob(f"preempt-step={STEP + 1}.ckpt")
-    assert newest_valid(tmp_path / "checkpoints") == saved
-
-
-@pytest.mark.parametrize("name", kept(STRATEGIES, ("ResilientFSDP", "ResilientModelParallel")))
-def test_without_a_handler_a_sigterm_ends_all_ranks_with_143_and_nothing_saved(name: str, tmp_path: Path) -> None:
-    run = spawn(fit, 2, args=(name, str(tmp_path), (), (0,), {"preemption": False}))
+@pytest.mark.parametrize(("name", "asked"), zip(STRATEGIES, ((0,), (1,), (0, 1), (1,)), strict=True))
+def test_without_a_handler_a_sigterm_ends_all_ranks_with_143_and_nothing_saved(
+    name: str, asked: tuple[int, ...], tmp_path: Path
+) -> None:
+    run = spawn(fit, 2, args=(name, str(tmp_path), (), asked, {"preemption": False}))
     ends_with(run, ExitCode.PREEMPTED)
     assert not list(tmp_path.glob("checkpoints/*.ckpt"))
     for log in run.logs.values():
@@ -286,7 +271,7 @@ def test_a_monitor_above_its_budget_looks_less_often_and_says_within_how_many_st
     assert (first["steps_per_pass"], first["steps_per_full_comparison"]) == (1, 50)
     assert last["steps_per_pass"] > 1
     assert last["steps_per_full_comparison"] > 50
-    verdict = verdict_in(tmp_path)
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["field"], verdict["culprits"]) == ("parameters", [0, 1])
     assert 60 <= verdict["global_step"] <= 60 + last["steps_per_pass"]
 
@@ -352,8 +337,7 @@ def test_a_users_callback_wins_an_instance_is_taken_and_false_leaves_it_out(tmp_
 
 def see_one_rank(folder: str) -> list[str]:
     sees = Sees()
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP", monitor=True), 1, folder, max_steps=1, callbacks=[sees])
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit("ResilientDDP", 1, folder, monitor=True, max_steps=1, callbacks=[sees])
     return [type(one).__name__ for one in sees.seen]
 
 

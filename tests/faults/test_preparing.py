@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -86,8 +85,7 @@ def test_preparation_past_its_deadline_ends_with_a_verdict_on_the_rank(tmp_path:
     data = {"seconds": 30.0, "progress": False}
     run = spawn(fit, WORLD_SIZE, args=(str(tmp_path), {**TIMEOUTS, "data": "2s"}, data), deadline="50s")
     assert set(run.exit_codes.values()) == {int(ExitCode.HANG)}
-    (path,) = (tmp_path / "distplus").glob("verdict-*.json")
-    verdict = json.loads(path.read_text())
+    verdict = jobs.verdict_in(tmp_path)
     assert (verdict["culprits"], verdict["waiting"]) == ([0], [1, 2])
     assert (verdict["phase"], verdict["operation"]) == ("data", "prepare_data")
     assert verdict["location"].startswith(f"{__file__}:")
@@ -114,8 +112,7 @@ def fit_on_nodes(rank: int, folder: str, per_node: bool) -> list[str]:
     """Two nodes of one rank each."""
     os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
     strategy = jobs.strategy("ResilientDDP", timeout=TIMEOUTS, preflight=False)
-    trainer = jobs.trainer(strategy, 1, folder, max_steps=1, num_nodes=2)
-    trainer.fit(jobs.Model(), datamodule=PreparesPerNode(folder, per_node=per_node))
+    jobs.fit(strategy, 1, folder, data=PreparesPerNode(folder, per_node=per_node), max_steps=1, num_nodes=2)
     return sorted(path.name for path in Path(folder).glob("prepared-by-*"))
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
 from tests.distributed.iterable_jobs import Counting, iterable_data
-from tests.distributed.resume_jobs import Diary, final_counters, fit, map_data
+from tests.distributed.resume_jobs import Diary, Numbered, final_counters, fit, map_data
 from tests.pairs import kept
 
 
@@ -60,7 +60,6 @@ class Scheduled(Diary):
 
 def last_of(folder: Path) -> dict[str, Any]:
     return {
-        "enable_checkpointing": True,
         "callbacks": [ModelCheckpoint(dirpath=folder, save_last=True, save_on_train_epoch_end=True), TQDMProgressBar()],
     }
 
@@ -124,30 +123,14 @@ def test_run_that_stops_inside_a_window_does_that_window_again(tmp_path: Path) -
     assert final_counters(resumed) == final_counters(undisturbed)
 
 
-class Noted(jobs.Model):
-    """Notes the samples of each step, with the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[Any] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch.repeat(1, jobs.NUM_FEATURES // 2) / 24, batch_idx)
-        self.steps.append((self.trainer.global_step, batch_idx, batch[:, 0].int().tolist(), self.losses[-1]))
-        return loss
-
-
 def stop_and_go_on(name: str, folder: str) -> tuple[list[Any], list[Any], list[Any]]:
-    arguments = {"stage": 2} if "DeepSpeed" in name else {}
     runs = []
     for limit in ({}, {"max_steps": 2, **last_of(Path(folder))}, {}):
-        model = Noted()
-        strategy = jobs.strategy(name, timeout="60s", **arguments)
-        settings = {"max_epochs": 1, "enable_progress_bar": "max_steps" in limit}
-        trainer = jobs.trainer(strategy, 2, folder, **settings, **limit)
+        settings = {"timeout": "60s", "max_epochs": 1, "enable_progress_bar": "max_steps" in limit, **limit}
         path = f"{folder}/last.ckpt" if len(runs) == 2 else None
-        trainer.fit(model, map_data(24, val_dataset=None), ckpt_path=path)
-        runs.append([*model.steps, weights_digest(trainer.strategy.model)])
+        data = map_data(24, val_dataset=None)
+        trainer = jobs.fit(name, 2, folder, model := Numbered(), data, ckpt_path=path, **settings)
+        runs.append([*model.events, weights_digest(trainer.strategy.model)])
     return tuple(runs)
 
 

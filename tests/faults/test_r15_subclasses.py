@@ -20,8 +20,7 @@ def save_and_load(rank: int, folder: str) -> list[int]:
     """The parent saves, the subclass goes on and saves, and the parent goes on; what it reads names the subclass."""
     path, found = None, []
     for step, strategy in enumerate((ResilientFSDP(), MyFSDP(), ResilientFSDP()), start=1):
-        trainer = jobs.trainer(strategy, 2, folder, max_steps=step)
-        trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=path)
+        trainer = jobs.fit(strategy, 2, folder, (model := jobs.Model()), ckpt_path=path, max_steps=step)
         found.append(trainer.global_step - len(model.losses))
         path = f"{folder}/{step}.ckpt"
         trainer.save_checkpoint(path)

@@ -16,9 +16,7 @@ def roll_back_and_requeue(rank: int, folder: str) -> list[tuple[int, int]]:
     ended = []
     for max_steps, choice in ((8, None), (6, f"{folder}/step=4.ckpt"), (7, "auto")):
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        trainer = jobs.trainer(
-            jobs.strategy("ResilientFSDP"), 2, folder, max_steps=max_steps, callbacks=[saver], enable_checkpointing=True
-        )
+        trainer = jobs.trainer("ResilientFSDP", 2, folder, max_steps=max_steps, callbacks=[saver])
         path = newest_checkpoint(trainer) if choice == "auto" else choice
         trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=path)
         ended.append((trainer.global_step - len(model.losses), trainer.global_step))

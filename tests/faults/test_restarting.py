@@ -28,7 +28,7 @@ from lightning_distplus.process import children
 from lightning_distplus.report import PAGE, describe_runs, read_ledgers
 from lightning_distplus.testing import FaultPlan, spawn
 from tests.distributed.preemption_jobs import STEPS, train
-from tests.faults.hosts import TwoHosts, two_hosts
+from tests.faults.hosts import Hosts, several_hosts
 
 ROOT = Path(__file__).parents[2]
 KILLS = 5  # of one job in the soak
@@ -181,20 +181,7 @@ def test_samples_that_fail_every_time_are_set_apart_and_the_order_of_all_others_
     assert report.num_apart >= len(samples)
 
 
-@pytest.mark.soak
-@pytest.mark.deadline(120)
-def test_the_culprits_exit_code_is_returned_when_the_restarts_are_spent(tmp_path: Path) -> None:
-    plan = FaultPlan().kill(1, step=4)
-    code, log = launch(tmp_path, str(tmp_path), plan=plan, options=("--max-restarts", "0"))
-    assert code == 137, log
-    assert "all 0 restarts are spent" in log
-    assert {path.name for path in (tmp_path / "logs" / "launcher" / "attempt-0").glob("*.err")} == {
-        "rank00000.err",
-        "rank00001.err",
-    }
-
-
-class Hosts:
+class Launchers:
     """Launchers of one job on several hosts, which this one plays, each with one rank."""
 
     def __init__(self, folder: Path, num_nodes: str, *job: str, plan: FaultPlan | None = None) -> None:
@@ -253,7 +240,7 @@ class Hosts:
 @pytest.mark.soak
 @pytest.mark.deadline(150)
 def test_launchers_of_two_hosts_restart_together(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "2", plan=FaultPlan().kill(1, step=6))
+    hosts = Launchers(tmp_path, "2", plan=FaultPlan().kill(1, step=6))
     hosts.start("first")
     hosts.start("second")
     assert [hosts.wait("first"), hosts.wait("second")] == [0, 0], hosts.logs()
@@ -264,7 +251,7 @@ def test_launchers_of_two_hosts_restart_together(tmp_path: Path) -> None:
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "2", plan=FaultPlan().kill(culprit, step=4))
+    hosts = Launchers(tmp_path, "2", plan=FaultPlan().kill(culprit, step=4))
     hosts.options += ("--max-restarts", "0")
     hosts.start_serving("first")
     hosts.start("second")
@@ -276,7 +263,7 @@ def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.deadline(240)
 def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "1:2", "0.3")
+    hosts = Launchers(tmp_path, "1:2", "0.3")
     hosts.start_serving("first")
     hosts.wait_for_step(1)
     hosts.start("second")
@@ -299,7 +286,7 @@ def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> 
 @pytest.mark.soak
 @pytest.mark.deadline(240)
 def test_a_host_is_replaced_and_the_job_goes_on(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "2", "0.3")
+    hosts = Launchers(tmp_path, "2", "0.3")
     hosts.start_serving("first")
     hosts.start("second")
     hosts.wait_for_step(2)
@@ -315,7 +302,7 @@ def test_a_host_is_replaced_and_the_job_goes_on(tmp_path: Path) -> None:
 class Agents:
     """``torchrun`` on two hosts, with one rank each; node 0 serves the store in which the agents meet."""
 
-    def __init__(self, folder: Path, hosts: TwoHosts, num_nodes: str, *job: str, **variables: str) -> None:
+    def __init__(self, folder: Path, hosts: Hosts, num_nodes: str, *job: str, **variables: str) -> None:
         self.folder, self.hosts, self.num_nodes, self.job = folder, hosts, num_nodes, (str(folder), *job)
         self.variables = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DISTPLUS_SECRET": "of both hosts",
@@ -376,7 +363,10 @@ class Agents:
 @pytest.mark.deadline(300)
 def test_a_host_of_torchrun_dies_and_another_joins_and_each_sample_counts_once(tmp_path: Path) -> None:
     """The agent that stayed has counted a restart, the one that joins has not."""
-    with two_hosts() as hosts, Agents(tmp_path, hosts, "1:2", "1.5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as agents:
+    with (
+        several_hosts(2) as hosts,
+        Agents(tmp_path, hosts, "1:2", "1.5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as agents,
+    ):
         first, second = agents.start(0), agents.start(1)
         agents.wait_until(lambda: agents.starts("world_size")[-2:] == [2, 2])
         agents.wait_until(agents.has_gone_on())
@@ -397,7 +387,7 @@ def test_a_host_of_torchrun_dies_and_another_joins_and_each_sample_counts_once(t
 def test_a_rank_of_torchrun_is_killed_and_both_hosts_meet_again_at_the_same_store(tmp_path: Path) -> None:
     """Only the agent of the killed rank counts a restart, where the other one sees the new round first."""
     plan = FaultPlan(FaultPlan().kill(1, step=4).faults, str(tmp_path / "faults")).to_json()
-    with two_hosts() as hosts, Agents(tmp_path, hosts, "2", DISTPLUS_FAULTS=plan) as agents:
+    with several_hosts(2) as hosts, Agents(tmp_path, hosts, "2", DISTPLUS_FAULTS=plan) as agents:
         started = [agents.start(0), agents.start(1)]
         assert [agent.wait(timeout=200) for agent in started] == [0, 0], agents.logs()
         assert agents.starts("attempt") == [0, 0, 1, 1]

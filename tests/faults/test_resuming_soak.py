@@ -39,7 +39,6 @@ def train(prefixes: list[str], size: int, micro_batch: int, workers: int, folder
         devices=size,
         default_root_dir=folder,
         max_steps=NUM_STEPS,
-        enable_checkpointing=True,
         callbacks=[
             SampleAudit(),
             ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"),

@@ -18,7 +18,7 @@ from lightning_distplus.preflight.check import Status
 from lightning_distplus.preflight.host import RunLock
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
-from tests.faults.hosts import TwoHosts, run_on, two_hosts
+from tests.faults.hosts import Hosts, run_on, several_hosts
 
 BOUND_S = 10.0  # four seconds of watching, and whatever a busy machine adds
 
@@ -49,7 +49,7 @@ def fit(folder: Path, *callbacks: Callback) -> None:
     with env.changed(**variables):
         saves = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=1)
         arguments: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saves, *callbacks], "max_steps": 1}
-        jobs.trainer(jobs.strategy("ResilientDDP"), 1, str(folder), **arguments).fit(jobs.Model(), jobs.loader())
+        jobs.fit("ResilientDDP", 1, str(folder), **arguments)
 
 
 def run_twice(rank: int, folder: str, dies: bool = False) -> None:
@@ -86,7 +86,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def twice_on_two_hosts(rank: int, hosts: TwoHosts, folder: str) -> None:
+def twice_on_two_hosts(rank: int, hosts: Hosts, folder: str) -> None:
     run_on(hosts.names[rank], lambda: run_twice(rank, folder))
 
 
@@ -108,7 +108,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_pa
 
 
 def test_a_run_of_another_host_is_known_by_the_count_of_its_lock(tmp_path: Path) -> None:
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         run = spawn(twice_on_two_hosts, 2, args=(hosts, str(tmp_path)), deadline="90s")
     assert run.exit_codes == {0: 0, 1: int(ExitCode.PREFLIGHT)}, run.logs
     text = refused(tmp_path)

@@ -211,11 +211,7 @@ def train_beside_a_stranger(folder: str) -> tuple[str, int]:
     strategy = jobs.strategy("ResilientDDP", timeout={"step": "20s", "setup": "60s"})
     saves = ModelCheckpoint(folder, every_n_train_steps=6)
     connections = CountConnections()
-    trainer = jobs.trainer(
-        strategy, 2, folder, max_steps=STEPS, max_epochs=-1, callbacks=[Slow(), connections, saves],
-        enable_checkpointing=True,
-    )  # fmt: skip
-    trainer.fit(jobs.Model(), jobs.loader())
+    trainer = jobs.fit(strategy, 2, folder, max_steps=STEPS, max_epochs=-1, callbacks=[Slow(), connections, saves])
     assert trainer.global_step == STEPS
     return weights_digest(trainer.lightning_module), connections.count
 

@@ -51,8 +51,7 @@ def main(folder: str, how: str) -> None:
     step = DEADLINE_S if how == "hangs" else "120s"
     on_verdict = f"cat > {folder}/told-{how}.json"  # which the ranks tell their launcher
     strategy = jobs.strategy("ResilientDDP", timeout={"step": step, "setup": "120s"}, on_verdict=on_verdict)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=8, callbacks=[Ends(how, Path(folder))])
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[Ends(how, Path(folder))])
 
 
 def start(folder: Path, how: str) -> subprocess.Popen[str]:

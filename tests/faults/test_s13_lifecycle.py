@@ -66,7 +66,7 @@ def fits(names: list[str], folder: str) -> list[list[str]]:
     seen = []
     for name in names:
         model = jobs.Model()
-        jobs.trainer(jobs.strategy(name), 2, folder, max_steps=2).fit(model, jobs.loader())
+        jobs.fit(name, 2, folder, model, max_steps=2)
         seen.append(model.losses)
     return seen
 

@@ -30,10 +30,6 @@ from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
 
-def arguments_of(name: str) -> dict[str, Any]:
-    return {"stage": 2} if "DeepSpeed" in name else {}
-
-
 class FailsToPickle:
     """State that only one rank cannot write."""
 
@@ -52,37 +48,34 @@ class BadSave(Callback):
             checkpoint["bad"] = FailsToPickle()
 
 
-def save_twice(name: str, folder: str) -> tuple[str, list[int]]:
-    trainer = jobs.trainer(
-        jobs.strategy(name, **arguments_of(name)), 2, folder, max_steps=2, callbacks=[BadSave(rank=0)]
-    )
-    model, path = jobs.Model(), str(Path(folder) / "last.ckpt")
-    trainer.fit(model, jobs.loader())
+def save_twice(name: str, folder: str) -> tuple[str, list[int], tuple[str, Any]]:
+    """What the second save says, and what then comes of a resume from its place."""
+    model, path = jobs.Model(), f"{folder}/last.ckpt"
+    trainer = jobs.fit(name, 2, folder, model, max_steps=2, callbacks=[BadSave(rank=0)])
     trainer.save_checkpoint(path)
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(model, jobs.loader())
+    message, ranks = "saved", []
     try:
         trainer.save_checkpoint(path)
     except PeerFailed as error:
-        return str(error), error.ranks
-    return "saved", []
+        message, ranks = str(error), error.ranks
+    return message, ranks, load(name, name, path, folder)
 
 
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_previous_one(name: str, tmp_path: Path) -> None:
     run = spawn(save_twice, 2, args=(name, str(tmp_path)), deadline="60s").check()
-    for message, ranks in run.results.values():
+    for message, ranks, loaded in run.results.values():
         assert ranks == [0]
         assert "No space left on device" in message
+        assert loaded == ("resumed", 2)
     assert newest_valid(tmp_path) == tmp_path / "last.ckpt"
-    report = spawn(load, 2, args=(name, name, str(tmp_path / "last.ckpt"), str(tmp_path))).check()
-    assert set(report.results.values()) == {("resumed", 2)}
 
 
-def save(name: str, path: str, folder: str) -> None:
-    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name)), 2, folder, max_steps=2)
-    trainer.fit(jobs.Model(), jobs.loader())
-    trainer.save_checkpoint(path)
+def save(name: str, paths: list[str], folder: str) -> None:
+    for path in paths:
+        jobs.fit(name, 2, folder, max_steps=2).save_checkpoint(path)
 
 
 class Wider(jobs.Model):
@@ -96,7 +89,7 @@ class Wider(jobs.Model):
 
 
 def load(name: str, saved_by: str, path: str, folder: str, wider: bool = False, **more: Any) -> tuple[str, Any]:
-    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name), **more), 2, folder, max_steps=2)
+    trainer = jobs.trainer(name, 2, folder, **more, max_steps=2)
     try:
         trainer.fit(Wider() if wider else jobs.Model(), jobs.loader(), ckpt_path=path)
     except (CheckpointCorrupt, CheckpointMismatch) as error:
@@ -115,7 +108,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def put(name: str, folder: Path) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            spawn(save, 2, args=(name, str(made[name] / "two.ckpt"), str(made[name])), deadline="60s").check()
+            spawn(save, 2, args=(name, [str(made[name] / "two.ckpt")], str(made[name])), deadline="60s").check()
         shutil.copytree(made[name], folder, dirs_exist_ok=True)
         return folder / "two.ckpt"
 
@@ -183,13 +176,6 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(name: str, saved:
         assert "extra" in message
 
 
-def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
-    run = spawn(load, 2, args=("ResilientFSDP", "", str(tmp_path / "none.ckpt"), str(tmp_path))).check()
-    for kind, message in run.results.values():
-        assert kind == "CheckpointMismatch"
-        assert "none.ckpt" in message
-
-
 def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(saved: Saved, tmp_path: Path) -> None:
     path = saved("ResilientFSDP", tmp_path)
     shutil.rmtree(path / ".distplus")
@@ -198,74 +184,76 @@ def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(saved: S
     assert "unverified" in run.logs[0]
 
 
-def load_verifying(mode: str, path: str, folder: str) -> tuple[str, Any]:
-    return load("ResilientDDP", "", path, folder, verify=mode)
+def load_verifying(path: str, folder: str) -> list[str]:
+    return [load("ResilientDDP", "", path, folder, verify=mode)[0] for mode in ("size", "off", "full")]
 
 
 def test_how_much_is_verified_before_a_load_is_an_argument(saved: Saved, tmp_path: Path) -> None:
     path = saved("ResilientDDP", tmp_path)
     flip_in_largest_member(path)
-    for mode, expected in {"full": "CheckpointCorrupt", "size": "resumed", "off": "resumed"}.items():
-        run = spawn(load_verifying, 2, args=(mode, str(path), str(tmp_path)))
-        assert {kind for kind, _ in run.results.values()} == {expected}
+    run = spawn(load_verifying, 2, args=(str(path), str(tmp_path)), deadline="60s").check()
+    assert list(run.results.values()) == [["resumed", "resumed", "CheckpointCorrupt"]] * 2
 
 
-def load_noting(rank: int, path: str, folder: str) -> tuple[str, str, list[str]]:
-    used: list[str] = []
+def load_noting(rank: int, paths: list[str], folder: str) -> list[tuple[str, str, list[str]]]:
+    """What comes of each checkpoint, and what the model was given of it."""
+    found: list[tuple[str, str, list[str]]] = []
+    for path in paths:
+        used: list[str] = []
 
-    class Notes(jobs.Model):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            used.append("checkpoint")
+        class Notes(jobs.Model):
+            def on_load_checkpoint(self, checkpoint: dict[str, Any], used: list[str] = used) -> None:
+                used.append("checkpoint")
 
-        def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
-            used.append("weights")
-            return super().load_state_dict(*arguments, **named)
+            def load_state_dict(self, *arguments: Any, used: list[str] = used, **named: Any) -> Any:
+                used.append("weights")
+                return super().load_state_dict(*arguments, **named)
 
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=3)
-    try:
-        trainer.fit(Notes(), jobs.loader(), ckpt_path=path)
-    except CheckpointCorrupt as error:
-        return "CheckpointCorrupt", str(error), used
-    return "resumed", "", used
+        try:
+            jobs.fit("ResilientDDP", 2, folder, Notes(), ckpt_path=path, max_steps=3)
+            found.append(("resumed", "", used))
+        except CheckpointCorrupt as error:
+            found.append(("CheckpointCorrupt", str(error), used))
+    return found
 
 
 def test_what_is_read_while_it_is_verified_is_used_by_nobody_before_it_is_known_to_be_right(
     saved: Saved, tmp_path: Path
 ) -> None:
-    path = saved("ResilientDDP", tmp_path)
-    run = spawn(load_noting, 2, args=(str(path), str(tmp_path))).check()
-    assert {(kind, *used) for kind, _, used in run.results.values()} == {("resumed", "checkpoint", "weights")}
-    flip_in_largest_member(path)  # torch loads it
-    flipped = path.read_bytes()
-    torn = flipped[: flipped.index(b"data.pkl")] + bytes(2000) + flipped[flipped.index(b"data.pkl") + 2000 :]
-    for content in (flipped, torn):  # torch does not even read the second one
-        path.write_bytes(content)
-        run = spawn(load_noting, 2, args=(str(path), str(tmp_path)))
-        assert len(run.results) == 2
-        for kind, message, used in run.results.values():
+    sound, flips, tears = (saved("ResilientDDP", tmp_path / name) for name in ("sound", "flips", "tears"))
+    flip_in_largest_member(flips)  # torch loads it
+    flipped = flips.read_bytes()
+    tears.write_bytes(
+        flipped[: flipped.index(b"data.pkl")] + bytes(2000) + flipped[flipped.index(b"data.pkl") + 2000 :]
+    )
+    for damaged in (flips, tears):
+        run = spawn(load_noting, 2, args=([str(sound), str(damaged)], str(tmp_path)), deadline="60s").check()
+        for whole, (kind, message, used) in run.results.values():
+            assert whole == ("resumed", "", ["checkpoint", "weights"])
             assert (kind, used) == ("CheckpointCorrupt", [])
             assert "XXH3 digest" in message
     with pytest.raises((RuntimeError, pickle.UnpicklingError, EOFError)):
-        torch.load(path, weights_only=False)
+        torch.load(tears, weights_only=False)  # torch does not even read that one
 
 
-def resume_from_different(rank: int, name: str, paths: list[str | None], folder: str) -> tuple[str, int]:
-    trainer = jobs.trainer(jobs.strategy(name, **arguments_of(name)), 2, folder, max_steps=3)
-    trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=paths[rank])
-    return str(trainer.ckpt_path), trainer.global_step
+def resume_from_different(
+    rank: int, name: str, choices: list[tuple[str | None, str | None]], folder: str
+) -> list[tuple[str, int]]:
+    runs = [jobs.fit(name, 2, folder, ckpt_path=paths[rank], max_steps=3) for paths in choices]
+    return [(str(run.ckpt_path), run.global_step) for run in runs]
 
 
 @pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP"])
 def test_all_ranks_resume_from_what_rank_0_has_found(name: str, saved: Saved, tmp_path: Path) -> None:
     path = str(saved(name, tmp_path))
-    for choices in ([path, None], [None, path], [path, str(tmp_path / "none.ckpt")]):
-        run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path))).check()
-        assert set(run.results.values()) == {(str(choices[0]), 3)}
-        assert "it follows rank 0" in run.logs[1]
+    choices = [(path, None), (None, path), (path, str(tmp_path / "none.ckpt"))]
+    run = spawn(resume_from_different, 2, args=(name, choices, str(tmp_path)), deadline="60s").check()
+    assert list(run.results.values()) == [[(str(first), 3) for first, _ in choices]] * 2
+    assert run.logs[1].count("it follows rank 0") == len(choices)
 
 
 def resume_from_nowhere(folder: str) -> str:
-    trainer = jobs.trainer(jobs.strategy("ResilientDDP"), 2, folder, max_steps=1)
+    trainer = jobs.trainer("ResilientDDP", 2, folder, max_steps=1)
     with pytest.raises(CheckpointMismatch) as refused:
         trainer.fit(jobs.Model(), jobs.loader(), ckpt_path=f"{folder}/step=7.ckpt")
     return str(refused.value)
@@ -280,7 +268,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_the_ways_to_find_one(tmp
 
 
 def search(rank: int, name: str, folder: str, allow_fresh: bool) -> tuple[str, int, int]:
-    strategy = jobs.strategy(name, **arguments_of(name))
+    strategy = jobs.strategy(name)
     strategy.search = Search(Path(folder), allow_fresh)
     trainer = jobs.trainer(strategy, 2, folder, max_steps=4)
     given = str(newest_valid(folder, verify="size"))
@@ -300,9 +288,8 @@ def search(rank: int, name: str, folder: str, allow_fresh: bool) -> tuple[str, i
 
 
 def test_the_ranks_share_the_search_for_the_newest_checkpoint_whose_bytes_are_right(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        path = str(tmp_path / f"{number}.ckpt")
-        spawn(save, 2, args=("ResilientFSDP", path, str(tmp_path)), deadline="60s").check()
+    paths = [str(tmp_path / f"{number}.ckpt") for number in (1, 2, 3)]
+    spawn(save, 2, args=("ResilientFSDP", paths, str(tmp_path)), deadline="60s").check()
     for number in (2, 3):
         damaged = max((tmp_path / f"{number}.ckpt").glob("*.distcp"), key=size_of)
         damaged.write_bytes(damaged.read_bytes()[::-1])
@@ -321,16 +308,14 @@ def test_the_ranks_share_the_search_for_the_newest_checkpoint_whose_bytes_are_ri
 def save_copied(rank: int, folder: str, url: str) -> list[str]:
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
     strategy = jobs.strategy("ResilientFSDP", copy_to=url)
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=4, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit(strategy, 2, folder, max_steps=4, callbacks=[saver])
     return [event["kind"] for event in read_events(Path(folder) / "distplus") if "cop" in event["kind"]]
 
 
 def resume_from_copy(rank: int, folder: str, url: str) -> tuple[str, int, int]:
     strategy = jobs.strategy("ResilientFSDP", copy_to=url)
     strategy.search = Search(Path(folder))
-    trainer = jobs.trainer(strategy, 2, folder, max_steps=5)
-    trainer.fit(model := jobs.Model(), jobs.loader())
+    trainer = jobs.fit(strategy, 2, folder, (model := jobs.Model()), max_steps=5)
     return str(trainer.ckpt_path), trainer.global_step, len(model.losses)
 
 

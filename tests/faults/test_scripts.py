@@ -130,20 +130,6 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_and_says_so(tmp_path: P
     assert ("loaded", 1) in kinds
 
 
-@pytest.mark.soak  # the words are those of tests/unit/launch/test_policy.py, and test_restarting runs such a module
-@pytest.mark.deadline(240)
-def test_a_module_by_the_command_line_of_torchrun_is_left_alone_with_no_resume(tmp_path: Path) -> None:
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "train.py").write_text(SCRIPT)
-    options = ["--standalone", "--nproc_per_node=2", "--nnodes=1:1", "--max_restarts", "1", "--rdzv_backend=c10d"]
-    log = launch(tmp_path, *options, "--rdzv-endpoint=localhost:0", "--no-resume", "-m", "pkg.train", plan=KILL)
-    assert [one["begins"] for one in told(tmp_path)] == [0, 0]
-    assert "restarting from what the script chooses, attempt 2 of 2" in log
-    assert "names no checkpoint" not in log
-
-
 @pytest.mark.deadline(240)
 def test_the_second_fit_of_a_script_goes_on_from_what_second_fits_have_saved(tmp_path: Path) -> None:
     plan = FaultPlan().kill(0, step=7, where="before_backward")

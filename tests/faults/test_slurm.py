@@ -123,20 +123,6 @@ def test_a_task_of_an_array_is_requeued_alone_and_the_other_goes_on(cluster: Clu
         assert weights(tmp_path / task) == undisturbed()
 
 
-def test_a_job_waits_for_a_drained_node_and_continues_when_it_is_back(cluster: Cluster, tmp_path: Path) -> None:
-    number = submit(cluster, tmp_path, "0.3")
-    wait_for_step(cluster, number, tmp_path, 2)
-    cluster.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
-    cluster.call("scancel", "--signal=USR1", number)
-    cluster.wait(number, "PENDING", deadline_s=120)
-    time.sleep(3)
-    assert cluster.job(number)["JobState"] == "PENDING"
-    cluster.call("scontrol", "update", "nodename=n2", "state=resume")
-    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", deadline_s=300)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.logs()
-    assert weights(tmp_path) == undisturbed()
-
-
 def test_a_node_that_dies_costs_one_requeue(cluster: Cluster, tmp_path: Path) -> None:
     """The job that Slurm's own --requeue starts again continues from the newest checkpoint."""
     number = submit(cluster, tmp_path, "0.3")

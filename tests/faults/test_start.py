@@ -82,19 +82,8 @@ def test_missing_rank_is_named_by_the_ranks_that_came(name: str, absent: int, tm
         assert f"rank {absent}" in text
 
 
-def fit_alone(name: str, folder: str) -> None:
-    trainer = jobs.trainer(jobs.strategy(name), 1, folder, max_steps=2)
-    trainer.fit(jobs.Model(), jobs.loader())
-
-
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    variables = {"WORLD_SIZE": None, "MASTER_ADDR": None, "MASTER_PORT": None, "NODE_RANK": None}
-    spawn(fit_alone, 1, args=("ResilientDDP", str(tmp_path)), env=variables, deadline="40s").check()
-
-
 def fit_with_a_lock_left_behind(built: str, folder: str) -> list[str]:
-    trainer = jobs.trainer(jobs.strategy("ResilientDeepSpeed", stage=2), 2, folder, max_steps=1)
-    trainer.fit(jobs.Model(), jobs.loader())
+    jobs.fit("ResilientDeepSpeed", 2, folder, stage=2, max_steps=1)
     return [str(lock) for lock in Path(built).glob("*/lock")]
 
 

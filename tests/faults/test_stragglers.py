@@ -52,9 +52,7 @@ def train(name: str, slow: int, is_early: bool, folder: str, monitors: str) -> l
     if "twice" in monitors:
         callbacks.append(StragglerMonitor())
     callbacks.append(StragglerMonitor(num_steps=NUM_STEPS))
-    trainer = jobs.trainer(
-        jobs.strategy(name), 2, folder, max_steps=STEPS, callbacks=callbacks, use_distributed_sampler=True
-    )
+    trainer = jobs.trainer(name, 2, folder, max_steps=STEPS, callbacks=callbacks, use_distributed_sampler=True)
     trainer.fit(SlowStep(slow) if is_early else jobs.Model(), jobs.loader(num_samples=2 * 4 * STEPS))
     return [one.metrics().get("distplus/stragglers", 0.0) for one in callbacks if hasattr(one, "metrics")]
 

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.events import (
-    InHand,
-    SampleNote,
-)
+from lightning_distplus.events import InHand, SampleNote
 from lightning_distplus.process import introduce_starter, launcher_has_ended, starter_has_ended
 
 

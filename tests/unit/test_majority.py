@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from lightning_distplus.majority import disagreement, first_difference
+import pytest
+
+from lightning_distplus.majority import disagreement, first_difference, odd_ranks
 
 
 def test_of_two_against_two_nobody_is_wrong_unless_what_was_before_decides() -> None:
@@ -19,3 +21,11 @@ def test_the_sides_are_shown_with_the_most_common_first() -> None:
 
 def test_what_one_rank_lacks_differs_also_from_0() -> None:
     assert first_difference([{"a": 1, "b": 0}, {"a": 1}]) == ("b", {0: 0, 1: "absent"})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [("aab", ([2], 0)), ("abb", ([0], 1)), ("ab", ([0, 1], None)), ("aabb", ([0, 1, 2, 3], None)), ("aaa", ([], 0))],
+)
+def test_the_majority_decides(values: str, expected: tuple[list[int], int | None]) -> None:
+    assert odd_ranks(dict(enumerate(values))) == expected

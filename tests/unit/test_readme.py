@@ -58,9 +58,9 @@ TESTS = {
         "faults/test_hanging.py::test_a_stopped_process_is_named_and_does_not_outlive_the_run",
         "faults/test_hanging.py::test_a_call_that_holds_the_global_lock_is_named",
     ],
-    "ranks call different": ["faults/test_collectives.py::test_a_rank_that_leaves_the_common_sequence_is_named"],
+    "ranks call different": ["faults/test_h8_s10_raw_calls.py::test_a_rank_that_leaves_the_common_sequence_is_named"],
     "every stage": [
-        "faults/test_cycles.py::test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank"
+        "faults/test_h8_s10_raw_calls.py::test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each_rank"
     ],
     "a host is cut off": ["faults/test_network.py::test_a_host_that_is_cut_off_is_named_on_both_sides"],
     "one rank works alone": [
@@ -73,7 +73,7 @@ TESTS = {
         "faults/test_one_line.py::test_a_fault_in_a_strangers_script_ends_it_as_the_table_says",
         "faults/test_hanging.py::test_a_killed_rank_is_lost_within_seconds",
     ],
-    "rank-0-only code": ["faults/test_checked_calls.py::test_both_ranks_show_both_calls_and_both_lines"],
+    "rank-0-only code": ["faults/test_h6_h8_calls_of_lightning.py::test_both_ranks_show_both_calls_and_both_lines"],
     "a NaN on one rank": [
         "faults/test_one_line.py::test_a_nan_on_one_rank_ends_the_run_as_a_divergence",
         "faults/test_numbers.py::test_a_skipped_step_changes_no_weight_and_no_optimizer_state_on_any_rank",
@@ -92,7 +92,7 @@ TESTS = {
         "faults/test_divergences.py::test_whoever_differs_is_named_by_all_ranks_with_both_values",
     ],
     "a rank is killed in the middle": [
-        "faults/test_r12_plain_dataloader.py::test_script_killed_inside_an_epoch_repeats_and_misses_nothing"
+        "faults/test_r1_r5_r12_killed_runs.py::test_run_killed_inside_an_epoch_repeats_and_misses_nothing"
     ],
     "stopped in the last epoch": [
         "faults/test_r10_stopped_in_the_last_epoch.py::test_chain_of_stopped_runs_is_the_undisturbed_run"

@@ -43,16 +43,14 @@ class _Unlike(jobs.Model):
         return self.other(hidden.to(self.other.weight.dtype)).float().pow(2).mean()
 
 
-for _how, _number, _stock in (
-    ("order", 35, "silent"), ("dtype", 36, "dies"), ("buffer", 0, "waits"), ("frozen", 0, None),
-):  # fmt: skip  # DDP counts the trainable ones itself
+for _how, _number in (("order", 35), ("dtype", 36), ("buffer", 0), ("frozen", 0)):
 
     def _build_unlike(run: Run, how: str) -> None:
         run.module = _Unlike(run, how)
 
     _plant: Any = partial(_build_unlike, how=_how)
     _plant.__name__ = f"model_is_built_with_another_{_how}"
-    diverges("D12", "model", number=_number, stock=_stock)(_plant)
+    diverges("D12", "model", number=_number)(_plant)
 
 
 class _Seed(Callback):
@@ -63,13 +61,13 @@ class _Seed(Callback):
         torch.manual_seed(self.seed)
 
 
-@diverges("D13", "the state of the torch generator", number=12, blame="pair", stock="silent")
+@diverges("D13", "the state of the torch generator", number=12, blame="pair")
 def generator_is_anothers(run: Run) -> None:
     run.callbacks.append(_Seed((run.rank + run.is_guilty) % run.size))
     run.monitor["rng_policy"] = {"torch": "distinct"}
 
 
-@diverges("D13", "the state of the torch generator", stock="silent")
+@diverges("D13", "the state of the torch generator")
 def generator_differs(run: Run) -> None:
     run.callbacks.append(_Seed(int(run.is_guilty)))
     run.monitor["rng_policy"] = {"torch": "same"}
@@ -98,33 +96,33 @@ def _exchanges(run: Run, usual: Callable[[], object], odd: Callable[[], object])
     run.callbacks.append(_Exchange(run, usual, odd))
 
 
-@diverges("D15", "collective", number=37, stock="silent")
+@diverges("D15", "collective", number=37)
 def operation_differs(run: Run) -> None:
     ones = torch.ones(4)
     _exchanges(run, lambda: dist.all_reduce(ones), lambda: dist.all_reduce(ones, dist.ReduceOp.MAX))
 
 
-@diverges("D15", "collective", stock="waits")
+@diverges("D15", "collective")
 def root_differs(run: Run) -> None:
     ones, other = torch.ones(4), (run.guilty + 1) % run.size
     _exchanges(run, lambda: dist.broadcast(ones, src=run.guilty), lambda: dist.broadcast(ones, src=other))
 
 
-@diverges("D15", "collective", number=9, stock="waits")
+@diverges("D15", "collective", number=9)
 def shape_differs(run: Run) -> None:
     _exchanges(run, lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(2)))
 
 
-@diverges("D15", "collective", stock="waits")
+@diverges("D15", "collective")
 def call_differs(run: Run) -> None:
     _exchanges(run, lambda: dist.all_reduce(torch.ones(4)), lambda: dist.barrier())
 
 
-@diverges("D15", "collective", number=33, stock="waits")
+@diverges("D15", "collective", number=33)
 def call_is_made_alone(run: Run) -> None:
     _exchanges(run, lambda: None, lambda: dist.all_reduce(torch.ones(4)))
 
 
-@diverges("D15", "collective", number=21, stock="waits")
+@diverges("D15", "collective", number=21)
 def barrier_is_called_alone(run: Run) -> None:
     _exchanges(run, lambda: None, lambda: dist.barrier())

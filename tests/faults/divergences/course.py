@@ -26,12 +26,12 @@ def _batches(run: Run, usual: int, odd: int) -> None:
     run.data = {"train_dataloaders": own_loader(run.rank, 4 * (odd if run.is_guilty else usual))}
 
 
-@diverges("D3", "number of training batches", number=1, stock="silent")
+@diverges("D3", "number of training batches", number=1)
 def batches_are_fewer(run: Run) -> None:
     _batches(run, 6, 4)
 
 
-@diverges("D3", "number of training batches", number=2, stock="silent")
+@diverges("D3", "number of training batches", number=2)
 def batches_are_more(run: Run) -> None:
     _batches(run, 4, 6)
 
@@ -46,14 +46,14 @@ class _Stream(IterableDataset):
         return (torch.randn(4, jobs.NUM_FEATURES, generator=generator) for _ in range(self.num_batches))
 
 
-@diverges("D3", "last_batch", says="nothing was averaged", on=DDP + FSDP + FSDP2, stock="silent")
+@diverges("D3", "last_batch", says="nothing was averaged", on=DDP + FSDP + FSDP2)
 def stream_ends_early(run: Run) -> None:
     num_batches = run.step + (1 if run.is_guilty else 4)
     run.data = {"train_dataloaders": DataLoader(_Stream(run.rank, num_batches), batch_size=None)}
     run.strike(lambda trainer, module: None)
 
 
-@diverges("D3", "number of validation batches", number=4, stock="silent")
+@diverges("D3", "number of validation batches", number=4)
 def validation_batches_are_fewer(run: Run) -> None:
     run.validate(4 if run.is_guilty else 8)
 
@@ -61,7 +61,7 @@ def validation_batches_are_fewer(run: Run) -> None:
 # -- D4 to D6: decisions and metrics -----------------------------------------------------------------------------------
 
 
-@diverges("D4", "", number=26, blame="agreed", stock="dies")
+@diverges("D4", "", number=26, blame="agreed")
 def should_stop_is_set(run: Run) -> None:
     run.strike(lambda trainer, module: setattr(trainer, "should_stop", True))
 
@@ -75,17 +75,17 @@ def clock_of_saves_runs_ahead(run: Run) -> None:
     run.strike(lambda trainer, module: setattr(saver, "_last_time_checked", saver._last_time_checked - 100))
 
 
-@diverges("D4", "moment", says="a save", stock="waits")
+@diverges("D4", "moment", says="a save")
 def checkpoint_is_saved_alone(run: Run) -> None:
     run.strike(lambda trainer, module: trainer.save_checkpoint(f"{trainer.default_root_dir}/alone.ckpt"))
 
 
-@diverges("D4", "max_steps", number=28, stock="dies")
+@diverges("D4", "max_steps", number=28)
 def max_steps_differs(run: Run) -> None:
     run.trainer["max_steps"] = 4 if run.is_guilty else 9
 
 
-@diverges("D4", "limit_val_batches", number=31, stock="waits")
+@diverges("D4", "limit_val_batches", number=31)
 def validation_is_disabled(run: Run) -> None:
     run.validate()
     run.trainer["limit_val_batches"] = 0.0 if run.is_guilty else 1.0
@@ -106,14 +106,14 @@ class _Logs(jobs.Model):
         self.log("last", torch.tensor(2.0), sync_dist=True)
 
 
-@diverges("D5", "monitored metric 'first'", says="self.log('first', ..., sync_dist=True)", stock="silent")
+@diverges("D5", "monitored metric 'first'", says="self.log('first', ..., sync_dist=True)")
 def monitored_metric_differs(run: Run) -> None:
     run.validate()
     run.module = _Logs(run, is_synced=False)
     run.callbacks.append(pl.callbacks.EarlyStopping("first"))
 
 
-@diverges("D6", "logged metric 'odd'", says="absent", number=5, stock="waits")
+@diverges("D6", "logged metric 'odd'", says="absent", number=5)
 def metric_is_logged_alone(run: Run) -> None:
     run.validate()
     run.module = _Logs(run, is_lonely=True)
@@ -129,12 +129,12 @@ def _sharded(run: Run, shard: int) -> DistributedSampler:
     return sampler
 
 
-@diverges("D7", "shard", says="before the first step", number=11, blame="pair", stock="silent")
+@diverges("D7", "shard", says="before the first step", number=11, blame="pair")
 def shard_is_anothers(run: Run) -> None:
     _sharded(run, (run.rank + run.is_guilty) % run.size)
 
 
-@diverges("D7", "epoch of sampler 0", says="before step 4", number=29, stock="silent")
+@diverges("D7", "epoch of sampler 0", says="before step 4", number=29)
 def sampler_stays_in_its_epoch(run: Run) -> None:
     sampler = _sharded(run, run.rank)
     if run.is_guilty:
@@ -146,12 +146,12 @@ def _skip_a_batch(trainer: Any, module: Any) -> None:
     trainer.fit_loop.epoch_loop.batch_progress.increment_by(1)
 
 
-@diverges("D7", "micro_batch", blame="guilty", stock="silent")
+@diverges("D7", "micro_batch", blame="guilty")
 def batch_is_passed_over(run: Run) -> None:
     run.strike(_skip_a_batch)
 
 
-@diverges("D14", "duplicate_batches", blame="pair", stock="silent")
+@diverges("D14", "duplicate_batches", blame="pair")
 def batches_are_anothers(run: Run) -> None:
     run.data = {"train_dataloaders": own_loader((run.rank + run.is_guilty) % run.size)}
 

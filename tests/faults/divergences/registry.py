@@ -42,7 +42,6 @@ class Run:
     """Further arguments of a strategy with DDP."""
     trainer: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
     is_planted: bool = False
     planted_at: float = 0.0
     collectives: int = -1
@@ -85,9 +84,6 @@ class Divergence:
     strategies: tuple[str, ...]
     says: str
     """What the message says beside that."""
-    stock: str | None
-    """How a run without this package ends: "silent", "waits" to its time-out, or "dies" with something else; None
-    where Lightning's DDP knows no such run."""
     is_before: bool
     """Whether no collective begins between the fault and the error."""
 
@@ -103,7 +99,6 @@ def diverges(
     says: str = "",
     blame: Blame = "odd",
     on: tuple[str, ...] = ALL,
-    stock: str | None = None,
     is_before: bool = True,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Enters a fault into the list."""
@@ -111,7 +106,7 @@ def diverges(
     def enter(plant: Callable[[Run], None]) -> Callable[[Run], None]:
         DIVERGENCES[plant.__name__] = Divergence(
             row=row, number=number, plant=plant, field=field, says=says, blame=blame, strategies=on,
-            stock=stock, is_before=is_before,
+            is_before=is_before,
         )  # fmt: skip
         return plant
 

@@ -22,12 +22,12 @@ from tests.faults.divergences.registry import (
 # -- D1: what is not finite --------------------------------------------------------------------------------------------
 
 
-@diverges("D1", "loss", says="no weight has changed", number=18, blame="guilty", stock="silent", is_before=False)
+@diverges("D1", "loss", says="no weight has changed", number=18, blame="guilty", is_before=False)
 def loss_is_nan(run: Run) -> None:
     run.module = Stepwise(run, lambda loss: loss * torch.nan)
 
 
-@diverges("D1", "gradient", says="no weight has changed", blame="guilty", stock="silent", is_before=False)
+@diverges("D1", "gradient", says="no weight has changed", blame="guilty", is_before=False)
 def gradient_is_infinite(run: Run) -> None:
     def overflow(loss: torch.Tensor) -> torch.Tensor:
         loss.register_hook(lambda gradient: gradient * torch.inf)
@@ -43,17 +43,17 @@ def _largest(module: Any) -> torch.Tensor:
     return max(module.parameters(), key=lambda one: one.numel()).detach()
 
 
-@diverges("D2", "parameters", number=14, on=DDP + ZERO2, stock="silent")
+@diverges("D2", "parameters", number=14, on=DDP + ZERO2)
 def weight_is_changed(run: Run) -> None:
     run.strike(lambda trainer, module: _largest(module).add_(1e-3))
 
 
-@diverges("D2", "parameters", number=30, on=DDP + ZERO2, stock="silent")
+@diverges("D2", "parameters", number=30, on=DDP + ZERO2)
 def bit_is_flipped(run: Run) -> None:
     run.strike(lambda trainer, module: _largest(module).view(torch.int32).view(-1)[1:2].bitwise_xor_(1 << 16))
 
 
-@diverges("D2", "optimizer", number=16, on=DDP, stock="silent")
+@diverges("D2", "optimizer", number=16, on=DDP)
 def moment_drifts(run: Run) -> None:
     def drift(trainer: Any, module: Any) -> None:
         for state in trainer.optimizers[0].state.values():
@@ -70,7 +70,7 @@ class _WithBuffer(jobs.Model):
             self.net.register_buffer("scale", torch.ones(3))
 
 
-@diverges("D2", "buffers", number=15, on=DDP + FSDP, stock="silent")
+@diverges("D2", "buffers", number=15, on=DDP + FSDP)
 def buffer_drifts(run: Run) -> None:
     run.module = _WithBuffer()
     run.ddp = {"broadcast_buffers": False}
@@ -81,7 +81,7 @@ def buffer_drifts(run: Run) -> None:
     run.strike(drift)
 
 
-@diverges("D2", "step count of optimizer 0", number=19, on=DDP + FSDP + FSDP2, stock="silent")
+@diverges("D2", "step count of optimizer 0", number=19, on=DDP + FSDP + FSDP2)
 def optimizer_step_is_left_out(run: Run) -> None:
     class Optimizer(torch.optim.AdamW):
         calls = 0
@@ -121,7 +121,7 @@ def shard_rots(run: Run) -> None:
 # -- D8: what a step depends on ----------------------------------------------------------------------------------------
 
 
-@diverges("D8", "learning_rate", says="scheduler", number=17, stock="silent")
+@diverges("D8", "learning_rate", says="scheduler", number=17)
 def learning_rate_is_halved(run: Run) -> None:
     def halve(trainer: Any, module: Any) -> None:
         trainer.optimizers[0].param_groups[0]["lr"] /= 2
@@ -129,7 +129,7 @@ def learning_rate_is_halved(run: Run) -> None:
     run.strike(halve)
 
 
-@diverges("D8", "weight_decay of optimizer 0, group 0", stock="silent")
+@diverges("D8", "weight_decay of optimizer 0, group 0")
 def weight_decay_differs(run: Run) -> None:
     def decay(trainer: Any, module: Any) -> None:
         trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
@@ -137,12 +137,12 @@ def weight_decay_differs(run: Run) -> None:
     run.strike(decay)
 
 
-@diverges("D8", "requires_grad of", on=DDP, stock="waits")
+@diverges("D8", "requires_grad of", on=DDP)
 def parameter_is_frozen(run: Run) -> None:
     run.strike(lambda trainer, module: next(module.parameters()).requires_grad_(False))
 
 
-@diverges("D8", "step count of optimizer 0", on=DDP + FSDP + FSDP2, stock="silent")
+@diverges("D8", "step count of optimizer 0", on=DDP + FSDP + FSDP2)
 def step_count_differs(run: Run) -> None:
     def count(trainer: Any, module: Any) -> None:
         for state in trainer.optimizers[0].state.values():
@@ -151,12 +151,12 @@ def step_count_differs(run: Run) -> None:
     run.strike(count)
 
 
-@diverges("D8", "accumulate_grad_batches", number=25, on=DDP + FSDP + FSDP2, stock="waits")
+@diverges("D8", "accumulate_grad_batches", number=25, on=DDP + FSDP + FSDP2)
 def accumulation_differs(run: Run) -> None:
     run.trainer["accumulate_grad_batches"] = 2 if run.is_guilty else 1
 
 
-@diverges("D8", "batch", says="float64 tensor of 2 dimensions", stock="silent")
+@diverges("D8", "batch", says="float64 tensor of 2 dimensions")
 def batch_has_another_type(run: Run) -> None:
     class Casting(jobs.Model):
         def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
@@ -172,7 +172,7 @@ def batch_has_another_type(run: Run) -> None:
     run.module = Casting()
 
 
-@diverges("D8", "batch", number=7, says="float32 tensor of shape [3, 8]", stock="silent")
+@diverges("D8", "batch", number=7, says="float32 tensor of shape [3, 8]")
 def batch_has_another_shape(run: Run) -> None:
     class Cutting(jobs.Model):
         def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
@@ -196,13 +196,13 @@ def _run_out_of_memory(loss: torch.Tensor) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (planted)")
 
 
-@diverges("D9", "", number=3, blame="agreed", on=DDP, stock="dies", is_before=False)
+@diverges("D9", "", number=3, blame="agreed", on=DDP, is_before=False)
 def training_step_returns_none(run: Run) -> None:
     run.module = Stepwise(run, _give_none)
     run.monitor["on_local_failure"] = "skip_all"
 
 
-@diverges("D9", "", blame="agreed", on=DDP, stock="dies", is_before=False)
+@diverges("D9", "", blame="agreed", on=DDP, is_before=False)
 def memory_runs_out(run: Run) -> None:
     run.module = Stepwise(run, _run_out_of_memory)
     run.monitor["on_local_failure"] = "skip_all"
@@ -211,7 +211,7 @@ def memory_runs_out(run: Run) -> None:
 # -- D11: sums of gradients --------------------------------------------------------------------------------------------
 
 
-@diverges("D11", "gradient_sum", number=34, blame="guilty", on=OUR_DDP, stock="waits", is_before=False)
+@diverges("D11", "gradient_sum", number=34, blame="guilty", on=OUR_DDP, is_before=False)
 def sum_of_gradients_is_left_out(run: Run) -> None:
     def leave_out(loss: torch.Tensor) -> torch.Tensor:
         run.module.trainer.strategy.model.require_backward_grad_sync = False
@@ -236,6 +236,6 @@ class _Unused(jobs.Model):
         return loss if is_unused else loss + self.other(batch).mean()
 
 
-@diverges("D11", "gradient_sum", number=20, blame="guilty", on=OUR_DDP, stock="waits", is_before=False)
+@diverges("D11", "gradient_sum", number=20, blame="guilty", on=OUR_DDP, is_before=False)
 def parameter_goes_unused(run: Run) -> None:
     run.module = _Unused(run)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone, is_committed, newest_valid, read_manifest, verify
+from lightning_distplus.checkpoint import SaveInfo, gather_alone, newest_valid, read_manifest, verify
 from lightning_distplus.checkpoint.catalog import whole_one_of
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
@@ -221,12 +221,6 @@ def test_any_existing_target_is_replaced(tmp_path: Path, save: Any, content_of: 
         assert names_in(tmp_path / ".distplus") <= {"last.ckpt", "step=1.ckpt"}
     if old == "link":
         assert verify(tmp_path / "step=1.ckpt").ok
-
-
-def test_earlier_step_replaces_a_later_one(tmp_path: Path, save: Any) -> None:
-    save(tmp_path / "last.ckpt", step=100, content=b"old")
-    save(tmp_path / "last.ckpt", step=3, content=b"new")
-    assert read_manifest(tmp_path / "last.ckpt").global_step == 3
 
 
 def test_target_folder_that_is_a_file_fails_on_all_ranks(tmp_path: Path, as_ranks: Any) -> None:
@@ -451,13 +445,3 @@ def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_pa
         assert kept or found == target, "what had no successor is not deleted"
     assert status == 0
     assert num_absent == ("directory" in (old, new))
-
-
-def test_durable_commit_leaves_the_same_as_a_fast_one(tmp_path: Path, save: Any) -> None:
-    for kind in ("file", "directory"):
-        target = tmp_path / kind
-        for content in (b"old", b"new"):
-            writer = {"file": lambda p, c=content: p.write_bytes(c), "directory": shard_writer(1)}[kind]
-            commit(target, writer, rank=0, gather=gather_alone, info=INFO)
-        assert is_committed(target)
-        assert verify(target).ok

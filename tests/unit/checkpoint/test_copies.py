@@ -67,7 +67,7 @@ def test_the_newest_copy_comes_back_as_it_was_and_the_oldest_go(
     assert found == fast / "3.ckpt"
     assert content_of(found) == b"weights 3"
     assert verify(found).ok
-    assert [name for name, *_ in copies._committed()] == ["3.ckpt", "2.ckpt"]
+    assert [copy.name for copy, *_ in copies._committed()] == ["3.ckpt", "2.ckpt"]
 
 
 def test_a_run_that_went_back_keeps_the_copies_of_its_own_line(
@@ -80,7 +80,7 @@ def test_a_run_that_went_back_keeps_the_copies_of_its_own_line(
         save(tmp_path / name, step, parent=parent)
         parent = reference(tmp_path / name)
         copies.put(tmp_path / name)
-    assert [name for name, *_ in copies._committed()] == ["12", "10"]
+    assert [copy.name for copy, *_ in copies._committed()] == ["12", "10"]
     assert copies.fetch_newest(tmp_path / "other") == tmp_path / "other" / "12"
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_copy_is_passed_over_and_one_that_was_cut_off_does_not_exist(
         copies.writes_left = writes_left
         with pytest.raises(OSError, match="Input/output error"):
             copies.put(fast / "3.ckpt")
-        assert [name for name, *_ in Copies(url)._committed()] == ["2.ckpt", "1.ckpt"]
+        assert [copy.name for copy, *_ in Copies(url)._committed()] == ["2.ckpt", "1.ckpt"]
     copies.writes_left = num_writes
     copies.put(fast / "3.ckpt")
     fs, root = fsspec.core.url_to_fs(url)

@@ -336,7 +336,7 @@ def test_weights_come_with_the_batch() -> None:
 
 
 def test_token_batch_is_shifted_by_one_token() -> None:
-    fetcher = TokenFetcher([Ramp(), Ramp()], names=["a", "b"], seq_len=4, vocab_size=54)
+    fetcher = TokenFetcher(sources=[Ramp(), Ramp()], names=["a", "b"], seq_len=4, vocab_size=54)
     taken = fetcher.__getitems__(Request(np.array([[1, 10], [0, 3]]), np.arange(2), 0))
     assert taken.tokens.dtype == np.uint16, "a worker process hands over the stored type"
     batch = fetcher.finish(taken, pin_memory=False)
@@ -346,7 +346,7 @@ def test_token_batch_is_shifted_by_one_token() -> None:
 
 
 def test_token_outside_the_vocabulary_is_named() -> None:
-    fetcher = TokenFetcher([Ramp(), Ramp()], names=["a", "b"], seq_len=4, vocab_size=53)
+    fetcher = TokenFetcher(sources=[Ramp(), Ramp()], names=["a", "b"], seq_len=4, vocab_size=53)
     with pytest.raises(ValueError, match=r"Source a holds the token id 53 \(sample 49\), and vocab_size is 53"):
         fetcher.check_vocabulary()
     with pytest.raises(ValueError, match=r"Source b .* \(sample 49\)"):

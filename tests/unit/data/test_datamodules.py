@@ -184,21 +184,6 @@ def test_override_goes_on_and_says_what_differs(map_checkpoint: Path, caplog: py
     assert "seed: 3 in the checkpoint, 4 in this run" in caplog.text
 
 
-def test_override_is_recorded_in_the_checkpoints_that_follow(
-    token_checkpoint: Path, corpus: Any, tmp_path: Path
-) -> None:
-    other = [corpus[0], Source(path=write_tokens(tmp_path / ("long name " * 9), 401, start=20_000), weight=0.3)]
-    data = token_data(sources=other, ignore_fingerprint=True)
-    model = resume(data, token_checkpoint, max_steps=5)
-    expected = [[6, f"source 1 ({tmp_path})"[:40]]]
-    assert data.state_dict()["ignored"] == expected
-    model.trainer.save_checkpoint(tmp_path / "next.ckpt")
-    data = token_data(sources=other, seed=9, ignore_fingerprint=True)
-    resume(data, tmp_path / "next.ckpt", max_steps=7)
-    assert data.state_dict()["ignored"] == [*expected, [10, "seed"]]
-    assert len(repr(data.state_dict())) < 1000
-
-
 @pytest.mark.parametrize("name", ["version", "order_version"])
 def test_state_of_another_version_is_refused(name: str, map_checkpoint: Path, tmp_path: Path) -> None:
     path = moved_to(map_checkpoint, tmp_path, **{name: 3})
@@ -389,11 +374,6 @@ def test_impossible_token_run_is_refused_before_it_starts(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         quiet_trainer(max_steps=1, **trainer_arguments).fit(SampleDiary(), token_data(sources=corpus, **arguments))
-
-
-def test_missing_token_file_is_refused_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing\.idx is missing"):
-        quiet_trainer(max_steps=1).fit(SampleDiary(), token_data(sources=str(tmp_path / "nothing")))
 
 
 # Uneven epochs of map-style data.

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from lightning_distplus import RankDivergenceMonitor
-from lightning_distplus.divergence.check import Budget
+from lightning_distplus.divergence.check import Budget, GateMonitor
 
 FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
 
 
 def test_nothing_waits_before_all_ranks_have_measured() -> None:
     budget = Budget(0.005)
-    assert not budget.agree([FIGURES, {}])
+    budget.agree([FIGURES, {}])
     assert [budget.exceeds(look) for look in ("state", "batch", "everything")] == [1, 1, 1]
 
 
 def test_a_look_takes_at_most_its_part_of_the_share() -> None:
     budget = Budget(0.005)  # 100 us of a step: 50 for windows, 25 for the batch, 25 for full comparisons
-    assert budget.agree([FIGURES, FIGURES])
+    budget.agree([FIGURES, FIGURES])
     assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (20, 4, 40)
     assert (budget.exceeds("state", 16), budget.exceeds("everything", 50)) == (2, 1)
 
 
 def test_the_largest_cost_and_the_shortest_step_count() -> None:
     budget = Budget(0.005)
-    assert budget.agree([{**FIGURES, "state": 0.002}, {**FIGURES, "step": 0.010}])
+    budget.agree([{**FIGURES, "state": 0.002}, {**FIGURES, "step": 0.010}])
     assert budget.exceeds("state") == 80
 
 
 def test_without_a_share_nothing_waits() -> None:
     budget = Budget(None)
-    assert not budget.agree([FIGURES])
+    budget.agree([FIGURES])
     assert budget.exceeds("state") == 1
 
 
@@ -41,8 +45,9 @@ def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
         budget.begin_step()
     assert budget.figures() == {}
     budget.begin_step()
-    with budget.measure("state", scale=16):
-        sum(range(10_000))
+    began = time.thread_time()
+    sum(range(10_000))
+    budget.took("state", began, scale=16)
     found = budget.figures()
     assert sorted(found) == ["state", "step"]
     assert 0 < found["step"] < found["state"]
@@ -52,3 +57,10 @@ def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
 def test_a_share_that_is_none_is_refused(budget: float) -> None:
     with pytest.raises(ValueError, match=r"budget is .* above 0 and at most 1, or None"):
         RankDivergenceMonitor(budget=budget)
+
+
+def test_a_trainer_that_never_logs_is_no_division_by_zero() -> None:
+    monitor: Any = GateMonitor()
+    monitor._gate = object()
+    trainer: Any = SimpleNamespace(log_every_n_steps=0, loggers=[None], global_step=1)
+    monitor.on_train_batch_end(trainer, None, None, None, 0)

@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus.preflight import Facts, Status
-from lightning_distplus.preflight.agreement import _softened, compare, odd_ranks, revision, state_of_process
+from lightning_distplus.preflight.agreement import compare, revision, state_of_process
 from lightning_distplus.preflight.host import DEFECTS
-
-
-def test_the_odd_rank_is_the_one_outside_the_majority() -> None:
-    assert odd_ranks(["a", "b", "a"]) == ([1], "a")
-    ranks, common = odd_ranks(["a", "b"])
-    assert (list(ranks), common) == ([0, 1], None)
 
 
 def test_a_field_that_only_one_rank_has_is_unset_on_the_others() -> None:
@@ -40,7 +34,7 @@ def test_what_may_differ_is_a_warning(field: str, values: list[str], status: Sta
 
 def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
     (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}])
-    told = [_softened(finding, wishes) for wishes in ({"versions": "warn"}, {"versions": "off"}, {"seed": "off"})]
+    told = [finding.under("warn"), finding.under("off"), finding.under(None)]
     assert [one and one.status for one in told] == [Status.WARNING, None, Status.ERROR]
 
 

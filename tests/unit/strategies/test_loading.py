@@ -47,12 +47,6 @@ def test_auto_takes_the_newest_valid_checkpoint(tmp_path: Path) -> None:
     assert newest_checkpoint(trainer(tmp_path)) == newest
 
 
-def test_auto_starts_anew_where_nothing_is_there(tmp_path: Path) -> None:
-    assert newest_checkpoint(trainer(tmp_path)) is None
-    (tmp_path / "checkpoints").mkdir()
-    assert newest_checkpoint(trainer(tmp_path)) is None
-
-
 def test_auto_refuses_to_start_anew_over_checkpoints_that_it_cannot_trust(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints" / "torn.ckpt", 4).write_bytes(b"torn")
     with pytest.raises(CheckpointCorrupt, match=r"torn\.ckpt.*--allow_fresh"):

@@ -34,32 +34,39 @@ def _outcome(plan: FaultPlan, **options: Any) -> SpawnResult:
     return result
 
 
-def test_killed_rank_ends_with_sigkill_and_the_record_survives() -> None:
-    assert _outcome(FaultPlan().kill(1, step=2)).exit_codes[1] == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("plan", "code", "log"),
+    [
+        (FaultPlan().kill(1, step=2), -signal.SIGKILL, ""),
+        (FaultPlan().sigterm(1, step=2), -signal.SIGTERM, ""),
+        (FaultPlan().raise_(1, step=2, exc=ZeroDivisionError("planted")), 1, "ZeroDivisionError: planted"),
+        (FaultPlan().oom(1, step=2), 1, "OutOfMemoryError: CUDA out of memory"),
+    ],
+    ids=lambda one: one.faults[0].kind if isinstance(one, FaultPlan) else "",
+)
+def test_a_struck_rank_ends_as_its_fault_says(plan: FaultPlan, code: int, log: str) -> None:
+    result = _outcome(plan)
+    assert result.exit_codes[1] == code
+    assert log in result.logs[1]
 
 
-def test_stopped_rank_is_reported_as_stopped_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().stop(1, step=2), deadline=3)
-
-    assert result.alive == {1: "stopped"}
-    with pytest.raises(
-        AssertionError, match=r"After 3 s these ranks had not ended and were killed: rank 1 \(stopped\)"
-    ):
+@pytest.mark.parametrize(
+    ("plan", "state", "stack"),
+    [
+        (FaultPlan().stop(1, step=2), "stopped", ""),
+        (FaultPlan().hang(1, step=2), "running", "in _steps"),
+        (FaultPlan().hang_gil(1, step=2), "running", "in _hold_gil"),
+    ],
+    ids=["stop", "hang", "hang_gil"],
+)
+def test_a_rank_that_stands_at_the_deadline_is_named_and_shows_its_stack(
+    plan: FaultPlan, state: str, stack: str
+) -> None:
+    result = _outcome(plan, deadline=3)
+    assert result.alive == {1: state}
+    assert stack in result.logs[1]
+    with pytest.raises(AssertionError, match=rf"After 3 s .* had not ended and were killed: rank 1 \({state}\)"):
         result.check()
-
-
-def test_hanging_rank_shows_its_stack_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().hang(1, step=2), deadline=3)
-
-    assert result.alive == {1: "running"}
-    assert "in _steps" in result.logs[1]
-
-
-def test_rank_that_hangs_with_the_gil_shows_its_stack_at_the_deadline() -> None:
-    result = _outcome(FaultPlan().hang_gil(1, step=2), deadline=3)
-
-    assert result.alive == {1: "running"}
-    assert "in _hold_gil" in result.logs[1]
 
 
 def _longest_silence_s(fault: str) -> float:
@@ -78,23 +85,8 @@ def test_only_a_held_gil_silences_the_other_threads() -> None:
     assert asleep.results[0] < 0.4
 
 
-def test_raised_exception_has_the_planned_type_and_text() -> None:
-    result = _outcome(FaultPlan().raise_(1, step=2, exc=ZeroDivisionError("planted here")))
-
-    assert result.exit_codes[1] == 1
-    assert "ZeroDivisionError: planted here" in result.logs[1]
-
-
-def test_out_of_memory_is_the_error_that_torch_raises() -> None:
-    assert "OutOfMemoryError: CUDA out of memory" in _outcome(FaultPlan().oom(1, step=2)).logs[1]
-
-
 def test_slow_rank_loses_the_planned_time_once() -> None:
     assert 0.3 <= _outcome(FaultPlan().slow(1, 2, 0.3)).check().elapsed_s < 0.6 + 5
-
-
-def test_sigterm_without_a_handler_ends_the_rank() -> None:
-    assert _outcome(FaultPlan().sigterm(1, step=2)).exit_codes[1] == -signal.SIGTERM
 
 
 def _train_once(where: str) -> tuple[float, list[int]]:

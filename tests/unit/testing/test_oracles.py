@@ -27,13 +27,12 @@ from lightning_distplus.testing import (
 STEPS = 4
 
 
-def _counting_run(forgets: str, rank: int, max_steps: int, ckpt_path: str | None, save_at: Mapping[int, str]) -> Trace:
+def _counting_run(forgets: str, max_steps: int, ckpt_path: str | None, save_at: Mapping[int, str]) -> Trace:
     """A run whose whole state is a number; it forgets one thing when it resumes, or adds one when it saves."""
     step, weight = json.loads(Path(ckpt_path).read_text()) if ckpt_path else (0, 1.0)
     samples, losses = {}, {}
     while step < max_steps:
-        shift = 1 if ckpt_path and forgets == "position" else 0
-        samples[step] = [10 * rank + step + shift]
+        samples[step] = [step + (1 if ckpt_path and forgets == "position" else 0)]
         weight *= 1.5 if not (ckpt_path and forgets == "weight" and step == max_steps - 1) else 1.25
         losses[step] = [float(1 / (1 + step)).hex() if forgets != "loss" or not ckpt_path else "0x0"]
         step += 1
@@ -44,11 +43,7 @@ def _counting_run(forgets: str, rank: int, max_steps: int, ckpt_path: str | None
 
 
 def _run(forgets: str) -> Any:
-    return functools.partial(_counting_run_of, forgets)
-
-
-def _counting_run_of(forgets: str, max_steps: int, ckpt_path: str | None, save_at: Mapping[int, str]) -> Trace:
-    return _counting_run(forgets, 0, max_steps, ckpt_path, save_at)
+    return functools.partial(_counting_run, forgets)
 
 
 def test_exact_run_passes_at_every_save_point() -> None:

@@ -64,20 +64,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         draw = self.draw = random.Random(self.seed)
-        self.dp, self.pp, self.tp = draw.choice(
-            [
-                (2, 2, 4),
-                (4, 2, 2),
-                (2, 4, 2),
-                (4, 4, 2),
-                (2, 4, 4),
-                (8, 2, 2),
-                (4, 4, 4),
-                (8, 2, 4),
-                (4, 4, 1),
-                (16, 1, 2),
-            ]
-        )
+        self.dp, self.pp, self.tp = draw.choice(SHAPES)
         self.size = self.dp * self.pp * self.tp
         self.layers, self.batches = draw.randint(1, 3), self.pp * draw.choice([1, 2])
         self.syncs_layers = draw.random() < 0.3  # as experts do, whose sizes the processor must know
@@ -257,10 +244,8 @@ class Mesh:
                 return
             one, cost = program[self.next[rank]], self.costs[rank][self.next[rank]]
             if one[0] in ("item", "sync"):
-                waits = [
-                    *self.tails[rank],
-                    *([self.handles[rank, one[1]]] if one[0] == "item" else self._streams(rank)),
-                ]
+                last = [self.handles[rank, one[1]]] if one[0] == "item" else self._streams(rank)
+                waits = [*self.tails[rank], *last]
                 unfinished = next((node for node in waits if node.done is None), None)
                 if unfinished is not None:
                     self.asleep[id(unfinished)].append(rank)
@@ -298,7 +283,6 @@ class Mesh:
         name = self.of.get((rank, group), group)
         ranks = self.groups[name][1]
         self.counts[rank, name] += 1
-        self.counts[rank, name, "op"] += 1
         node = Node(rank, 200e-6, key=(name, self.counts[rank, name], len(ranks)))
         self._record(rank, name, f"nccl:{op}", shape, node, is_p2p=False)
         self._on_stream(rank, name, node, handle)
@@ -314,7 +298,6 @@ class Mesh:
             node.ends.append((name, *pair, self.counts[rank, name, op, peer], op))
             arrow = "->" if op == "send" else "<-"
             title = f"nccl:{op} {ranks.index(rank)}{arrow}{ranks.index(peer)}"
-            self.counts[rank, name, "op"] += 1
             self._record(rank, name, title, [4096], node if len(ends) == 1 else None, is_p2p=True)
         if len(ends) > 1:  # one kernel, whose own entry comes last; those of its parts never change their state
             self._record(rank, name, "nccl:coalesced", None, node, is_p2p=True)
@@ -330,26 +313,14 @@ class Mesh:
         seq = self.counts[rank, name, "p2p"] if is_p2p else self.counts[rank, name]
         self.enqueued[rank][name] = seq  # as torch does: one number for both kinds
         sizes = [] if shape is None else [shape]
-        self.entries[rank].append(
-            {
-                "record_id": len(self.entries[rank]),
-                "pg_id": int(name),
-                "process_group": [name, self.groups[name][0]],
-                "collective_seq_id": self.counts[rank, name],
-                "p2p_seq_id": self.counts[rank, name, "p2p"] if is_p2p else 0,
-                "op_id": self.counts[rank, name, "op"],
-                "profiling_name": title,
-                "input_sizes": sizes,
-                "output_sizes": sizes,
-                "input_dtypes": ["BFloat16"] * len(sizes),
-                "output_dtypes": ["BFloat16"] * len(sizes),
-                "time_created_ns": self.clock[rank],
-                "is_p2p": is_p2p,
-                "thread_id": "1",
-                "timeout_ms": 600000,
-                "state": node,
-            }
-        )
+        self.entries[rank].append({
+            "pg_id": int(name), "process_group": [name, self.groups[name][0]],
+            "collective_seq_id": self.counts[rank, name],
+            "p2p_seq_id": self.counts[rank, name, "p2p"] if is_p2p else 0,
+            "profiling_name": title, "input_sizes": sizes, "output_sizes": sizes,
+            "input_dtypes": ["BFloat16"] * len(sizes), "output_dtypes": ["BFloat16"] * len(sizes),
+            "time_created_ns": self.clock[rank], "is_p2p": is_p2p, "state": node,
+        })  # fmt: skip
 
     def _on_ready(self, node: Node) -> None:
         node.is_ready = True
@@ -425,17 +396,12 @@ class Mesh:
             if fault == "dies without a dump":
                 continue
             written = [] if fault == "holds the lock" else self._entries(rank)
-            dump = {
-                "version": "2.10",
-                "pg_config": {
-                    name: {"name": name, "desc": desc, "ranks": str(ranks)}
-                    for name, (desc, ranks) in self.groups.items()
-                    if rank in ranks
-                },
-                "pg_status": self._status(rank),
-                "nccl_comm_state": {},
-                "entries": written,
+            config = {
+                name: {"name": name, "desc": desc, "ranks": str(ranks)}
+                for name, (desc, ranks) in self.groups.items()
+                if rank in ranks
             }
+            dump = {"version": "2.10", "pg_config": config, "pg_status": self._status(rank), "entries": written}
             if self.seed % 2:
                 (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
             else:
@@ -448,12 +414,9 @@ class Mesh:
             if entry["state"] is not None and entry["state"].done is not None:
                 name, seq = entry["process_group"][0], entry["p2p_seq_id"] or entry["collective_seq_id"]
                 ended[name] = max(ended.get(name, (0.0, 0)), (entry["state"].done, seq))
+        last = {name: str(ended[name][1] if name in ended else -1) for name in self.enqueued[rank]}
         return {
-            name: {
-                "last_enqueued_collective": str(seq),
-                "last_started_collective": "-1",
-                "last_completed_collective": str(ended[name][1] if name in ended else -1),
-            }
+            name: {"last_enqueued_collective": str(seq), "last_completed_collective": last[name]}
             for name, seq in self.enqueued[rank].items()
         }
 
@@ -466,13 +429,10 @@ class Mesh:
         if is_done and self.only_active:
             return None
         started = node is not None and node.is_ready and self.is_timed
-        end = round((1.7e9 + node.done + self.skew[rank]) * 1e9) if is_done else None
         return {
             **entry,
             "process_group": tuple(entry["process_group"]) if self.seed % 2 else entry["process_group"],
             "state": "completed" if is_done else "started" if started else "scheduled",
             "retired": is_done,
             "time_created_ns": round((1.7e9 + entry["time_created_ns"] + self.skew[rank]) * 1e9),
-            "time_discovered_started_ns": None,
-            "time_discovered_completed_ns": end,
         }

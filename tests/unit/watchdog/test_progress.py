@@ -13,10 +13,8 @@ from torch.distributed import HashStore, PrefixStore
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.watchdog import progress
 from lightning_distplus.watchdog.progress import Marks, Pace, Progress, Transfer
-from lightning_distplus.watchdog.stacks import is_waiting_for_peers, stack_of, user_location
+from lightning_distplus.watchdog.stacks import is_waiting_for_peers, stack_of
 from lightning_distplus.world import World
-
-__all__ = []
 
 
 def test_a_mark_tells_what_and_since_when() -> None:
@@ -55,26 +53,6 @@ def _seconds_for(marks: Marks, count: int) -> float:
     for _ in range(count):
         marks.set("backward")
     return time.perf_counter() - start
-
-
-def test_the_users_line_is_the_innermost_one_outside_libraries() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def works() -> None:
-        entered.set()
-        leave.wait(10)
-
-    thread = threading.Thread(target=works)
-    thread.start()
-    entered.wait(10)
-    stack = stack_of(thread.ident or 0)
-    leave.set()
-    thread.join()
-    file, _, line = (user_location(stack) or "").rpartition(":")
-    assert file == __file__
-    assert "leave.wait(10)" in Path(__file__).read_text().splitlines()[int(line) - 1]
-    assert not is_waiting_for_peers(stack)
-    assert stack_of(thread.ident or 0) == []
 
 
 def test_a_thread_in_the_control_planes_wait_waits_for_peers() -> None:

@@ -23,9 +23,8 @@ from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_f
 
 
 def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> None:
-    armed = StackPrinter.arm()
-    assert armed is not None
-    printer, file = armed
+    printer = StackPrinter.arm()
+    assert printer is not None
     pid = os.fork()
     if pid == 0:
         faults._hold_gil(20.0)
@@ -40,7 +39,7 @@ def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> N
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        printer.disarm(file)
+        printer.disarm()
     assert not catches_signal(os.getpid(), printer.number)
 
 
@@ -56,8 +55,8 @@ def run_busy() -> None:
 
 def asked_while_busy(questions: int) -> int:
     """A process whose three threads call and return all the time; how often it has answered."""
-    armed = StackPrinter.arm()
-    assert armed is not None
+    printer = StackPrinter.arm()
+    assert printer is not None
     pid = os.fork()
     if pid == 0:
         for _ in range(2):
@@ -65,7 +64,7 @@ def asked_while_busy(questions: int) -> int:
         run_busy()
     try:
         time.sleep(0.1)
-        answers = sum(bool(ask_for_stack(pid, armed[0])) for _ in range(questions))
+        answers = sum(bool(ask_for_stack(pid, printer)) for _ in range(questions))
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the question has ended the process"
         return answers
     finally:
@@ -80,9 +79,9 @@ def test_a_process_that_runs_survives_the_question() -> None:
 
 
 def hold_lock_beside_the_main_thread(begun: str) -> None:
-    armed = StackPrinter.arm()
-    assert armed is not None
-    Path(begun).write_text(json.dumps(armed[0].to_plain()))
+    printer = StackPrinter.arm()
+    assert printer is not None
+    Path(begun).write_text(json.dumps(vars(printer)))
     faults._hold_gil(3.0)
 
 
@@ -128,9 +127,8 @@ def begin(worker: int) -> None:
 
 def ask_a_spawned_worker(rank: int) -> tuple[bool, bool, list[tuple[str, str]]]:
     """Whether the loader has its own function back, whether it stays that of forked workers, and the stack."""
-    armed = StackPrinter.arm()
-    assert armed is not None
-    printer = armed[0]
+    printer = StackPrinter.arm()
+    assert printer is not None
     context = multiprocessing.get_context("spawn")
     hangs = Hangs(context.Event())
     undo = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
@@ -154,9 +152,8 @@ def test_a_spawned_data_worker_tells_its_stack() -> None:
 
 
 def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_the_question() -> None:
-    armed = StackPrinter.arm()
-    assert armed is not None
-    printer, file = armed
+    printer = StackPrinter.arm()
+    assert printer is not None
     child = subprocess.Popen(["sleep", "20"])
     try:
         assert ask_for_stack(child.pid, printer) == []
@@ -167,16 +164,16 @@ def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_the_question()
     finally:
         child.kill()
         child.wait()
-        printer.disarm(file)
+        printer.disarm()
 
 
 def test_a_question_that_comes_too_late_ends_nothing() -> None:
     pid = os.fork()
     if pid == 0:
-        armed = StackPrinter.arm()
-        assert armed is not None
-        armed[0].disarm(armed[1])
-        os.kill(os.getpid(), armed[0].number)  # by a peer that has looked before
+        printer = StackPrinter.arm()
+        assert printer is not None
+        printer.disarm()
+        os.kill(os.getpid(), printer.number)  # by a peer that has looked before
         os._exit(7)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
@@ -184,10 +181,10 @@ def test_a_question_that_comes_too_late_ends_nothing() -> None:
 
 def test_two_printers_of_one_process_take_different_signals() -> None:
     found = [StackPrinter.arm() for _ in range(2)]
-    numbers = {one[0].number for one in found if one is not None}
+    numbers = {one.number for one in found if one is not None}
     for one in found:
         assert one is not None
-        one[0].disarm(one[1])
+        one.disarm()
     assert len(numbers) == 2
 
 

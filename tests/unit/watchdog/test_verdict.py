@@ -260,11 +260,11 @@ def test_a_library_is_known_by_its_name_and_an_installed_package_may_be_the_user
     assert stacks.is_library(file) is is_library
 
 
-def test_what_is_refused_is_answered_with_the_command_and_not_with_a_line_of_code(tmp_path: Path) -> None:
+def test_what_all_ranks_refuse_is_answered_with_the_command_and_names_them_all(tmp_path: Path) -> None:
     torch.save({"model": {}, "optimizer": {}, "iter_num": 3, "step_count": 1}, tmp_path / "iter-3.pth")
     with pytest.raises(CheckpointMismatch) as refused:
         refuse_foreign(tmp_path / "iter-3.pth")
-    world = World(rank=0, size=1)
+    world = World(rank=1, size=3)
     first = FirstError.of(refused.value, world, {"location": "/home/me/train.py:41"})
     left = leave_verdict(
         first, is_told=True, world=world, run_id="a", peers={}, last_seen=lambda rank: None, folder=tmp_path
@@ -273,6 +273,9 @@ def test_what_is_refused_is_answered_with_the_command_and_not_with_a_line_of_cod
     assert left[0].remedy.startswith("Make one of it that it can: distplus import --from litgpt ")
     assert left[0].cause.endswith("which Lightning cannot resume from.")
     assert left[0].location == "/home/me/train.py:41"
+    assert left[0].culprits == [0, 1, 2]
+    assert left[0].render().startswith("RANKS 0-2 FAILED at train.py:41\n")
+    assert "stack of rank 1, innermost last" in left[0].render()
 
 
 def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:

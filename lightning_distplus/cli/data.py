@@ -7,9 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
 from lightning_distplus.data.audit import AuditReport, Sighting, audit_folder
 from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
@@ -35,7 +40,8 @@ def run_prepare(argv: Sequence[str]) -> int:
             parser.error(str(error))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        result = prepare(**vars(arguments), on_progress=_lines_of_progress())
+        with _bars() if sys.stderr.isatty() else _lines_of_progress() as on_progress:
+            result = prepare(**vars(arguments), on_progress=on_progress)
     except ImportError as error:
         if error.name not in ("tokenizers", "pyarrow"):
             raise
@@ -76,8 +82,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines_of_progress() -> Callable[[Progress], None]:
-    """One line per stage and every few seconds."""
+@contextmanager
+def _bars() -> Iterator[Callable[[Progress], None]]:
+    rate = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bars(TextColumn("{task.description}"), BarColumn(), *rate, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(progress: Progress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(_LABELS[progress.stage])
+            bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes)
+
+        yield show
+
+
+@contextmanager
+def _lines_of_progress() -> Iterator[Callable[[Progress], None]]:
+    """One line per stage and every few seconds, for logs."""
     began: dict[str, tuple[float, int]] = {}
     due: dict[str, float] = {}
 
@@ -93,7 +114,7 @@ def _lines_of_progress() -> Callable[[Progress], None]:
         estimate = f", {rate / 1e6:.1f} MB/s, {left_s:.0f} s left" if rate > 0 else ""
         print(f"{_LABELS[progress.stage]}: {share:.0f} %{estimate}", file=sys.stderr, flush=True)
 
-    return show
+    yield show
 
 
 def _summary(result: PreparedTokens) -> str:

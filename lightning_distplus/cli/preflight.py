@@ -35,6 +35,7 @@ AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
 BETWEEN_HOSTS = ("network", "mtu", "clock")
 """The names of what it finds between hosts."""
+_COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
 
 
 def run_doctor(argv: Sequence[str]) -> int:
@@ -127,12 +128,21 @@ def _exit_code(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], facts: Facts, names: Sequence[str], elapsed_s: float) -> None:
-    """Without rich, which an installation may lack that is to be looked at."""
+    """In colours on a terminal, and plain where the installation is too broken for rich."""
     print(f"{facts.host}: started by {facts.launcher}; {len(names)} checks in {elapsed_s:.1f} s")
     found = {finding.check for finding in findings}
     quiet = [name for name in names if name not in found]
-    for finding in findings:
-        print(f"{finding.status.value} ({finding.check}): {finding}")
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        for finding in findings:
+            print(f"{finding.status.value} ({finding.check}): {finding}")
+    else:
+        console = Console(soft_wrap=True, highlight=False)  # which obeys NO_COLOR
+        for finding in findings:
+            status = (finding.status.value, f"bold {_COLOURS[finding.status]}")
+            console.print(Text.assemble(status, f" ({finding.check}): {finding}"))
     print(f"nothing to say: {', '.join(quiet) or '-'}")
     print(_summary(findings))
 

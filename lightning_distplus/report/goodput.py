@@ -65,9 +65,12 @@ class Window(NamedTuple):
 
     def before(self, later: Window) -> Window:
         """Both as one window."""
-        summed = ("seconds", "steps", *self._fields[4:-1])
-        both: dict[str, Any] = {name: getattr(self, name) + getattr(later, name) for name in summed}
-        return later._replace(**both, loss=self.loss if later.loss is None else later.loss)
+        return Window(
+            later.end, self.seconds + later.seconds, later.step, self.steps + later.steps, self.data_s + later.data_s,
+            self.forward_s + later.forward_s, self.backward_s + later.backward_s, self.optimizer_s + later.optimizer_s,
+            self.wait_s + later.wait_s, self.checkpoint_s + later.checkpoint_s, self.validation_s + later.validation_s,
+            self.loss if later.loss is None else later.loss,
+        )  # fmt: skip
 
     @property
     def step_s(self) -> float:

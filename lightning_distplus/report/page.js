@@ -152,7 +152,8 @@ function heatMapOf(job) {
   const all = map.rows.flatMap((row) => row[series]).filter((value) => value !== null).sort((a, b) => a - b);
   if (!all.length) return null;
   const low = all[0], high = Math.max(all[Math.floor(0.99 * (all.length - 1))], 1.5 * all[Math.floor(all.length / 2)]);
-  const columns = map.rows[0].step_s.length, left = 48, width = WIDTH, cell = (width - left) / columns;
+  const labels = map.rows.map((row) => ranksOf(row.ranks).replace(/ranks? /, ""));
+  const columns = map.rows[0].step_s.length, left = 12 + 8 * Math.max(...labels.map((label) => label.length)), width = WIDTH, cell = (width - left) / columns;
   const tall = Math.max(Math.min(240 / map.rows.length, 28), 6), height = tall * map.rows.length;
   const atColumn = (column) => map.begin + ((column + 0.5) * (map.end - map.begin)) / columns;
   const svg = h("svg:svg", { viewBox: `0 0 ${width} ${height + 22}`, role: "img", tabindex: "0",
@@ -161,7 +162,7 @@ function heatMapOf(job) {
     row[series].forEach((value, column) => {
       if (value !== null) svg.append(h("svg:rect", { x: left + column * cell, y: index * tall, width: cell + 0.3, height: tall - (tall > 8 ? 1 : 0), fill: colour((value - low) / (high - low)) }));
     });
-    if (index % Math.ceil(14 / tall) === 0) svg.append(h("svg:text", { x: left - 6, y: index * tall + tall / 2 + 4, "text-anchor": "end" }, ranksOf(row.ranks).replace(/ranks? /, "")));
+    if (index % Math.ceil(14 / tall) === 0) svg.append(h("svg:text", { x: left - 6, y: Math.max(index * tall + tall / 2 + 4, 10), "text-anchor": "end" }, labels[index]));
   });
   svg.append(h("svg:text", { x: left, y: height + 16 }, moment(map.begin)), h("svg:text", { x: width, y: height + 16, "text-anchor": "end" }, `${moment(map.end)} UTC`));
   const cursor = h("svg:rect", { class: "cursor", width: cell, height: tall, visibility: "hidden" });

@@ -35,7 +35,9 @@ def run(quick: bool) -> list[Figure]:
         Figure(
             name="audit, median", value=median(taken_us), unit="us", ci95=bootstrap_ci95(taken_us), target=_TARGET_US
         ),
-        Figure(name="audit, mean", value=mean_us, unit="us", target=_TARGET_US),
+        Figure(
+            name="audit, mean", value=mean_us, unit="us", target=_TARGET_US, note="sums of 256 micro-batches included"
+        ),
     ]
 
 

@@ -24,6 +24,7 @@ from lightning_distplus.control import GateRecord, StepGate, Wish
 from lightning_distplus.errors import Preempted, refuse_other_trainer
 from lightning_distplus.process import end_workers
 from lightning_distplus.timeouts import Duration, parse_duration
+from lightning_distplus.trainer_gate import GateParticipant
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -197,11 +198,12 @@ class NoticeWatch:
 
 # -- the callback ------------------------------------------------------------------------------------------------------
 
+_ASKED = int(Wish.PREEMPT)
 _LOGGED_STEPS = "_batches_that_stepped"  # in the saved state of Lightning's loop
 _evaluations = itertools.count(1)  # all ranks count alike
 
 
-class PreemptionHandler(Callback):
+class PreemptionHandler(Callback, GateParticipant):
     """Turns a signal on any rank into one checkpoint of all ranks and exit code 143 on each of them.
 
     A signal handler only leaves a note. The note travels in the gate of the next step, so that all ranks learn of it at
@@ -303,9 +305,7 @@ class PreemptionHandler(Callback):
         """Joins the gate of each step."""
         self._first_step = trainer.global_step
         if trainer.world_size > 1:
-            gate = trainer.strategy.gate  # type: ignore[attr-defined]
-            gate.wants_preemption = self._is_asked
-            gate.preempt = self._preempt
+            trainer.strategy.gate.add(self)  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Puts the loggers' step back after a resume. One process alone has no gate."""
@@ -315,14 +315,18 @@ class PreemptionHandler(Callback):
             self._logged_steps = None
         is_window_start = batch_idx % trainer.accumulate_grad_batches == 0
         if trainer.world_size == 1 and is_window_start and self._is_asked():
-            self._preempt([0])
+            self.on_preemption([0])
         if trainer.world_size > 1 and type(self).on_train_batch_start is PreemptionHandler.on_train_batch_start:
             _compat.skip_step_hooks(self, "on_train_batch_start")
+
+    def wish(self) -> int:
+        """Whether this rank has to stop."""
+        return _ASKED if self._is_asked() else 0
 
     def _is_asked(self) -> bool:
         return self._requests.reason is not None
 
-    def _preempt(self, ranks: list[int]) -> None:
+    def on_preemption(self, ranks: list[int]) -> None:
         """Saves and ends; on all ranks, between two steps.
 
         Raises:

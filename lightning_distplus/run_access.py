@@ -53,6 +53,7 @@ class Host:
     note: Callable[..., None]
     """Writes one event into the ledger."""
 
+    @property
     def patience(self) -> timedelta:
         """How long a rank waits for its peers now."""
         raise NotImplementedError
@@ -80,6 +81,7 @@ class _Resilient(Host):
         self._strategy = strategy
         self.plane, self.folder, self.note = strategy.plane, strategy.home, strategy.note
 
+    @property
     def patience(self) -> timedelta:
         return cast("timedelta", self._strategy.phases.patience)
 
@@ -103,7 +105,7 @@ class _Stock(Host):
             node_rank=trainer.node_rank,
             num_nodes=trainer.num_nodes,
         )
-        self.plane = connect_over(world, _compat.default_store(), self.patience())
+        self.plane = connect_over(world, _compat.default_store(), self.patience)
         self.plane.listen()
         self.folder = folder_of_run(trainer.default_root_dir)
         self._events = EventLog(self.folder, world.rank, run_id=self.plane.run_id)
@@ -111,11 +113,12 @@ class _Stock(Host):
         self._gate: BatchGate | None = None
         self._has_failed = False
 
+    @property
     def patience(self) -> timedelta:
         return group_timeout(_DEFAULTS.deadline(Phase.SETUP), "abort")
 
     def gate(self, trainer: Trainer) -> BatchGate:
-        self._gate = BatchGate(trainer, self.plane, deadline=self.patience)
+        self._gate = BatchGate(trainer, self.plane, waits=self)
         return self._gate
 
     def report(self, error: BaseException) -> None:
@@ -126,7 +129,7 @@ class _Stock(Host):
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
-        part(self.plane, self.patience(), has_failed=self._has_failed)
+        part(self.plane, self.patience, has_failed=self._has_failed)
         self._events.close()
 
 

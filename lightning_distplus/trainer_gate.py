@@ -6,9 +6,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from operator import attrgetter
 from types import FrameType
@@ -17,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, WatchedGate, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, WatchedGate, Wish
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import disagreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BatchGate", "Flag", "Moment", "flags_of", "moment_of"]
+__all__ = ["BatchGate", "Flag", "GateParticipant", "Moment", "flags_of", "moment_of"]
 
 _MOMENT_BITS = 4
 _MOMENT = (1 << _MOMENT_BITS) - 1
@@ -45,11 +43,12 @@ class Moment(IntEnum):
     METRICS = 10, "the reduction of logged metrics"
 
     text: str
+    mark: str
 
     def __new__(cls, number: int, text: str = "") -> Moment:
         """A number that knows what is printed for it."""
         moment = int.__new__(cls, number)
-        moment._value_, moment.text = number, text
+        moment._value_, moment.text, moment.mark = number, text, f"the gate at {text}"
         return moment
 
     def __str__(self) -> str:
@@ -88,14 +87,42 @@ _MUST_AGREE = (
     "consumed_samples", "data_fingerprint", "batch_structure", "state_fingerprint",
 )  # fmt: skip
 # What every step asks for, in plain numbers and text: an operation of an ``IntFlag`` costs a microsecond.
-_MARKS = {moment: f"the gate at {moment}" for moment in Moment}
 _DECISION = int(Moment.DECISION)
-_STOP, _PREEMPT, _SAVED, _LATE = int(Wish.STOP), int(Wish.PREEMPT), int(Wish.SAVED), int(Wish.LATE)
+_STOP, _PREEMPT = int(Wish.STOP), int(Wish.PREEMPT)
 _PLACE = attrgetter("decisions", "epoch", "global_step", "micro_batch")  # must be the same on all ranks
 _DECISIONS, _WISHES = attrgetter("decisions"), attrgetter("wishes")
-_NOTHING: AbstractContextManager[None] = nullcontext()
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
+
+
+class GateParticipant:
+    """Takes part in the gate of a run (``BatchGate.add``), with those of these methods that it needs."""
+
+    def wish(self) -> int:
+        """What this rank asks for at each gate: values of ``Wish``."""
+        return 0
+
+    def on_wait(self, moment: Moment) -> None:
+        """This rank begins to wait for the others."""
+
+    def on_waited(self) -> None:
+        """This rank waits no more, however that ended."""
+
+    def fields(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Further fields of ``GateRecord`` for the record of a step."""
+        return {}
+
+    def on_met(self, records: list[GateRecord]) -> None:
+        """All ranks have met at the start of a step; nobody has acted on the records yet."""
+
+    def on_preemption(self, ranks: list[int]) -> None:
+        """These ranks have to stop with a checkpoint; on all ranks, before the step has begun. It saves and raises."""
+
+    def on_records(self, records: list[GateRecord]) -> None:
+        """The records of a step, before the Trainer goes on."""
+
+    def on_disagreement(self, error: DivergenceError) -> None:
+        """The ranks stand at different places; raises, unless the run may go on. Where nobody raises, the gate does."""
 
 
 class BatchGate:
@@ -107,9 +134,7 @@ class BatchGate:
     Args:
         trainer: The Trainer, before its signal handlers are registered.
         plane: The control plane.
-        deadline: How long to wait at a gate, asked for at each one.
-        on_passed: Called with the records once all ranks have met at the start of a step.
-        mark: Told that this rank waits at a gate.
+        waits: Knows how long to wait; asked at each gate.
         points: The named points of the run, where the strategy checks them.
     """
 
@@ -118,9 +143,7 @@ class BatchGate:
         trainer: Trainer,
         plane: ControlPlane,
         *,
-        deadline: Callable[[], timedelta],
-        on_passed: Callable[[list[GateRecord]], None] = lambda records: None,
-        mark: Callable[[str], None] = lambda operation: None,
+        waits: Waits,
         points: Points | None = None,
     ) -> None:
         self._trainer = trainer
@@ -129,33 +152,25 @@ class BatchGate:
             self._gate = StepGate(plane, **arguments)
         else:
             self._gate = WatchedGate(plane, points=points, **arguments)
-        self._deadline = deadline
-        self._on_passed = on_passed
-        self._mark = mark
+        self._waits = waits
         self._sigterm_seen = False
         self._last: GateRecord | None = None
         self.is_open = False
         self.waited_s = 0.0
         """How long this rank waited for the others at the gate of the present step."""
-        self.say: Callable[[Any, int], dict[str, Any]] = lambda batch, batch_idx: {}
-        """What else stands in the record of a step; fields of ``GateRecord``."""
-        self.hear: Callable[[list[GateRecord]], None] = lambda records: None
-        """Told the records of a step before the Trainer goes on."""
-        self.tell: Callable[[DivergenceError], None] = _raise
-        """Called where the ranks stand at different places; it raises."""
-        self.attend: Callable[[str], AbstractContextManager[None]] = lambda moment: _NOTHING
-        """Stands around every wait of this rank at the gate."""
         self.wishes = Flag.NONE
         """What some rank has asked for at a gate, and not all have done yet."""
-        self.wants_preemption: Callable[[], bool] = lambda: False
-        """Asked at each gate: whether this rank has to stop with a checkpoint."""
-        self.preempt: Callable[[list[int]], None] = lambda ranks: None
-        """Called on all ranks, before a step has begun, with the ranks that have to; it saves and raises."""
-        self.has_saved: Callable[[], bool] = lambda: False
-        """Asked at each gate: whether a save in the background has ended on this rank."""
-        self.is_late: Callable[[], bool] = lambda: False
-        """Asked at each gate: whether this rank has come close to a deadline, which should grow."""
+        self._participants: list[GateParticipant] = []
         _compat.replace_sigterm_notifier(trainer, self._note_sigterm)
+
+    def add(self, participant: GateParticipant) -> None:
+        """Lets somebody take part from now on; who does already stays where it is."""
+        if participant not in self._participants:
+            self._participants.append(participant)
+
+    def remove(self, participant: GateParticipant) -> None:
+        """Lets somebody take part no more."""
+        self._participants.remove(participant)
 
     def open(self) -> None:
         """Meets all ranks and takes the place of the stock broadcast; where it has it already, it begins anew.
@@ -165,7 +180,7 @@ class BatchGate:
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        self._gate.open(self._deadline())
+        self._gate.open(self._waits.patience)
         self._last = None
         if self.is_open:
             return
@@ -205,14 +220,18 @@ class BatchGate:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         while True:
-            self._mark(_MARKS[moment])
-            with self.attend(moment.text):
-                records = self._gate.exchange(self._record(moment, flags, fields), self._deadline())
+            for one in self._participants:
+                one.on_wait(moment)
+            try:
+                records = self._gate.exchange(self._record(moment, flags, fields), self._waits.patience)
+            finally:
+                for one in self._participants:
+                    one.on_waited()
             said = set(map(_DECISIONS, records))
-            for one in said:
-                if one & _LASTING:
-                    self.wishes |= Flag(one & _LASTING)
-            if moment is Moment.DECISION or all(one & _MOMENT != _DECISION for one in said):
+            for decisions in said:
+                if decisions & _LASTING:
+                    self.wishes |= Flag(decisions & _LASTING)
+            if moment is Moment.DECISION or all(decisions & _MOMENT != _DECISION for decisions in said):
                 break
         if moment is not Moment.DECISION:
             self._require_one_place(records)
@@ -233,29 +252,34 @@ class BatchGate:
             self._begin_step(batch, batch_idx, is_last=progress.is_last_batch)
 
     def _begin_step(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
-        said = self.say(batch, batch_idx)
+        fields: dict[str, Any] = {}
+        for one in self._participants:
+            fields |= one.fields(batch, batch_idx)
         came_at = time.monotonic()
-        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **said)
+        records = self.meet(Moment.STEP, Flag.LAST_BATCH if is_last else Flag.NONE, **fields)
         self.waited_s = time.monotonic() - came_at
         self._last = records[0]
-        self._on_passed(records)
+        for one in self._participants:
+            one.on_met(records)
         wishes = list(map(_WISHES, records))
         if any(wishes) and (leaving := [rank for rank, wish in enumerate(wishes) if wish & _PREEMPT]):
-            self.preempt(leaving)
-        self.hear(records)
+            for one in self._participants:
+                one.on_preemption(leaving)
+        for one in self._participants:
+            one.on_records(records)
         if any(wishes) and (stopping := [rank for rank, wish in enumerate(wishes) if wish & _STOP]):
             log.warning("all ranks stop at step %d: SIGTERM on ranks %s", self._trainer.global_step, stopping)
             raise SIGTERMException
 
     def _record(self, moment: Moment, flags: Flag, fields: dict[str, Any]) -> GateRecord:
+        wishes = _STOP if self._sigterm_seen else 0
+        for one in self._participants:
+            wishes |= one.wish()
         return GateRecord(
             global_step=self._trainer.global_step,
             micro_batch=max(0, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1),
             epoch=self._trainer.current_epoch,
-            wishes=(_STOP if self._sigterm_seen else 0)
-            | (_SAVED if self.has_saved() else 0)
-            | (_LATE if self.is_late() else 0)
-            | (_PREEMPT if self.wants_preemption() else 0),
+            wishes=wishes,
             decisions=int(moment) | int(flags),
             **fields,
         )
@@ -296,8 +320,7 @@ class BatchGate:
         """Raises where the values differ."""
         if len(set(values)) > 1:
             where = f"before step {self._trainer.global_step}; nothing was averaged"
-            self.tell(disagreement(field, dict(enumerate(values)), where=where, remedy=remedy, expected=expected))
-
-
-def _raise(error: DivergenceError) -> None:
-    raise error
+            error = disagreement(field, dict(enumerate(values)), where=where, remedy=remedy, expected=expected)
+            for one in self._participants:
+                one.on_disagreement(error)
+            raise error

@@ -5,7 +5,7 @@ calls of all ranks), ``exchange`` (small records of all ranks: the gate of each 
 of Lightning in which all ranks take part), ``first_error``, and ``secret`` (who may say what ends a job).
 """
 
-from lightning_distplus.control.collective_check import Point, Points, WatchedGate, active_points, beat_key
+from lightning_distplus.control.collective_check import Point, Points, Waits, WatchedGate, active_points, beat_key
 from lightning_distplus.control.exchange import GateRecord, StepGate, Wish
 from lightning_distplus.control.plane import ControlPlane, end_together, part
 from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect, has_own_store
@@ -17,6 +17,7 @@ __all__ = [
     "Point",
     "Points",
     "StepGate",
+    "Waits",
     "WatchedGate",
     "Wish",
     "active_points",

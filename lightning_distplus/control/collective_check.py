@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_distplus.control.exchange import GateRecord, SharedTally, StepGate, Tally
 from lightning_distplus.control.plane import ControlPlane
@@ -261,6 +261,14 @@ def beat_key(rank: int) -> str:
     return f"watchdog/beat/{rank}"
 
 
+class Waits(Protocol):
+    """Knows how long a rank waits for its peers now: ``run_access.Phases``, or who follows no phases."""
+
+    @property
+    def patience(self) -> timedelta:
+        """From this moment on; for a call that begins now."""
+
+
 class Points:
     """The points of one run, numbered: what stands at the same number must be the same on all ranks.
 
@@ -270,7 +278,7 @@ class Points:
 
     Args:
         plane: The control plane.
-        patience: Tells how long to wait for the slowest rank.
+        waits: Knows how long to wait for the slowest rank.
         locate: Tells the line of the user's code in which this rank stands.
         name: Keeps the runs of one process apart; by default a number that grows.
     """
@@ -279,12 +287,12 @@ class Points:
         self,
         plane: ControlPlane,
         *,
-        patience: Callable[[], timedelta],
+        waits: Waits,
         locate: Callable[[], str | None] = lambda: None,
         name: str | None = None,
     ) -> None:
         self._plane = plane
-        self._patience = patience
+        self._waits = waits
         self._locate = locate
         self.name = name or f"run-{next(_runs)}"
         """Of the run, alike on all ranks."""
@@ -310,7 +318,7 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         global _active
-        self._tally = SharedTally.share(self._plane, f"points-{self.name}", self._patience()) or self._tally
+        self._tally = SharedTally.share(self._plane, f"points-{self.name}", self._waits.patience) or self._tally
         self._plane.on_wait = self._while_waiting
         _active = self
 
@@ -345,7 +353,7 @@ class Points:
         self._enter(Place.POINT, lambda: point)
         self._tally.enter(self.num_calls, point.digest)
         try:
-            self._plane.poll(self._all_agree, self._patience(), what=str(point), arrived=self._arrived)
+            self._plane.poll(self._all_agree, self._waits.patience, what=str(point), arrived=self._arrived)
         finally:
             self._place = None
         self._tally.passed(self.num_calls)

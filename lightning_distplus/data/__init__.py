@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_distplus.data.datamodule import ResumableDataModule
     from lightning_distplus.data.order import ORDER_VERSION, Mixture, permute
     from lightning_distplus.data.token_datamodule import TokenDataModule, document_mask
-    from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, dtype_for
+    from lightning_distplus.data.token_files import MegatronTokens, MegatronWriter, Source, TokenSource, dtype_for
 
 __all__ = [
     "ORDER_VERSION",
@@ -22,6 +22,7 @@ __all__ = [
     "SampleAudit",
     "Source",
     "TokenDataModule",
+    "TokenSource",
     "document_mask",
     "dtype_for",
     "permute",
@@ -37,6 +38,7 @@ _HOMES = {
     "SampleAudit": "audit",
     "Source": "token_files",
     "TokenDataModule": "token_datamodule",
+    "TokenSource": "token_files",
     "document_mask": "token_datamodule",
     "dtype_for": "token_files",
     "permute": "order",

@@ -27,6 +27,7 @@ __all__ = [
     "change_of_mixture",
     "derive_key",
     "order_of",
+    "past_mixture",
     "permute",
     "splitmix64",
 ]
@@ -393,6 +394,11 @@ class MixturePhase:
             lanes.append(lane)
             draws.append(count)
         return MixturePhase(first=sample, draws=tuple(draws), lanes=tuple(lanes))
+
+
+def past_mixture(phase: MixturePhase, rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The record of a mixture that holds no more: where it began, and its weights to four digits."""
+    return [phase.first, [round(row[1] / DENOMINATOR, 4) for row in rows]]
 
 
 def change_of_mixture(

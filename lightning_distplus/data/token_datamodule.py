@@ -41,10 +41,11 @@ from lightning_distplus.data.order import (
     change_of_mixture,
     derive_key,
     order_of,
+    past_mixture,
     permute,
 )
 from lightning_distplus.data.progress import Position
-from lightning_distplus.data.token_files import Source, TokenStream, open_source
+from lightning_distplus.data.token_files import Source, TokenSource, open_source
 from lightning_distplus.errors import refuse_unknown_arguments, require_type
 from lightning_distplus.world import DataParallel
 
@@ -84,7 +85,7 @@ class TokenBlocks(NamedTuple):
 class TokenFetcher:
     """Fetches one batch of token blocks."""
 
-    sources: Sequence[TokenStream]
+    sources: Sequence[TokenSource]
     names: Sequence[str]
     """Of the sources, for messages."""
     seq_len: int
@@ -285,6 +286,7 @@ def _source_of(record: Any, place: int) -> Mapping[str, Any]:
 
 _log = logging.getLogger(__name__)
 _FILES = "lightning_distplus_files"  # in a checkpoint: what the sources are made of
+_MAX_PAST = 4  # earlier mixtures in the state, which stays below 1 KB
 
 
 class TokenDataModule(ExactDataModule):
@@ -368,15 +370,17 @@ class TokenDataModule(ExactDataModule):
         if not self._sources["train"]:
             raise ValueError("sources is empty; name at least one source.")
         self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
-        self._seq_len = seq_len
+        self.seq_len = seq_len
+        """Tokens of a sample, without the one that is only a target."""
         require_type("global_batch_size", global_batch_size, int, or_none=True)
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
         self._allow_mixture_change = allow_mixture_change
         self._phase: MixturePhase | None = None  # None is the first one
+        self._past_mixtures: list[list[Any]] = []
         self._vocab_size = vocab_size
         self._extras = {"position_ids": position_ids, "document_ids": document_ids}
-        self._files: dict[str, list[TokenStream]] = {}
+        self._files: dict[str, list[TokenSource]] = {}
         self._fingerprints: list[str] = []
         self._contents: dict[int, dict[str, Any]] = {}  # of the training sources, once they are asked for
         self._files_before: Any = None  # the record of the checkpoint
@@ -391,9 +395,9 @@ class TokenDataModule(ExactDataModule):
             fetcher.check_vocabulary()
         super().setup(stage)
 
-    def _open(self, stage: str) -> list[TokenStream]:
+    def _open(self, stage: str) -> list[TokenSource]:
         if stage not in self._files:
-            self._files[stage] = [open_source(source, self._seq_len) for source in self._sources[stage]]
+            self._files[stage] = [open_source(source, self.seq_len) for source in self._sources[stage]]
         return self._files[stage]
 
     def _num_samples(self, stage: str) -> list[int]:
@@ -405,22 +409,23 @@ class TokenDataModule(ExactDataModule):
         rows = zip(self._fingerprints, self._mixture.numerators, self._num_samples("train"), strict=True)
         return {
             "sources": [list(row) for row in rows],
-            "seq_len": self._seq_len,
+            "seq_len": self.seq_len,
             "seed": self._seed,
             "shuffle": self._shuffle,
             **(self._phase.as_state() if self._phase is not None else {}),
         }
 
     def _begin_anew(self) -> None:
-        self._phase = None
+        self._phase, self._past_mixtures = None, []
 
     def _adopt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The phase of the state, or a new one where the mixture has changed and may."""
         before, was = self._phase, [tuple(row) for row in state["sources"]]
-        self._phase = MixturePhase.in_state(state)
+        self._phase, self._past_mixtures = MixturePhase.in_state(state), list(state.get("past_mixtures", []))
         now = [tuple(row) for row in self._identity()["sources"]]
         if now != was and self._allow_mixture_change:
             sample = state["consumed_samples"]
+            self._past_mixtures = [*self._past_mixtures, past_mixture(self._phase, was)][-_MAX_PAST:]
             self._phase = self._phase.followed_by(was, now, sample=sample, seed=self._seed)
             state = {**state, "sources": [list(row) for row in now], **self._phase.as_state()}
             if self._phase != before and self.trainer is not None and self.trainer.is_global_zero:
@@ -428,6 +433,13 @@ class TokenDataModule(ExactDataModule):
         elif len(now) != len(was):
             self._phase = None  # refused next, or, with ignore_fingerprint, another order altogether
         self._known_identity = self._identity()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what it refers to, and the mixtures of the past."""
+        state = super().state_dict()
+        if self._past_mixtures and self._loaded is None:
+            state["past_mixtures"] = self._past_mixtures
         return state
 
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -450,11 +462,6 @@ class TokenDataModule(ExactDataModule):
         if place not in self._contents:
             self._contents[place] = self._open("train")[place].contents()
         return self._contents[place]
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sample, without the one that is only a target."""
-        return self._seq_len
 
     def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
         """Micro-batches of an optimizer step, from ``global_batch_size`` where it is given.
@@ -498,7 +505,7 @@ class TokenDataModule(ExactDataModule):
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.label for source in self._sources[stage]]
         sources, size = self._open(stage), self._vocab_size
-        return TokenFetcher(sources=sources, names=names, seq_len=self._seq_len, vocab_size=size, **self._extras)
+        return TokenFetcher(sources=sources, names=names, seq_len=self.seq_len, vocab_size=size, **self._extras)
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         sizes = self._num_samples("val")

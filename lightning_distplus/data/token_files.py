@@ -19,7 +19,7 @@ __all__ = [
     "MegatronTokens",
     "MegatronWriter",
     "Source",
-    "TokenStream",
+    "TokenSource",
     "detect",
     "dtype_for",
     "open_source",
@@ -78,7 +78,7 @@ class Source:
         return self.name or self.path
 
 
-def open_source(source: Source, seq_len: int) -> "TokenStream":
+def open_source(source: Source, seq_len: int) -> "TokenSource":
     """Opens and checks a source.
 
     Raises:
@@ -106,11 +106,12 @@ def detect(path: str) -> str:
     if is_pair and place.suffix in (".bin", ".idx"):
         return "megatron"  # the pair is named by one of its files
     is_packed = any(map(_is_packed, _packed_files(place)[:_MAX_LOOKED_AT]))
+    alone = [one for one in _files(place, ".bin") if one.suffix == ".bin" and not one.with_suffix(".idx").exists()]
     looks = {
         "litpkds": is_packed,
         "megatron": is_pair,
         "npy": any(one.suffix == ".npy" for one in _files(place, ".npy")),
-        "raw": not is_packed and not _is_litdata(place) and any(map(_is_lone_bin, _files(place, ".bin"))),
+        "raw": bool(alone) and not is_packed and not _is_litdata(place),
     }
     found = [name for name, is_so in looks.items() if is_so]
     if len(found) > 1:
@@ -147,10 +148,6 @@ def _visible(folder: Path, pattern: str) -> list[Path]:
     return sorted(one for one in folder.glob(pattern) if one.is_file() and not one.name.startswith("."))
 
 
-def _is_lone_bin(path: Path) -> bool:
-    return path.suffix == ".bin" and not path.with_suffix(".idx").exists()
-
-
 def _is_packed(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(len(_PACKED_MAGIC)) == _PACKED_MAGIC
@@ -173,7 +170,7 @@ class Part(NamedTuple):
     num_tokens: int
 
 
-class TokenStream:
+class TokenSource:
     """Samples of ``seq_len + 1`` tokens, cut out of some parts.
 
     Either the parts are one stream, in which sample i is tokens[i * seq_len : i * seq_len + seq_len + 1]: neighbours
@@ -193,6 +190,8 @@ class TokenStream:
     Raises:
         ValueError: ``seq_len`` or ``split`` is senseless, or the share holds no whole sample.
     """
+
+    _version = ""  # in the fingerprint, behind the format
 
     def __init__(
         self,
@@ -217,6 +216,7 @@ class TokenStream:
         lengths = np.array([part.num_tokens for part in parts], dtype=np.int64)
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
+        self.num_tokens = int(lengths.sum())
         self._maps: OrderedDict[int, Tokens] = OrderedDict()
         self._mapped: dict[int, os.stat_result] = {}  # the file of each map, as it was then
         self._documents: NDArray[np.int64] | None = None
@@ -225,11 +225,6 @@ class TokenStream:
             self._block_ends = np.cumsum(counts)
             self._block_starts = self._block_ends - counts
         self._first, self.num_samples = self._share()
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the files."""
-        return int(self._ends[-1])
 
     @property
     def dtype(self) -> type[np.integer[Any]]:
@@ -277,25 +272,22 @@ class TokenStream:
 
     def fingerprint(self) -> str:
         """16 hex digits over format, type, share and content (of much data: some spread samples of 4 KiB)."""
-        digest = xxhash.xxh3_64(f"{self.format} {np.dtype(self.dtype).name}".encode())
-        _digest_files(digest, self._paths())
-        return self._sealed(digest)
+        digest, paths = xxhash.xxh3_64(f"{self.format}{self._version} {self.dtype.__name__}".encode()), self._paths()
+        _digest_files(digest, paths, self._samples(paths))
+        if self._split != _WHOLE:
+            digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
+        return digest.hexdigest()
 
     def contents(self) -> dict[str, Any]:
         """What the fingerprint is made of, file by file: a record of ``inventory``."""
         paths = self._paths()
-        facts: dict[str, Any] = {"format": self.format, "dtype": np.dtype(self.dtype).name}
+        facts: dict[str, Any] = {"format": self.format, "dtype": self.dtype.__name__}
         if self._split != _WHOLE:
             facts["split"] = list(self._split)
-        return {"facts": facts, "num_files": len(paths), "files": self._rows(paths)}
+        return {"facts": facts, "num_files": len(paths), "files": _rows_of_files(paths, self._samples(paths))}
 
-    def _rows(self, paths: list[Path]) -> list[list[Any]]:
-        return _rows_of_files(paths, _samples_of_files(paths))
-
-    def _sealed(self, digest: xxhash.xxh3_64) -> str:
-        if self._split != _WHOLE:
-            digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
-        return digest.hexdigest()
+    def _samples(self, paths: list[Path]) -> dict[int, int]:
+        return _samples_of_files(paths)
 
     def _share(self) -> tuple[int, int]:
         """The first token (or block) of the share, and the number of its samples."""
@@ -432,7 +424,7 @@ def dtype_for(vocab_size: int) -> type[np.integer[Any]]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
-class MegatronTokens(TokenStream):
+class MegatronTokens(TokenSource):
     """Megatron-LM's indexed dataset ``<prefix>.bin`` and ``<prefix>.idx``, read as one stream of tokens.
 
     Blocks run across documents; documents keep the order in which they were written. Header and sizes of both files are
@@ -447,21 +439,16 @@ class MegatronTokens(TokenStream):
         ValueError: A file is missing, empty, truncated, too long or of another format; or holds no whole sample.
     """
 
+    _version = f" {_MEGATRON_VERSION}"
+
     def __init__(self, prefix: str | os.PathLike[str], seq_len: int, *, split: Split = _WHOLE) -> None:
         self._bin, self._idx = _pair(prefix)
         dtype, num_tokens, self._num_sequences, self.num_documents = _read_index(self._idx, self._bin)
         parts = [Part(self._bin, 0, num_tokens)]
         super().__init__(parts, name=str(self._bin), format="megatron", dtype=dtype, seq_len=seq_len, split=split)
 
-    def fingerprint(self) -> str:
-        """16 hex digits over format, sizes and content (of large files: 64 spread samples of 4 KiB each)."""
-        digest = xxhash.xxh3_64(f"megatron {_MEGATRON_VERSION} {self.dtype.__name__}".encode())
-        for path in self._paths():
-            _digest_file(digest, path)
-        return self._sealed(digest)
-
-    def _rows(self, paths: list[Path]) -> list[list[Any]]:
-        return _rows_of_files(paths, {})
+    def _samples(self, paths: list[Path]) -> dict[int, int]:
+        return {}  # each file is read by itself
 
     def _paths(self) -> list[Path]:
         return [self._idx, self._bin]
@@ -668,7 +655,7 @@ def _flat_files(source: Source, suffix: str) -> list[Path]:
     raise ValueError(f"{source.path} is no file, and no folder with files *{suffix} (format {source.format}).")
 
 
-def _read_raw(source: Source, seq_len: int) -> TokenStream:
+def _read_raw(source: Source, seq_len: int) -> TokenSource:
     """Files that hold nothing but little-endian tokens, as nanoGPT writes them; several are one stream."""
     if source.dtype is None:
         raise ValueError(f'{source.path} (raw) does not say its token type; name it, as in dtype="uint16".')
@@ -680,10 +667,10 @@ def _read_raw(source: Source, seq_len: int) -> TokenStream:
                 f"of {dtype.itemsize}. {_AGAIN}"
             )
         parts.append(Part(path, 0, size // dtype.itemsize))
-    return TokenStream(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
+    return TokenSource(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
 
 
-def _read_npy(source: Source, seq_len: int) -> TokenStream:
+def _read_npy(source: Source, seq_len: int) -> TokenSource:
     """One-dimensional arrays of integers; several are one stream."""
     parts: list[Part] = []
     first: np.dtype[Any] | None = None
@@ -702,7 +689,7 @@ def _read_npy(source: Source, seq_len: int) -> TokenStream:
             )
         parts.append(Part(path, offset, shape[0]))
     assert first is not None
-    return TokenStream(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
+    return TokenSource(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
 
 
 def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
@@ -716,7 +703,7 @@ def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[
         return shape, dtype, stream.tell()
 
 
-def _read_packed(source: Source, seq_len: int) -> TokenStream:
+def _read_packed(source: Source, seq_len: int) -> TokenSource:
     """Files that lit-gpt's ``PackedDatasetBuilder`` wrote, read as its ``PackedDataset`` reads them."""
     parts: list[Part] = []
     first: tuple[int, type[np.integer[Any]]] | None = None
@@ -732,7 +719,7 @@ def _read_packed(source: Source, seq_len: int) -> TokenStream:
         parts.append(Part(path, _PACKED_HEADER.size, chunk))
     if first is None:
         raise ValueError(f"{source.path} holds no LITPKDS file (*.bin that begins with {_PACKED_MAGIC!r}).")
-    return TokenStream(
+    return TokenSource(
         parts,
         name=source.path,
         format="litpkds",
@@ -764,7 +751,7 @@ def _read_packed_header(path: Path, place: str, size: int) -> tuple[int, type[np
     return num_tokens, _TYPE_CODES[code]
 
 
-_READERS: dict[str, Callable[[Source, int], TokenStream]] = {
+_READERS: dict[str, Callable[[Source, int], TokenSource]] = {
     "megatron": lambda source, seq_len: MegatronTokens(source.path, seq_len, split=source.split),
     "litpkds": _read_packed,
     "raw": _read_raw,
@@ -781,9 +768,9 @@ _MAX_ROWS = 4096  # of a source
 _MAX_NAME = 64  # characters, from the end
 
 
-def _digest_files(digest: xxhash.xxh3_64, paths: list[Path]) -> None:
+def _digest_files(digest: xxhash.xxh3_64, paths: list[Path], samples: dict[int, int]) -> None:
     """All sizes; all content of a little data; of much data samples, from at most 64 files."""
-    if not (samples := _samples_of_files(paths)):
+    if not samples:
         for path in paths:
             _digest_file(digest, path)
         return

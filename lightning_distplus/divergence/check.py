@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ from lightning_distplus.control import GateRecord
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
 from lightning_distplus.run_access import Host, host_of
-from lightning_distplus.trainer_gate import BatchGate
+from lightning_distplus.trainer_gate import BatchGate, GateParticipant
 from lightning_distplus.watchdog.verdict import Verdict, name_incident
 from lightning_distplus.world import disagreement, first_difference
 
@@ -58,17 +59,23 @@ class MonitoredRun:
         self.trainer: Trainer = trainer
         self.module: LightningModule = trainer.lightning_module
         self.plane, self.rank = host.plane, host.plane.world.rank
-        self.patience, self.note, self.step_parts = host.patience, host.note, host.step_parts
+        self._host = host
+        self.note, self.step_parts = host.note, host.step_parts
         self.on_divergence, self.skips, self.budget = monitor.on_divergence, monitor.skips, Budget(monitor.budget)
         self.parameters_every_n_steps = monitor.parameters_every_n_steps
         self.num_divergences = 0
         self._folder = Path(host.folder)
         self._warned: set[str] = set()
 
+    @property
+    def patience(self) -> timedelta:
+        """How long a rank waits for its peers now."""
+        return self._host.patience
+
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
         packed = json.dumps(value).encode()
-        return [words_of(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience())]
+        return [words_of(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience)]
 
     def sample_ids(self) -> list[Any] | None:
         """The ids of the samples in the present micro-batch, where our data module delivered it."""
@@ -343,7 +350,7 @@ _REMEDIES = {
 _agreeing = attrgetter(*_REMEDIES)
 
 
-class GateMonitor(Callback):
+class GateMonitor(Callback, GateParticipant):
     """Brings checks to the gate of a Resilient strategy, or to one that it opens on any other.
 
     It moves itself to the head of the Trainer's callbacks, so that it sees metrics before they are acted upon.
@@ -398,7 +405,7 @@ class GateMonitor(Callback):
     def _attach(self, run: MonitoredRun, gate: BatchGate) -> None:
         """The engine has wrapped the model."""
         self._gate = run.gate = gate
-        gate.say, gate.hear, gate.tell = self._say, self._hear, run.tell
+        gate.add(self)
         for check in self.checks:
             check.attach()
         # Bound are those hooks of a step that its checks have: most have one or two.
@@ -428,7 +435,8 @@ class GateMonitor(Callback):
         """Whether its hooks are: ``LearningRateFinder`` trains before a run, or inside it, without its callbacks."""
         return self in run.trainer.callbacks  # type: ignore[attr-defined]
 
-    def _say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def fields(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """What its checks say of a step."""
         run = self._run
         if run is None or not self._is_called(run):
             return {}
@@ -441,7 +449,8 @@ class GateMonitor(Callback):
         self.spent_s += time.perf_counter() - began
         return fields
 
-    def _hear(self, records: list[GateRecord]) -> None:
+    def on_records(self, records: list[GateRecord]) -> None:
+        """Names the first field in which the ranks differ; its checks hear what all have said."""
         run = self._run
         assert run is not None
         if len(set(map(_agreeing, records))) != 1:
@@ -449,6 +458,11 @@ class GateMonitor(Callback):
         self.num_compared += 1
         if self._is_called(run):
             self._each("hear", records)
+
+    def on_disagreement(self, error: DivergenceError) -> None:
+        """Writes the evidence down, and raises."""
+        assert self._run is not None
+        self._run.tell(error)
 
     def _name_difference(self, run: MonitoredRun, records: Sequence[GateRecord]) -> None:
         """Field by field, the same on all ranks; of a fingerprint, all of them lay open what is behind it."""

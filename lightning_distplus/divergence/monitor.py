@@ -10,7 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, Plan
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
 from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
 from lightning_distplus.gathering import describe
+from lightning_distplus.trainer_gate import GateParticipant, Moment
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 from lightning_distplus.world import disagreement, odd_ranks, ranges
 
@@ -193,7 +194,7 @@ class _Call(NamedTuple):
     """How many of that sequence this rank has made."""
 
 
-class TraceCheck(Check):
+class TraceCheck(Check, GateParticipant):
     """Stands in the place of the collectives in ``torch.distributed`` while the run trains.
 
     Seen are calls of the user, of torchmetrics, of Lightning, FSDP and DDP's hook. Before each the ranks of its group
@@ -207,6 +208,7 @@ class TraceCheck(Check):
         self._made: Counter[str] = Counter()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_inside = False
+        self._waiting = ExitStack()
 
     def start(self) -> None:
         """All ranks are about to train."""
@@ -218,7 +220,7 @@ class TraceCheck(Check):
             if callable(original):
                 self._originals[name] = original
                 setattr(dist, name, self._checked(name, original))
-        self.run.gate.attend = self._at_gate
+        self.run.gate.add(self)
 
     def train_end(self) -> None:
         """What follows is not of the training."""
@@ -229,7 +231,7 @@ class TraceCheck(Check):
         for name, original in self._originals.items():
             setattr(dist, name, original)
         if self._originals:
-            self.run.gate.attend = lambda moment: nullcontext()
+            self.run.gate.remove(self)
         self._originals.clear()
 
     def metrics(self) -> dict[str, float]:
@@ -305,16 +307,19 @@ class TraceCheck(Check):
 
         others = set(plane.world.ranks) - set(call.ranks)
         with self._while_waiting(call, told):
-            plane.poll(is_complete, self.run.patience(), what=call.text, arrived=lambda: set(told) | others)
+            plane.poll(is_complete, self.run.patience, what=call.text, arrived=lambda: set(told) | others)
         return told
 
-    @contextmanager
-    def _at_gate(self, moment: str) -> Iterator[None]:
-        """Stands around a gate: a rank that waits there says so to those that wait for it in a call."""
+    def on_wait(self, moment: Moment) -> None:
+        """A rank that waits at a gate says so to those that wait for it in a call."""
         self._made[_GATES] += 1
         ranks = tuple(self.run.plane.world.ranks)
-        with self._while_waiting(_Call(f"the gate at {moment} on all ranks", ranks, _GATES, self._made[_GATES])):
-            yield
+        call = _Call(f"the gate at {moment} on all ranks", ranks, _GATES, self._made[_GATES])
+        self._waiting.enter_context(self._while_waiting(call))
+
+    def on_waited(self) -> None:
+        """It goes on."""
+        self._waiting.close()
 
     @contextmanager
     def _while_waiting(self, call: _Call, come: Mapping[int, str] | None = None) -> Iterator[None]:

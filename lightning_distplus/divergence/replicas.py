@@ -659,7 +659,7 @@ class ReplicaCheck(Check):
                 return
 
     def _exchange(self, name: str, data: bytes) -> list[bytes]:
-        return self.run.plane.gather(f"divergence/state/{name}", data, self.run.patience())
+        return self.run.plane.gather(f"divergence/state/{name}", data, self.run.patience)
 
     def _repair(self, found: Difference) -> bool:
         """Overwrites the wrong copies with the majority's; whether it could."""

@@ -71,7 +71,7 @@ from lightning_distplus.strategies.start import (
     tell_launcher,
 )
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
-from lightning_distplus.trainer_gate import BatchGate
+from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
 from lightning_distplus.watchdog.watchdog import show_after_cells
 
@@ -152,6 +152,26 @@ class FirstWord(Callback):
 
 
 # -- timeout="auto" ----------------------------------------------------------------------------------------------------
+
+
+class _AtGate(GateParticipant):
+    """The strategy's part in the gate of each step."""
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+
+    def wish(self) -> int:
+        """Says that a save in the background has ended, and that a deadline is near, which should grow."""
+        saved, late = self._strategy.saves.has_ended_behind, self._strategy.measured.is_late
+        return (_SAVED if saved else 0) | (_LATE if late else 0)
+
+    def on_wait(self, moment: Moment) -> None:
+        """Marks where the training thread is."""
+        self._strategy.marks.set(moment.mark)
+
+    def on_met(self, records: list[GateRecord]) -> None:
+        """A good moment to shrink the deadline to that of a step."""
+        self._strategy.pass_gate(records)
 
 
 class MeasuredDeadlines:
@@ -426,7 +446,7 @@ class ResilientStrategy(_Base):
         if self.lightning_module is not None:
             check_host(self, self.lightning_module.trainer)
         if self._watchdog is not None:
-            points = Points(plane, patience=lambda: self.phases.patience, locate=line_of_the_caller)
+            points = Points(plane, waits=self.phases, locate=line_of_the_caller)
             points.begin()
             self._watchdog.meet_peers(points)
             self.collectives.points = points
@@ -443,14 +463,8 @@ class ResilientStrategy(_Base):
         check_agreement(self, trainer)
         self.configuration = configuration_digest(trainer)
         if trainer.state.fn == "fit":
-            self._gate = BatchGate(
-                trainer,
-                self.plane,
-                deadline=lambda: self.phases.patience,
-                mark=self.marks.set,
-                on_passed=self._after_gate,
-                points=self.collectives.points,
-            )
+            self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
+            self._gate.add(_AtGate(self))
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup(trainer)
         self.phases.apply()
@@ -517,12 +531,10 @@ class ResilientStrategy(_Base):
         self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
         self.costs.begin(self._monitor_s())
         self._gate.open()
-        self._gate.has_saved = lambda: self.saves.has_ended_behind
-        self._gate.is_late = lambda: self.measured.is_late
         self.saves.failing.begin(trainer)
         self.loads.restore_rng()
 
-    def _after_gate(self, records: list[GateRecord]) -> None:
+    def pass_gate(self, records: list[GateRecord]) -> None:
         """All ranks have just met: a good moment to shrink the deadline to that of a step."""
         self.marks.global_step = records[0].global_step
         if records[0].wishes & _SAVED and all(record.wishes & _SAVED for record in records):

@@ -51,14 +51,20 @@ _LIBRARIES = {
     "tqdm",
 }  # fmt: skip
 
-# Innermost frames in these files: the thread waits for peers. (file ending, functions; none: any function)
-_WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("torch/distributed/distributed_c10d.py", ()),
-    ("torch/distributed/c10d_logger.py", ()),
-    ("torch/distributed/_functional_collectives.py", ()),
-    ("torch/autograd/graph.py", ("_engine_run_backward",)),
-    ("torch/distributed/utils.py", ()),
+# Files, and functions of theirs or "" for any: a thread waits for peers whose innermost frames are there,
+_WAITS = (
+    ("torch/distributed/distributed_c10d.py", ""),
+    ("torch/distributed/c10d_logger.py", ""),
+    ("torch/distributed/_functional_collectives.py", ""),
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/distributed/utils.py", ""),
 )
+# or that has one of these frames anywhere: what they call belongs to the wait.
+_OWN_WAITS = (
+    ("lightning_distplus/control/plane.py", "poll"),
+    ("lightning_distplus/strategies/collectives.py", "cause_of"),
+)
+_NUM_INNERMOST = 3
 
 _ANY_FRAME = re.compile(r'\s*File "(.+)", line \d+')
 _DATA = ("torch/utils/data/dataloader.py", "torch/utils/data/_utils/fetch.py")
@@ -81,13 +87,6 @@ def place_of(frame: FrameType | None) -> str | None:
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-# Wherever they stand: what they call belongs to the wait.
-_OWN_WAITS = (
-    ("lightning_distplus/control/plane.py", "poll"),
-    ("lightning_distplus/strategies/collectives.py", "cause_of"),
-)
 
 
 def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
@@ -124,13 +123,11 @@ def is_library(filename: str) -> bool:
 
 def is_waiting_for_peers(stack: Sequence[traceback.FrameSummary]) -> bool:
     """Whether the innermost frames belong to a collective, or to the control plane's own waiting."""
-    if any(frame.filename.endswith(ending) and frame.name == name for frame in stack for ending, name in _OWN_WAITS):
-        return True
-    for frame in list(reversed(stack))[:3]:
-        for ending, functions in _WAITS:
-            if frame.filename.endswith(ending) and (not functions or frame.name in functions):
-                return True
-    return False
+    return _stands_in(stack, _OWN_WAITS) or _stands_in(stack[-_NUM_INNERMOST:], _WAITS)
+
+
+def _stands_in(stack: Sequence[traceback.FrameSummary], places: Sequence[tuple[str, str]]) -> bool:
+    return any(one.filename.endswith(file) and name in ("", one.name) for one in stack for file, name in places)
 
 
 def is_fetching_data(stack: Sequence[traceback.FrameSummary]) -> bool:
@@ -185,11 +182,9 @@ def _library_of(file: str) -> str:
 
 
 def _tell_hidden(libraries: Sequence[str]) -> list[str]:
-    if not libraries:
-        return []
-    names = list(dict.fromkeys(libraries))
-    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"]
+    *others, last = dict.fromkeys(libraries) or [""]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return [f"    ... {len(libraries)} frame{'s' if len(libraries) > 1 else ''} of {listed}"] if libraries else []
 
 
 # -- stacks of other processes -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -70,7 +70,6 @@ __all__ = [
     "shown_mark",
 ]
 
-T = TypeVar("T")
 
 MOST_LINES = 30
 """A printed verdict has no more."""
@@ -150,20 +149,16 @@ class Verdict:
     def shortened(self) -> Verdict:
         """The same for the other hosts of a large job: what it says of each rank, for a few ranks only."""
         ranks = [*self.culprits[:_TOLD_RANKS], *self.waiting[:_TOLD_RANKS]]
-
-        def told(values: dict[str, T]) -> dict[str, T]:
-            return {str(rank): values[str(rank)] for rank in ranks if str(rank) in values}
-
-        hosts = told(self.hosts)
+        keys = set(map(str, ranks))
+        told: dict[str, Any] = {
+            name: {key: value for key, value in getattr(self, name).items() if key in keys}
+            for name in ("hosts", "pids", "stacks", "locations", "collectives")
+        }
         return replace(
             self,
-            hosts=hosts,
-            pids=told(self.pids),
-            stacks=told(self.stacks),
-            locations=told(self.locations),
-            collectives=told(self.collectives),
+            **told,
             lines=self.lines[: len(ranks)],
-            load={host: load for host, load in self.load.items() if host in hosts.values()},
+            load={host: load for host, load in self.load.items() if host in told["hosts"].values()},
             mismatch=None if self.mismatch is None else {**self.mismatch, "calls": {}},
         )
 

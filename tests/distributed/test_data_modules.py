@@ -155,6 +155,7 @@ def test_changed_mixture_is_a_recorded_phase_in_which_every_source_goes_on(
     state = torch.load(folder / "40" / "9.ckpt", weights_only=True)["TokenDataModule"]
     drawn = Mixture([3.0, 1.0], seed=3).draws_at(80)
     assert state["phase"] == [80, [drawn[1], 0, drawn[0]], [1, 2, 0]]
+    assert state["past_mixtures"] == [[0, [0.75, 0.25]]]
     assert len(repr(state)) < 1000
 
     # A later run needs no permission, on another cut, and is the same; so is the same change made once more.
@@ -164,6 +165,7 @@ def test_changed_mixture_is_a_recorded_phase_in_which_every_source_goes_on(
         step: ids_of(again)[step] for step in range(30, 40)
     }
     third = run(folder, FIRST, 62, load=folder / "60" / "29.ckpt", allow_mixture_change=True)
+    assert third.trainer.datamodule.state_dict()["past_mixtures"] == [[0, [0.75, 0.25]], [80, [0.4, 0.4, 0.2]]]
 
     steps = ids_of(before) | ids_of(after) | ids_of(again) | ids_of(third)
     seen = np.array([steps[step] for step in range(62)]).ravel()

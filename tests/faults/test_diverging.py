@@ -36,19 +36,14 @@ class Plant(Callback):
             self.deed(trainer, module)
 
 
-def fit(rank: int, name: str, folder: str, *callbacks: Callback, **arguments: Any) -> Any:
-    """A short fit on two ranks with a monitor; returns the Trainer."""
-    options: dict[str, Any] = {"stage": 2} if "DeepSpeed" in name else {}
-    if name.startswith("Resilient"):
-        options["timeout"] = "20s"
-    options.update(arguments.pop("strategy", {}))
-    monitor = arguments.pop("monitor", None) or RankDivergenceMonitor()
-    data = arguments.pop("data") if "data" in arguments else own_loader(rank)
-    module = arguments.pop("module", None) or jobs.Model()
-    settings = {"max_steps": 6, **arguments, "callbacks": [*callbacks, monitor]}
-    trainer = jobs.trainer(name, 2, folder, **options, **settings)
-    trainer.fit(module, **data) if isinstance(data, dict) else trainer.fit(module, data)
-    return trainer
+def fit(
+    rank: int, name: str, folder: str, *callbacks: Callback, module: Any = None, data: Any = None, **named: Any
+) -> pl.Trainer:
+    """A short fit on two ranks with a monitor; ``data`` may be the arguments of a fit."""
+    loaders = tuple(data.values()) if isinstance(data, dict) else own_loader(rank) if data is None else data
+    monitor = named.pop("monitor", None) or RankDivergenceMonitor()
+    settings = {"max_steps": 6, **({"timeout": "20s"} if name.startswith("Resilient") else {}), **named}
+    return jobs.fit(name, 2, folder, module, loaders, callbacks=[*callbacks, monitor], **settings)
 
 
 def caught(run: Callable[[], Any]) -> dict[str, Any]:
@@ -99,7 +94,7 @@ def test_a_difference_leaves_a_verdict_a_line_in_each_ledger_and_its_exit_code(t
 
 def train_on_tensor_parallel_peers(rank: int, folder: str) -> dict[str, Any]:
     options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
-    return caught(lambda: fit(rank, "ResilientModelParallel", folder, strategy=options, data=own_loader(7)))
+    return caught(lambda: fit(rank, "ResilientModelParallel", folder, data=own_loader(7), **options))
 
 
 def test_equal_batches_of_tensor_parallel_peers_are_none(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def wait_in_turn(rank: int) -> list[float]:
     world = World(rank=rank, size=2, local_rank=rank)
     address = Address(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
     plane = connect(world, address, timedelta(seconds=60))
-    points = Points(plane, patience=lambda: timedelta(seconds=1.5))
+    points = Points(plane, waits=SimpleNamespace(patience=timedelta(seconds=1.5)))
     points.begin()
     waits = {
         "barrier": lambda: plane.barrier("late", timedelta(seconds=1.5)),

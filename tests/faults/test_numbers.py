@@ -213,7 +213,7 @@ def test_a_wrong_copy_is_named_before_it_is_saved(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=STEP + 1)
     faults = FaultPlan().flip_bit(rank=1, step=STEP, where="batch_end")
     job = partial(train, name="ResilientDDP", folder=str(tmp_path), policy="raise", callbacks=[saver])
-    result = spawn(partial(job, trainer={"enable_checkpointing": True}), 2, faults=faults, deadline="50s")
+    result = spawn(job, 2, faults=faults, deadline="50s")
     assert result.faults_fired == 1
     assert jobs.verdict_in(tmp_path)["field"] == "parameters"
     for log in result.logs.values():

@@ -180,21 +180,17 @@ class Faulty(jobs.Model):
         return loss * torch.nan if self.trainer.global_rank in self.ranks else loss
 
 
-def make(name: str, folder: str, **arguments: Any) -> pl.Trainer:
+def make(name: str, folder: str, *callbacks: Callback, **named: Any) -> pl.Trainer:
     """A Trainer with nothing but a strategy, and a ModelCheckpoint that has a folder."""
-    options: dict[str, Any] = {"timeout": "30s", "monitor": True, **arguments.pop("strategy", {})}
-    if name == "zero2":
-        name, options["stage"] = "ResilientDeepSpeed", 2
     saver = ModelCheckpoint(dirpath=f"{folder}/checkpoints", every_n_train_steps=100)
-    callbacks = [saver, *arguments.pop("callbacks", [])]
-    settings = {"max_steps": STEPS, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
-    return jobs.trainer(name, 2, folder, **options, **settings)
+    settings = {"timeout": "30s", "monitor": True, "max_steps": STEPS, **named}
+    return jobs.trainer(name, 2, folder, callbacks=[saver, *callbacks], **settings)
 
 
 def fit(
     rank: int, name: str, folder: str, ranks: tuple[int, ...], signals: tuple[int, ...] = (), options: Any = None
 ) -> dict[str, Any]:
-    trainer = make(name, folder, strategy=options or {})
+    trainer = make(name, folder, **options or {})
     trainer.fit(Faulty(ranks, signals), own_loader(rank))
     finite = all(bool(one.isfinite().all()) for one in trainer.strategy.model.parameters())
     return {"steps": trainer.global_step, "finite": finite, "callbacks": len(trainer.callbacks)}
@@ -259,8 +255,7 @@ class Changes(Callback):
 
 
 def fit_with_little_budget(rank: int, folder: str) -> None:
-    monitor = RankDivergenceMonitor(budget=0.001)
-    trainer = make("ResilientDDP", folder, strategy={"monitor": monitor}, max_steps=400, callbacks=[Changes()])
+    trainer = make("ResilientDDP", folder, Changes(), monitor=RankDivergenceMonitor(budget=0.001), max_steps=400)
     trainer.fit(jobs.Model(), own_loader(rank, 4 * 400))
 
 
@@ -289,10 +284,9 @@ class Sees(Callback):
         self.seen = [one for one in trainer.callbacks if isinstance(one, (PreemptionHandler, RankDivergenceMonitor))]
 
 
-def callbacks_of_a_fit(options: dict[str, Any], users: list[Callback], **arguments: Any) -> list[Callback]:
+def callbacks_of_a_fit(folder: str, *users: Callback, **options: Any) -> list[Callback]:
     sees = Sees()
-    folder = arguments.pop("folder")
-    trainer = make("ResilientDDP", folder, strategy=options, callbacks=[sees, *users], max_steps=1, **arguments)
+    trainer = make("ResilientDDP", folder, sees, *users, max_steps=1, **options)
     before = {id(one) for one in trainer.callbacks}
     trainer.fit(jobs.Model(), own_loader(trainer.global_rank))
     assert {id(one) for one in trainer.callbacks} == before, "what a strategy brings leaves with the run"
@@ -312,13 +306,13 @@ def callbacks_of_barebones(folder: str) -> list[Callback]:
 def see_whose(folder: str) -> dict[str, Any]:
     handler, monitor = PreemptionHandler(keep=2), RankDivergenceMonitor(every_n_steps=2)
     users = [PreemptionHandler(keep=3), RankDivergenceMonitor(every_n_steps=3)]
-    taken = callbacks_of_a_fit({"preemption": handler, "monitor": monitor}, [], folder=folder)
-    kept = callbacks_of_a_fit({"preemption": handler, "monitor": monitor}, users, folder=folder)
+    taken = callbacks_of_a_fit(folder, preemption=handler, monitor=monitor)
+    kept = callbacks_of_a_fit(folder, *users, preemption=handler, monitor=monitor)
     return {
-        "by default": sorted(type(one).__name__ for one in callbacks_of_a_fit({}, [], folder=folder)),
+        "by default": sorted(type(one).__name__ for one in callbacks_of_a_fit(folder)),
         "instances": {id(one) for one in taken} == {id(handler), id(monitor)},
         "the user's": {id(one) for one in kept} == {id(one) for one in users},
-        "none": callbacks_of_a_fit({"preemption": False, "monitor": False}, [], folder=folder),
+        "none": callbacks_of_a_fit(folder, preemption=False, monitor=False),
         "barebones": callbacks_of_barebones(folder),
     }
 
@@ -347,10 +341,10 @@ def test_one_rank_has_nothing_to_compare_and_stops_when_asked(tmp_path: Path) ->
 
 def save_and_resume(rank: int, folder: str, saves_with: dict[str, Any], resumes_with: dict[str, Any]) -> int:
     path = f"{folder}/saved.ckpt"
-    trainer = make("ResilientDDP", folder, strategy=saves_with, max_steps=2)
+    trainer = make("ResilientDDP", folder, **saves_with, max_steps=2)
     trainer.fit(jobs.Model(), own_loader(rank))
     trainer.save_checkpoint(path)
-    trainer = make("ResilientDDP", folder, strategy=resumes_with, max_steps=4)
+    trainer = make("ResilientDDP", folder, **resumes_with, max_steps=4)
     trainer.fit(jobs.Model(), own_loader(rank), ckpt_path=path)
     return trainer.global_step
 

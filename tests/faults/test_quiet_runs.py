@@ -96,7 +96,7 @@ def live(rank: int, steps: int, folder: str, name: str, **options: Any) -> tuple
     )
     saver = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
     stopper = pl.callbacks.EarlyStopping("val_loss", patience=10**6)
-    arguments = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": True, "val_check_interval": 0.5}
+    arguments = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 0.5}
     arguments["check_val_every_n_epoch"] = max(3, steps // 200)
     trainer = fit(
         rank, name, folder, saver, stopper, Thaw(), data={"datamodule": data}, module=Lively(), monitor=monitor,
@@ -144,10 +144,10 @@ def quiet_zero(rank: int, steps: int, folder: str, stage: int) -> tuple[int, Ala
     monitor = RankDivergenceMonitor(parameters_every_n_steps=5, state_at_rest=True)
     data = {"train_dataloaders": own_loader(rank), "val_dataloaders": own_loader(rank, 8)}
     saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=max(10, steps // 20))
-    options = {"accumulate_grad_batches": 2, "val_check_interval": 14, "enable_checkpointing": True}
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 14}
     trainer = fit(
         rank, "ResilientDeepSpeed", folder, saver, data=data, monitor=monitor, max_steps=steps, max_epochs=-1,
-        strategy={"stage": stage}, **options,
+        stage=stage, **options,
     )  # fmt: skip
     return trainer.global_step, alarms(monitor)
 

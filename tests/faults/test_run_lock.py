@@ -48,7 +48,7 @@ def fit(folder: Path, *callbacks: Callback) -> None:
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
     with env.changed(**variables):
         saves = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=1)
-        arguments: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saves, *callbacks], "max_steps": 1}
+        arguments: dict[str, Any] = {"callbacks": [saves, *callbacks], "max_steps": 1}
         jobs.fit("ResilientDDP", 1, str(folder), **arguments)
 
 

@@ -39,7 +39,7 @@ def main(start_method: str, folder: str) -> None:
     for steps, load in ((3, None), (6, "last")):
         saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
         strategy = jobs.strategy("ResilientDDP", start_method=start_method, timeout="60s")
-        options = {"max_steps": steps, "enable_checkpointing": True, "callbacks": [saver]}
+        options = {"max_steps": steps, "callbacks": [saver]}
         jobs.trainer(strategy, 2, folder, **options).fit(Model(), ckpt_path=load)
 
 

@@ -116,18 +116,25 @@ KILL = FaultPlan().kill(1, step=5, where="before_backward")
 
 @pytest.mark.deadline(240)
 def test_a_killed_script_goes_on_from_its_own_checkpoint_and_says_so(tmp_path: Path) -> None:
-    log = launch(tmp_path, "--nproc", "2", "--max-restarts", "10", "train.py", "--lr", "1e-3", plan=KILL)
+    """Killed before its first checkpoint it begins anew, beside what an earlier job has left in the folder."""
+    without_a_launcher(tmp_path, "--two").check()
+    shutil.rmtree(tmp_path / "distplus")
+    left = set(tmp_path.glob("lightning_logs/*/checkpoints"))
+    plan = FaultPlan().kill(1, step=1, where="before_backward").kill(1, step=5, where="before_backward")
+    log = launch(tmp_path, "--nproc", "2", "--max-restarts", "10", "train.py", "--lr", "1e-3", plan=plan)
+    (folder,) = {path.parent for path in tmp_path.glob("lightning_logs/*/checkpoints/step=4.ckpt")} - left
     for one in told(tmp_path):
         assert (one["begins"], one["ends"], one["argv"]) == (4, STEPS, ["--lr", "1e-3"])
-        assert one["folder"] == str(tmp_path / "lightning_logs" / "version_0" / "checkpoints")  # where it began
+        assert one["folder"] == str(folder)
+    assert "rank 1, killed by SIGKILL, at step 1: restarting from the beginning (1 steps, " in log
     restart = r"rank 1, killed by SIGKILL, at step 5: restarting from step=4\.ckpt \(1 steps, \d+ s of work lost\), "
-    (line,) = re.findall(f"{restart}attempt 2 of 11$", log, re.MULTILINE)
+    (line,) = re.findall(f"{restart}attempt 3 of 11$", log, re.MULTILINE)
     assert line
     assert log.count("fit names no checkpoint, and goes on from") == 1
-    assert "[0] attempt 2: fit names no checkpoint, and goes on from" in log
-    kinds = [(event["kind"], event["attempt"]) for event in read_events(tmp_path / "distplus") if event["rank"] == 0]
-    assert ("loaded", 0) not in kinds
-    assert ("loaded", 1) in kinds
+    assert "starts anew: this job has no checkpoint yet" in log
+    assert "[0] attempt 3: fit names no checkpoint, and goes on from" in log
+    loaded = [event["attempt"] for event in read_events(tmp_path / "distplus") if event["kind"] == "loaded"]
+    assert set(loaded) == {2}
 
 
 @pytest.mark.deadline(240)
@@ -137,17 +144,6 @@ def test_the_second_fit_of_a_script_goes_on_from_what_second_fits_have_saved(tmp
     assert [(one["begins"], one["ends"]) for one in told(tmp_path)] == [(6, STEPS)] * 2
     loaded = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "loaded" and event["rank"] == 0]
     assert [(event["attempt"], event["global_step"]) for event in loaded] == [(1, 4), (1, 6)]  # the first fit is done
-
-
-@pytest.mark.deadline(240)
-def test_what_an_earlier_job_has_left_in_the_folder_is_not_gone_on_from(tmp_path: Path) -> None:
-    without_a_launcher(tmp_path, "--two").check()
-    shutil.rmtree(tmp_path / "distplus")
-    early = FaultPlan().kill(1, step=1, where="before_backward")
-    log = launch(tmp_path, "--nproc", "2", "train.py", plan=early)
-    assert [one["begins"] for one in told(tmp_path)] == [0, 0]
-    assert "restarting from the beginning (1 steps, " in log
-    assert "starts anew: this job has no checkpoint yet" in log
 
 
 @pytest.mark.deadline(240)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
                 plane.listen()
                 patience = timedelta(seconds=patience_s)
                 locate = lambda: f"user.py:{plane.world.rank}"  # noqa: E731
-                points = Points(plane, patience=lambda: patience, locate=locate, name="run")
+                points = Points(plane, waits=SimpleNamespace(patience=patience), locate=locate, name="run")
                 points.begin()
                 all_points.append(points)
                 return function(points, plane)

@@ -24,7 +24,7 @@ from lightning_distplus.data.token_datamodule import TokenFetcher
 from lightning_distplus.data.token_files import (
     MegatronTokens,
     MegatronWriter,
-    TokenStream,
+    TokenSource,
     detect,
     dtype_for,
     open_source,
@@ -248,11 +248,11 @@ def packed(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(path: Path, seq_len: int = SEQ_LEN, **arguments: Any) -> TokenStream:
+def opened(path: Path, seq_len: int = SEQ_LEN, **arguments: Any) -> TokenSource:
     return open_source(Source(path=str(path), **arguments), seq_len)
 
 
-def rows(source: TokenStream) -> list[list[int]]:
+def rows(source: TokenSource) -> list[list[int]]:
     return source.gather(np.arange(source.num_samples)).tolist()
 
 

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check
-from lightning_distplus.majority import disagreement, odd_ranks
-from lightning_distplus.world import ranges
+from lightning_distplus.world import disagreement, odd_ranks, ranges
 
 __all__ = [
     "AtRestCheck",

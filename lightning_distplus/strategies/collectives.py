@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, Point, Points
 from lightning_distplus.errors import DistplusError, message_of
+from lightning_distplus.gathering import describe, describe_tensor
 from lightning_distplus.process import running_time
-from lightning_distplus.trees import describe, describe_tensor
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 

@@ -50,8 +50,7 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DistplusError
 from lightning_distplus.events import folder_of_run
 from lightning_distplus.preemption import checkpoint_folder
-from lightning_distplus.rng import set_rng_state
-from lightning_distplus.run_access import Phases
+from lightning_distplus.run_access import Phases, set_rng_state
 from lightning_distplus.strategies.start import engine_in, engine_of
 from lightning_distplus.timeouts import Phase
 

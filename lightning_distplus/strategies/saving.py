@@ -46,7 +46,7 @@ from lightning_distplus.checkpoint.tensors import (
 )
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.errors import DistplusError, PeerMissing, SaveFailed, require_choice
-from lightning_distplus.rng import rng_state
+from lightning_distplus.run_access import rng_state
 from lightning_distplus.strategies.loading import KEY, VERSION, local_path, savers_of
 from lightning_distplus.strategies.start import engine_of, layout_of
 from lightning_distplus.timeouts import Phase

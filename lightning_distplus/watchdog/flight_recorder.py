@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.majority import odd_ranks
-from lightning_distplus.world import name_ranks
+from lightning_distplus.world import name_ranks, odd_ranks
 
 __all__ = [
     "Collective",

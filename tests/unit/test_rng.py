@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_distplus.rng import rng_state, set_rng_state
+from lightning_distplus.run_access import rng_state, set_rng_state
 
 
 @pytest.fixture(autouse=True)

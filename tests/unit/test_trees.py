@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_distplus.trees import describe, flatten
+from lightning_distplus.gathering import describe, flatten
 
 
 class Pair(NamedTuple):

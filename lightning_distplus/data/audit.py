@@ -18,8 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 
 from lightning_distplus.data.batches import Quarantine, Request
+from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.order import EpochOrder, order_of
+from lightning_distplus.data.progress import Position
 from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
 from lightning_distplus.run_access import gather_bytes
 
@@ -345,7 +347,7 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
             ids = _expected_ids(identity, epoch, places)
             rows = [()] * len(places) if ids is None else map(tuple, ids.tolist())
             report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
-        report.repeated += _sightings(batches, set(values[counts > 1].tolist()))
+        report.repeated += _sightings(batches, set(values[counts > 1].tolist())) + _drawn_again(batches)
         for one in batches:
             expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
             if expected is not None:
@@ -361,6 +363,18 @@ def _sightings(batches: list[_Kept], doubled: set[int]) -> list[list[Sighting]]:
                 place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
                 found[position].append(Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number))
     return [found[position] for position in sorted(found)]
+
+
+def _drawn_again(batches: list[_Kept]) -> list[list[Sighting]]:
+    """The samples that two places of an epoch hold, where the sampler draws each once; what pads it does not count."""
+    found: dict[int, dict[int, Sighting]] = defaultdict(dict)
+    for run, rank, batch in batches:
+        identity = run.facts["identity"]
+        for position, row in zip(batch.positions.tolist(), batch.ids.tolist(), strict=True):
+            if identity.get("draws_each_once") and position < identity["num_samples"]:
+                place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
+                found[row[0]][position] = Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number)
+    return [list(places.values()) for _, places in sorted(found.items()) if len(places) > 1]
 
 
 def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, Any], Numbers]]:
@@ -402,6 +416,8 @@ def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: Numbers) -> Numbers | None:
     """The ids that the order assigns to positions, int64 of shape (num_positions, numbers per id); None: not known."""
+    if "draws_each_once" in identity:
+        return None  # a sampler of torch's, or the user's
     if identity.get("sampling") is not None or identity.get("parts"):
         return None  # weights, lengths or sampler are not in the records; several data sets are of earlier versions
     if "sources" in identity:
@@ -419,6 +435,8 @@ _VERSION = 1
 
 class SampleAudit(Callback):
     """Writes the ids of each micro-batch that went through ``training_step``; ``distplus audit`` reads them.
+
+    It knows those of our data modules, and, under a Resilient strategy, of one ``DataLoader`` over map-style data.
 
     By itself it knows what the data set was asked for: one that returns another sample passes. Where the batch carries
     the ids, name their place by ``ids``; then they are recorded too, and compared. The report says which it has.
@@ -438,7 +456,7 @@ class SampleAudit(Callback):
         self._folder = folder
         self._place_of_ids = ids
         self._writer: AuditWriter | None = None
-        self._data: ExactDataModule | None = None
+        self._data: ExactDataModule | LoaderResume | None = None
         self._loaded: dict[str, Any] | None = None
         self._request: Request | None = None
         self._step = 0
@@ -454,16 +472,7 @@ class SampleAudit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Opens this run's file."""
-        data = getattr(trainer, "datamodule", None)
-        if not isinstance(data, ExactDataModule):
-            raise ValueError(
-                f"SampleAudit knows the samples of ResumableDataModule and TokenDataModule, not of "
-                f"{type(data).__name__}. Fit with one of them, or leave SampleAudit out."
-            )
-        if data.is_iterable:
-            raise ValueError(
-                "SampleAudit writes the ids of samples, and those of iterable training data have none. Leave it out."
-            )
+        data = _data_of(trainer)
         if vars(trainer)["overfit_batches"] > 0:  # an attribute that Lightning sets unannounced
             raise ValueError(
                 "overfit_batches repeats samples on purpose, and SampleAudit would name each. Leave it out."
@@ -473,9 +482,14 @@ class SampleAudit(Callback):
         is_first = trainer.is_global_zero
         self._done = SampleSum(int(loaded["sum"], 16), loaded["num_samples"]) if loaded and is_first else SampleSum()
         self._window = []
-        position, geometry = data.position(), data.geometry
+        position, geometry = data.position() or Position(), data.geometry
         self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
-        self._is_stream = "sources" in data.identity
+        if isinstance(data, LoaderResume):
+            identity, epoch_samples, quarantine = data.audit_identity, data.epoch_samples, []
+        else:
+            identity, quarantine = data.identity, data.quarantine.ids
+            epoch_samples = int(trainer.num_training_batches) * geometry.micro_step
+        self._is_stream = "sources" in identity
         facts = {
             "version": _VERSION,
             "ids": "asked for" if self._place_of_ids is None else "arrived",
@@ -483,9 +497,9 @@ class SampleAudit(Callback):
             "data_parallel": [geometry.ranks.rank, geometry.ranks.size],
             "first_step": trainer.global_step,
             "first": [0, position.consumed_samples] if self._is_stream else [position.epoch, position.offset],
-            "epoch_samples": int(trainer.num_training_batches) * geometry.micro_step,
-            "identity": data.identity,
-            "quarantine": data.quarantine.ids,
+            "epoch_samples": epoch_samples,
+            "identity": identity,
+            "quarantine": quarantine,
             "loaded": loaded,
         }
         folder = self._folder or Path(trainer.default_root_dir) / "distplus" / "audit"
@@ -529,7 +543,8 @@ class SampleAudit(Callback):
         """The sum over all ranks of all completed steps."""
         if self._data is None:
             return dict(self._loaded or {})
-        if self._data.position().steps > self._step:
+        position = self._data.position()
+        if position is not None and position.steps > self._step:
             self._close_window()
         mine = json.dumps(self._done.value()).encode()
         everyone = gather_bytes(self._data.trainer.strategy, "sample-audit", mine)  # type: ignore[union-attr]
@@ -570,6 +585,25 @@ class SampleAudit(Callback):
             ) from error
         ids: Numbers = found.detach().cpu().numpy().astype(np.int64)
         return ids.reshape(len(ids), -1) if ids.ndim else ids.reshape(1, 1)
+
+
+def _data_of(trainer: Any) -> ExactDataModule | LoaderResume:
+    """Who knows the samples of a fit: a data module of ours, or what resumes the user's DataLoader."""
+    data: Any = getattr(trainer, "datamodule", None)
+    loader = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
+    why = f"not of {type(data).__name__} under {type(trainer.strategy).__name__}"
+    if isinstance(data, ExactDataModule):
+        if not data.is_iterable:
+            return data
+        why = "not of iterable data"
+    elif loader is not None:
+        if (what := loader.why_no_audit()) is None:
+            return loader
+        why = f"not of {what}"
+    raise ValueError(
+        "SampleAudit knows the samples of ResumableDataModule, of TokenDataModule, and, under a Resilient strategy, of "
+        f"one DataLoader over map-style data, {why}. Fit with one of them, or leave SampleAudit out."
+    )
 
 
 def _side_by_side(asked: Numbers, arrived: Numbers) -> Numbers:

@@ -49,6 +49,7 @@ from lightning_distplus import env
 from lightning_distplus.data.batches import (
     AUGMENT,
     Geometry,
+    Request,
     as_it_is,
     fetch_seeded,
     generators_kept,
@@ -79,6 +80,7 @@ from lightning_distplus.data.progress import (
 )
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.run_access import gather_bytes
+from lightning_distplus.world import DataParallel
 
 __all__ = ["LoaderResume", "after"]
 
@@ -173,7 +175,9 @@ class ExactBatches(Iterator[Any]):
             self._is_first = False
             self.loader.distplus_order.deliver()
         assert self.batches is not None
-        return next(self.batches)
+        batch = next(self.batches)
+        self.loader.distplus_order.note_batch()
+        return batch
 
 
 def _iterate_with(
@@ -228,6 +232,7 @@ class _Pass:
     saved: Mapping[str, Any] | None = None  # this pass in the checkpoint, if it began in an earlier process
     rewinds_to: States = field(default_factory=dict)  # before torch drew the seed of persistent workers started anew
     has_delivered: bool = False  # a batch; Lightning makes iterators that it does not use
+    asked: deque[tuple[Any, int]] = field(default_factory=deque)  # not delivered yet: an index, the samples before it
 
     @property
     def place(self) -> tuple[int, int]:
@@ -270,6 +275,7 @@ class _Order:
         self._seeds: Callable[[int], int] | None = None
         self._has_begun = False  # a pass, in this process
         self._has_begun_before = False  # in an earlier one
+        self._delivered: tuple[int, Any, int] | None = None  # epoch, index, samples before it
 
     def identity(self) -> dict[str, Any]:
         """What has to be equal inside an epoch."""
@@ -340,6 +346,37 @@ class _Order:
         this = self._passes[-1]
         this.first_batch, this.has_delivered = self.fit.batch - this.skip, True
 
+    def note_batch(self) -> None:
+        """A batch has left; torch delivers in the order in which it has asked."""
+        this = self._passes[-1]
+        self._delivered = this.epoch, *this.asked.popleft()
+
+    @property
+    def delivered(self) -> Request | None:
+        """The samples that have left last, by their indices and their places in the epoch of all ranks.
+
+        Raises:
+            ValueError: The sampler draws something else than integers.
+        """
+        if self._delivered is None:
+            return None
+        epoch, index, before = self._delivered
+        try:
+            ids = np.array(index, dtype=np.int64).reshape(-1, 1)
+        except (TypeError, ValueError) as error:
+            name = type(self.sampler).__qualname__
+            raise ValueError(f"{name} draws {index!r}, and an audit holds integers ({error}).") from None
+        ranks = self.fit.ranks_of(self.sampler)
+        return Request(ids, np.arange(before, before + len(ids)) * ranks.size + ranks.rank, epoch)
+
+    @property
+    def draws_each_once(self) -> bool:
+        """Whether the samples of an epoch differ, over all ranks, but for those that pad it."""
+        kind, size = type(self.sampler), data_parallel(self.fit.trainer).size
+        if kind is RandomSampler:
+            return size == 1 and not self.sampler.replacement and len(self.sampler) <= len(self.sampler.data_source)
+        return kind is DistributedSampler or (kind is SequentialSampler and size == 1)
+
     def __len__(self) -> int:
         return len(self.sampler if self._batches is None else self._batches)
 
@@ -347,6 +384,7 @@ class _Order:
         """What torch asks the workers for in the latest pass: indices, with a seed for each sample."""
         this, saved = self._passes[-1], self._passes[-1].saved
         this.num_drawn = this.digest = 0  # with workers torch asks twice
+        this.asked.clear()
         _set_states(self._own | {"torch": torch.default_generator}, this.rewinds_to)
         if saved is not None:
             _set_states(self._drawn_from, saved["at_iter"])
@@ -371,6 +409,7 @@ class _Order:
             num_samples, drawn = sum(map(self._size, drawn[: this.skip])), drawn[this.skip :]
         for index in chain(drawn, source if self.is_computed else map(this.note, source)):
             size = self._size(index)
+            this.asked.append((index, num_samples))
             places = range(num_samples, num_samples + size)
             yield index if seed_of is None else _Drawn(index, [seed_of(place) for place in places])
             num_samples += size
@@ -600,6 +639,9 @@ class StreamOrder:
         stream = None if saved["stream"] is None else saved["stream"].opened()
         return {**self.identity(), "passes": [*passes, {**saved, "stream": stream}]}
 
+    def note_batch(self) -> None:
+        """A batch has left: ``_batches`` has counted it."""
+
     def place(self, state: Mapping[str, Any]) -> None:
         """Takes over from a checkpoint what lasts longer than a pass: nothing."""
 
@@ -740,7 +782,7 @@ class LoaderResume(InStep):
         super().__init__(self)  # type: ignore[arg-type]  # it has what the callback asks of a data module
         self.timer: Timer | None = None
         self.receipt = ""
-        self._trainer = trainer
+        self.trainer = trainer
         self._seeds_samples = seeds_samples
         self._seed = int(env.PL_GLOBAL_SEED.get() or 0)
         self._cursor: Cursor | None = None
@@ -758,9 +800,9 @@ class LoaderResume(InStep):
 
     def take(self, loader: Any) -> Any:
         """The loader in which a training loader resumes exactly, or what it was given."""
-        is_tuning = self not in self._trainer.callbacks  # the Tuner takes all of them out meanwhile
+        is_tuning = self not in self.trainer.callbacks  # the Tuner takes all of them out meanwhile
         is_foreign = self._has_foreign_states and hasattr(loader, "load_state_dict")
-        if not self._trainer.training or is_tuning or is_foreign or why_not(loader) is not None:
+        if not self.trainer.training or is_tuning or is_foreign or why_not(loader) is not None:
             return loader
         return ExactLoader.of(loader, self)
 
@@ -774,12 +816,12 @@ class LoaderResume(InStep):
     @property
     def epoch(self) -> int:
         """The epoch that runs, or comes next."""
-        return int(self._trainer.fit_loop.epoch_progress.current.processed)
+        return int(self.trainer.fit_loop.epoch_progress.current.processed)
 
     @property
     def batch(self) -> int:
         """The batch of the epoch that is fetched now."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def position(self) -> Position | None:
         """Where a run that is resumed now would go on; None before training starts."""
@@ -813,7 +855,7 @@ class LoaderResume(InStep):
         for one in early:
             due = self._starts.get(exact.index(one.loader))
             starts.append(due.popleft() if due and due[0]["epoch"] == self.epoch else None)
-        every = self._trainer.reload_dataloaders_every_n_epochs
+        every = self.trainer.reload_dataloaders_every_n_epochs
         if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
             for one in early:
                 one.begin(None)  # as Lightning does where it makes loaders anew between two epochs
@@ -825,30 +867,76 @@ class LoaderResume(InStep):
         """The seed of each of this rank's samples in a pass; the same for a sample on any number of ranks."""
         if not self._seeds_samples:
             return None
-        ranks, sampler = data_parallel(self._trainer), loader.distplus_order.sampler
-        if isinstance(sampler, DistributedSampler):
-            ranks = replace(ranks, rank=sampler.rank, size=sampler.num_replicas)
+        ranks = self.ranks_of(loader.distplus_order.sampler)
         key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
         return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
 
+    def ranks_of(self, sampler: Any) -> DataParallel:
+        """The ranks among which a sampler divides an epoch; where it does not, those that draw beside each other."""
+        if isinstance(sampler, DistributedSampler):
+            return DataParallel(rank=sampler.rank, size=sampler.num_replicas)
+        return data_parallel(self.trainer)
+
     def stream_seed(self, loader: ExactLoader) -> int | None:
         """The seed of a loader's iterable data on this rank."""
-        ranks = data_parallel(self._trainer)
+        ranks = data_parallel(self.trainer)
         return derive_key(self._seed, AUGMENT, self._place_of(loader), ranks.rank) if self._seeds_samples else None
 
     def note_seed(self) -> None:
         """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
         self._num_seeds += self._loaded is not None
 
+    # -- what SampleAudit asks for, of one loader over map-style data
+
+    @property
+    def delivered(self) -> Request | None:
+        """The micro-batch that has left the loader last."""
+        return self._audited.delivered
+
+    @property
+    def geometry(self) -> Geometry:
+        """How samples are cut into batches, and those into steps."""
+        size, accumulation = self._audited.batch_size or 1, self.trainer.accumulate_grad_batches
+        return Geometry(micro_batch=size, accumulation=accumulation, ranks=self.ranks_of(self._audited.sampler))
+
+    @property
+    def audit_identity(self) -> dict[str, Any]:
+        """What an audit has to know of the order, which is the sampler's own."""
+        order = self._audited
+        return {**order.identity(), "draws_each_once": order.draws_each_once}
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        size = min(int(self.trainer.num_training_batches) * (self._audited.batch_size or 1), len(self._audited.sampler))
+        return size * self.geometry.ranks.size
+
+    @property
+    def _audited(self) -> _Order:
+        (loader,) = self._exact()
+        assert isinstance(loader.distplus_order, _Order)
+        return loader.distplus_order
+
+    def why_no_audit(self) -> str | None:
+        """Why the samples of this fit cannot be told one by one."""
+        orders = [one.distplus_order for one in self._exact()]
+        if not self.is_exact:
+            return "a DataLoader that cannot be resumed exactly"
+        if len(orders) != 1:
+            return "several DataLoaders"
+        if isinstance(orders[0], StreamOrder):
+            return "iterable data"
+        return "a batch sampler of your own" if orders[0].batch_size is None else None
+
     def is_over(self, position: Position) -> bool:
         """Whether nothing is left to fetch in the epoch of a position."""
-        return position.is_epoch_done or bool(position.batches >= self._trainer.num_training_batches)
+        return position.is_epoch_done or bool(position.batches >= self.trainer.num_training_batches)
 
     def _place_of(self, loader: ExactLoader) -> int:
         return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
 
     def _exact(self) -> list[ExactLoader]:
-        return [one for one in _leaves(self._trainer.train_dataloader) if isinstance(one, ExactLoader)]
+        return [one for one in _leaves(self.trainer.train_dataloader) if isinstance(one, ExactLoader)]
 
     # -- Lightning's hooks, beside those that every data set needs
 
@@ -917,7 +1005,7 @@ class LoaderResume(InStep):
         try:
             return pack(states, owner="the DataLoader")
         except TypeError as error:
-            if self._trainer.is_global_zero and not self._has_warned:
+            if self.trainer.is_global_zero and not self._has_warned:
                 _log.warning("a run that is resumed inside an epoch %s. %s", _ANEW, error)
             self._has_warned = True
             return b""
@@ -973,7 +1061,7 @@ class LoaderResume(InStep):
 
     def _why_not(self) -> str | None:
         """Why a later resume of this fit would not be exact; None: it will be."""
-        trainer = self._trainer
+        trainer = self.trainer
         if why := next(filter(None, map(why_not, _leaves(trainer.train_dataloader))), None):
             return why
         are_streams = {isinstance(one.distplus_order, StreamOrder) for one in self._exact()}
@@ -1000,7 +1088,7 @@ class LoaderResume(InStep):
         self._has_found, exact = True, self._exact()
         position, cut = Position(**state["position"]), self._cut()
         ranks = state["ranks"]
-        saved = unpack(ranks[self._trainer.global_rank if len(ranks) == self._trainer.world_size else 0])
+        saved = unpack(ranks[self.trainer.global_rank if len(ranks) == self.trainer.world_size else 0])
         passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
         has_stream = any(start.get("stream") is not None for starts in passes.values() for start in starts)
         if position.batches or has_stream:
@@ -1008,11 +1096,11 @@ class LoaderResume(InStep):
             if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
                 if has_stream:
                     _refuse(f"{text}; of iterable data only the data know how they are divided")
-                if self._trainer.is_global_zero:
+                if self.trainer.is_global_zero:
                     _log.warning("the data of this epoch begin anew, as they do in Lightning: %s", text)
                 return
         if cut != state["cut"] and not has_stream:
-            before, now, length = state["cut"]["accumulation"], cut["accumulation"], self._trainer.num_training_batches
+            before, now, length = state["cut"]["accumulation"], cut["accumulation"], self.trainer.num_training_batches
             batches = int(length) if state["is_at_end"] else position.batches // before * now
             position = replace(position, batches=batches, total_batches=position.epoch * int(length) + batches)
             for one in chain(*passes.values()):
@@ -1027,8 +1115,8 @@ class LoaderResume(InStep):
         """How samples are cut into batches, and those into steps."""
         return {
             "batch_sizes": [one.distplus_order.batch_size for one in self._exact()],
-            "ranks": data_parallel(self._trainer).size,
-            "accumulation": self._trainer.accumulate_grad_batches,
+            "ranks": data_parallel(self.trainer).size,
+            "accumulation": self.trainer.accumulate_grad_batches,
         }
 
     def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
@@ -1058,7 +1146,7 @@ class LoaderResume(InStep):
             before, now = {**before, "accumulation": 1}, {**now, "accumulation": 1}
         if before != now and not (may_change and _global_batches(before) == _global_batches(now)):
             return f"{_text(before)} in the checkpoint, {_text(now)} in this run"
-        size = self._trainer.world_size
+        size = self.trainer.world_size
         if num_states not in (1, size):
             return f"{num_states} ranks with an order of their own in the checkpoint, {size} in this run"
         return ""

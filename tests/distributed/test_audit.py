@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,6 +291,41 @@ def test_killed_run_that_goes_on_on_another_number_of_ranks_audits_clean(
     (tmp_path / "distplus" / "audit").glob("*-rank00001.audit").__next__().unlink()
     assert main(["audit", str(tmp_path)]) == 1
     assert "the records of rank(s) 1 are not in" in capsys.readouterr().out
+
+
+def plain_leg(rank: int, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
+    path = Path(folder) / "saved.ckpt"
+    trainer = quiet_trainer(
+        strategy=ResilientDDP(timeout="40s"),
+        devices=world_size,
+        default_root_dir=folder,
+        max_epochs=2,
+        callbacks=[SampleAudit(), SaveOnce(4, str(path)), DieAt(die_at)],
+    )
+    loader = torch.utils.data.DataLoader(Augmented(50), batch_size=micro_batch, shuffle=True, num_workers=2)
+    trainer.fit(UncheckedDiary(), loader, ckpt_path=path if path.exists() else None)
+
+
+def test_a_plain_loader_that_goes_on_on_another_number_of_ranks_audits_clean_and_one_that_begins_anew_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = spawn(plain_leg, 2, args=(2, 3, 7, str(tmp_path)), deadline="60s")
+    assert set(killed.exit_codes.values()) == {9}, killed.logs
+    anew = tmp_path / "anew"
+    shutil.copytree(tmp_path, anew)
+    spawn(plain_leg, 3, args=(3, 2, 0, str(tmp_path)), deadline="60s").check()
+    assert main(["audit", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("102 samples in 18 steps of 2 runs; ")  # of 50 in an epoch, and one that pads 3 ranks
+    assert lines[1] == "repeated 0, missed 0"
+
+    checkpoint = torch.load(anew / "saved.ckpt", weights_only=True)
+    del checkpoint["lightning_distplus_dataloaders"]  # as Lightning saves it
+    shutil.rmtree(anew / ".distplus")
+    torch.save(checkpoint, anew / "saved.ckpt")
+    spawn(plain_leg, 2, args=(2, 3, 0, str(anew)), deadline="60s").check()
+    assert main(["audit", str(anew)]) == 1
+    assert "repeated: sample " in capsys.readouterr().out
 
 
 def test_one_record_costs_far_less_than_a_millisecond(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ def gates_of_a_fit(accumulate: int, folder: str) -> list[tuple[int, int, int]]:
     strategy: Any = jobs.strategy("ResilientDDP", timeout="20s")
     trainer = jobs.trainer(strategy, 2, folder, max_epochs=2, limit_train_batches=5, accumulate_grad_batches=accumulate)
     seen: list[tuple[int, int, int]] = []
-    passed = strategy._after_gate
+    passed = strategy.pass_gate
 
     def noted(records: list[GateRecord]) -> None:
         seen.append((records[0].epoch, records[0].micro_batch, records[0].global_step))
         passed(records)
 
-    strategy._after_gate = noted
+    strategy.pass_gate = noted
     trainer.fit(jobs.Model(), jobs.loader())
     return seen
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_distplus.control import Point, active_points
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.world import odd_ranks
+from lightning_distplus.majority import odd_ranks
 
 __all__ = ["Rebuild", "describe", "describe_tensor", "flatten", "gather"]
 

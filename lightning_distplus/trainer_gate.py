@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, WatchedGate, Wish
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.world import disagreement
+from lightning_distplus.majority import disagreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -23,10 +23,10 @@ from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
+from lightning_distplus.majority import disagreement, first_difference
 from lightning_distplus.run_access import Host, host_of
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant
 from lightning_distplus.watchdog.verdict import Verdict, name_incident
-from lightning_distplus.world import disagreement, first_difference
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -23,8 +23,9 @@ from lightning_distplus import _compat
 from lightning_distplus.divergence.check import Check
 from lightning_distplus.divergence.replicas import plain_name
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import disagreement
 from lightning_distplus.trainer_gate import Flag, Moment, flags_of
-from lightning_distplus.world import disagreement, ranges
+from lightning_distplus.world import ranges
 
 __all__ = [
     "BucketHook",

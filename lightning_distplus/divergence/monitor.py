@@ -24,9 +24,10 @@ from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, Plan
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
 from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
 from lightning_distplus.gathering import describe
+from lightning_distplus.majority import disagreement, odd_ranks
 from lightning_distplus.trainer_gate import GateParticipant, Moment
 from lightning_distplus.watchdog.stacks import stack_of, user_location
-from lightning_distplus.world import disagreement, odd_ranks, ranges
+from lightning_distplus.world import ranges
 
 __all__ = ["OnLocalFailure", "RankDivergenceMonitor", "TraceCheck", "make_checks"]
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check
-from lightning_distplus.world import disagreement, odd_ranks, ranges
+from lightning_distplus.majority import disagreement, odd_ranks
+from lightning_distplus.world import ranges
 
 __all__ = [
     "AtRestCheck",

@@ -22,8 +22,8 @@ from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.divergence.replicas import fingerprint_of_each
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.majority import disagreement, first_difference, is_equal
 from lightning_distplus.run_access import rng_state
-from lightning_distplus.world import disagreement, first_difference, is_equal
 
 __all__ = ["BatchCheck", "BatchShapes", "PlanCheck", "RngPolicy", "SettingsCheck"]
 

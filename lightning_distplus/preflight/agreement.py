@@ -19,9 +19,10 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
 from lightning_distplus.preflight.host import versions
-from lightning_distplus.world import name_ranks, odd_ranks
+from lightning_distplus.world import name_ranks
 
 __all__ = [
     "AGREEMENT_CHECKS",

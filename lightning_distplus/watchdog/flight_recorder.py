@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.world import name_ranks, odd_ranks
+from lightning_distplus.majority import odd_ranks
+from lightning_distplus.world import name_ranks
 
 __all__ = [
     "Collective",

@@ -37,6 +37,7 @@ from lightning_distplus.errors import (
     message_of,
 )
 from lightning_distplus.events import ledger_files, read_ledger
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import (
@@ -54,7 +55,7 @@ from lightning_distplus.watchdog.flight_recorder import (
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
-from lightning_distplus.world import World, name_ranks, odd_ranks
+from lightning_distplus.world import World, name_ranks
 
 __all__ = [
     "Verdict",

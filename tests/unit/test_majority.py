@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_distplus.world import disagreement, first_difference, odd_ranks
+from lightning_distplus.majority import disagreement, first_difference, odd_ranks
 
 
 def test_of_two_against_two_nobody_is_wrong_unless_what_was_before_decides() -> None:

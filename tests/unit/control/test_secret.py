@@ -32,7 +32,8 @@ def test_entries_are_found_between_what_strangers_write_and_each_is_checked_once
     first, second = one.entry(b"first"), two.entry(b"second")
     forged = Secret("another").entries("key").entry(b"forged")
     copied = first[:4] + b"\xff\xff" + bytes(30)
-    data = b"junk" + first + forged + copied + second
+    altered = one.entry(b"gate 1")[:-1] + b"2"  # under the signature of what was said
+    data = b"junk" + first + forged + copied + altered + second
     assert reader.read(data) == [b"first", b"second"]
     ignored = secret.num_ignored
     assert ignored > 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.preflight import Facts, Status
+from lightning_distplus.preflight import Facts, Finding, Status
 from lightning_distplus.preflight.agreement import compare, revision, state_of_process
 from lightning_distplus.preflight.host import DEFECTS
 
@@ -36,6 +36,9 @@ def test_a_check_is_left_out_or_made_a_warning_by_its_name() -> None:
     (finding,) = compare([{"versions.torch": "1"}, {"versions.torch": "2"}])
     told = [finding.under("warn"), finding.under("off"), finding.under(None)]
     assert [one and one.status for one in told] == [Status.WARNING, None, Status.ERROR]
+    note = Finding.note("two interfaces").under("warn")
+    assert note is not None
+    assert note.status is Status.NOTE
 
 
 def test_many_odd_ranks_are_counted_and_long_values_are_cut() -> None:

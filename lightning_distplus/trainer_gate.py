@@ -116,13 +116,13 @@ class GateParticipant:
         """All ranks have met at the start of a step; nobody has acted on the records yet."""
 
     def on_preemption(self, ranks: list[int]) -> None:
-        """These ranks have to stop with a checkpoint; on all ranks, before the step has begun. It saves and raises."""
+        """These ranks have to stop: this participant saves and raises, on all ranks, before the step has begun."""
 
     def on_records(self, records: list[GateRecord]) -> None:
         """The records of a step, before the Trainer goes on."""
 
     def on_disagreement(self, error: DivergenceError) -> None:
-        """The ranks stand at different places; raises, unless the run may go on. Where nobody raises, the gate does."""
+        """The ranks stand at different places: the moment to write evidence down. The gate raises the error then."""
 
 
 class BatchGate:

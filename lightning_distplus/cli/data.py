@@ -187,7 +187,8 @@ def _lines(report: AuditReport, limit: int) -> Iterator[str]:
         places = "; ".join(map(_place, sightings))
         yield f"repeated: sample {_name(first.sample_id)} (position {first.position} of epoch {first.epoch}): {places}"
     for epoch, position, sample_id in report.missed[:limit]:
-        yield f"missed: sample {_name(sample_id)} (position {position} of epoch {epoch})"
+        place = f"position {position} of epoch {epoch}" if position >= 0 else f"epoch {epoch}"
+        yield f"missed: sample {_name(sample_id)} ({place})"
     for problem in report.problems[:limit]:
         yield f"problem: {problem}"
 

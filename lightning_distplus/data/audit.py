@@ -221,7 +221,7 @@ class AuditReport:
     repeated: list[list[Sighting]] = field(default_factory=list)
     """All sightings of each sample that was seen more than once in its epoch."""
     missed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    """(epoch, position, id) of each sample that no step has seen; the id is () where the records do not tell it."""
+    """(epoch, position, id) of each sample that no step has seen; -1 or () is what the records do not tell."""
     num_apart: int = 0
     """Samples in quarantine whose place another one has taken; they are neither missed nor repeated."""
     problems: list[str] = field(default_factory=list)
@@ -347,7 +347,10 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
             ids = _expected_ids(identity, epoch, places)
             rows = [()] * len(places) if ids is None else map(tuple, ids.tolist())
             report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
-        report.repeated += _sightings(batches, set(values[counts > 1].tolist())) + _drawn_again(batches)
+        report.repeated += _sightings(batches, set(values[counts > 1].tolist()))
+        again, never = _drawn_otherwise(batches)
+        report.repeated += again
+        report.missed += [(epoch, -1, (sample,)) for sample in never]
         for one in batches:
             expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
             if expected is not None:
@@ -356,25 +359,47 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
 
 
 def _sightings(batches: list[_Kept], doubled: set[int]) -> list[list[Sighting]]:
+    """All sightings of each of these positions."""
     found: dict[int, list[Sighting]] = defaultdict(list)
-    for run, rank, batch in batches if doubled else ():
-        for position, row in zip(batch.positions.tolist(), batch.ids.tolist(), strict=True):
-            if position in doubled:
-                place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
-                found[position].append(Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number))
+    for one in batches if doubled else ():
+        for row in np.flatnonzero(np.isin(one.batch.positions, list(doubled))).tolist():
+            found[int(one.batch.positions[row])].append(_sighting(one, row))
     return [found[position] for position in sorted(found)]
 
 
-def _drawn_again(batches: list[_Kept]) -> list[list[Sighting]]:
-    """The samples that two places of an epoch hold, where the sampler draws each once; what pads it does not count."""
-    found: dict[int, dict[int, Sighting]] = defaultdict(dict)
-    for run, rank, batch in batches:
-        identity = run.facts["identity"]
-        for position, row in zip(batch.positions.tolist(), batch.ids.tolist(), strict=True):
-            if identity.get("draws_each_once") and position < identity["num_samples"]:
-                place: dict[str, Any] = {"epoch": batch.epoch, "position": position, "step": batch.step, "at": batch.at}
-                found[row[0]][position] = Sighting(**place, sample_id=tuple(row), rank=rank, run=run.number)
-    return [list(places.values()) for _, places in sorted(found.items()) if len(places) > 1]
+def _drawn_otherwise(batches: list[_Kept]) -> tuple[list[list[Sighting]], list[int]]:
+    """Where the sampler draws each sample once: those that two places of an epoch hold, and those that none holds.
+
+    What pads an epoch does not count; nothing is missed where not all places have been seen.
+    """
+    once = [one for one in batches if one.run.facts["identity"].get("draws_each_once")]
+    if not once:
+        return [], []
+    place_and_id = np.concatenate([np.stack([one.batch.positions, one.batch.ids[:, 0]], axis=1) for one in once])
+    num_samples = once[0].run.facts["identity"]["num_samples"]
+    pairs = np.unique(place_and_id[place_and_id[:, 0] < num_samples], axis=0)
+    ids, counts = np.unique(pairs[:, 1], return_counts=True)
+    doubled = ids[counts > 1]
+    found: dict[int, list[Sighting]] = defaultdict(list)
+    for one in once if len(doubled) else ():
+        is_again = np.isin(one.batch.ids[:, 0], doubled) & (one.batch.positions < num_samples)
+        for row in np.flatnonzero(is_again).tolist():
+            found[int(one.batch.ids[row, 0])].append(_sighting(one, row))
+    never = np.setdiff1d(np.arange(num_samples), ids) if len(pairs) == num_samples else ids[:0]
+    return [found[sample] for sample in sorted(found)], never.tolist()
+
+
+def _sighting(one: _Kept, row: int) -> Sighting:
+    batch = one.batch
+    return Sighting(
+        epoch=batch.epoch,
+        position=int(batch.positions[row]),
+        sample_id=tuple(batch.ids[row].tolist()),
+        step=batch.step,
+        rank=one.rank,
+        run=one.run.number,
+        at=batch.at,
+    )
 
 
 def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, Any], Numbers]]:

@@ -460,7 +460,7 @@ class GateMonitor(Callback, GateParticipant):
             self._each("hear", records)
 
     def on_disagreement(self, error: DivergenceError) -> None:
-        """Writes the evidence down, and raises."""
+        """Writes the evidence down, and raises the error with it."""
         assert self._run is not None
         self._run.tell(error)
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_distplus import ResilientDDP, samplers
 from lightning_distplus.cli.__main__ import main
 from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit import AuditWriter, audit_folder, read_audit, sum_of_samples
+from lightning_distplus.data.iterable import pack, unpack
 from lightning_distplus.testing import spawn
 from tests.distributed.resume_jobs import (
     Augmented,
@@ -319,13 +320,35 @@ def test_a_plain_loader_that_goes_on_on_another_number_of_ranks_audits_clean_and
     assert lines[0].startswith("102 samples in 18 steps of 2 runs; ")  # of 50 in an epoch, and one that pads 3 ranks
     assert lines[1] == "repeated 0, missed 0"
 
-    checkpoint = torch.load(anew / "saved.ckpt", weights_only=True)
-    del checkpoint["lightning_distplus_dataloaders"]  # as Lightning saves it
-    shutil.rmtree(anew / ".distplus")
-    torch.save(checkpoint, anew / "saved.ckpt")
-    spawn(plain_leg, 2, args=(2, 3, 0, str(anew)), deadline="60s").check()
-    assert main(["audit", str(anew)]) == 1
-    assert "repeated: sample " in capsys.readouterr().out
+    other = tmp_path / "other"
+    shutil.copytree(anew, other)
+
+    def audited_after(folder: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
+        """What the audit says of a run that goes on from the checkpoint as somebody has changed it."""
+        checkpoint = torch.load(folder / "saved.ckpt", weights_only=True)
+        change(checkpoint)
+        shutil.rmtree(folder / ".distplus")
+        torch.save(checkpoint, folder / "saved.ckpt")
+        spawn(plain_leg, 2, args=(2, 3, 0, str(folder)), deadline="60s").check()
+        assert main(["audit", str(folder)]) == 1
+        return capsys.readouterr().out.splitlines()
+
+    def reshuffle(checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["lightning_distplus_dataloaders"]
+        state["ranks"] = [
+            pack([{**loader, "seed": loader["seed"] + 1} for loader in unpack(rank)], owner="")
+            for rank in state["ranks"]
+        ]
+
+    lines = audited_after(
+        anew, lambda checkpoint: checkpoint.pop("lightning_distplus_dataloaders")
+    )  # as Lightning saves it
+    assert any(line.startswith("repeated: sample ") for line in lines)
+    # At the place, in the order of another seed: each place of the epoch is seen once, and samples are seen twice.
+    lines = audited_after(other, reshuffle)
+    repeated, missed = map(int, re.findall(r"\d+", lines[1]))
+    assert 0 < repeated == missed < 24  # of the 24 that epoch 0 had seen before
+    assert all(" at " in line and "; step " in line for line in lines if line.startswith("repeated: sample "))
 
 
 def test_one_record_costs_far_less_than_a_millisecond(tmp_path: Path) -> None:

@@ -182,7 +182,12 @@ def end_with_parent() -> None:
 
 
 def end_workers() -> None:
-    """Ends the data workers of this process, which ends itself."""
+    """Ends the data workers of this process, which ends itself.
+
+    Torch's handler of SIGCHLD goes first: it would raise in the middle of the exit, and print that above the verdict.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

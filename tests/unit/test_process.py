@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -50,3 +52,23 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPat
     load = HostLoad.now()
     assert load.memory_bytes is None
     assert load.describe().startswith("load ")
+
+
+def test_workers_that_are_ended_raise_nothing_in_a_process_that_ends() -> None:
+    program = """
+import multiprocessing
+from torch.utils.data import DataLoader
+from lightning_distplus.process import end_workers
+
+batches = iter(DataLoader(range(8), num_workers=2))
+next(batches)
+workers = multiprocessing.active_children()
+end_workers()
+for worker in workers:
+    worker.join(10)
+print(len(workers), [worker.exitcode for worker in workers], flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "2 [-9, -9]\n", ended.stderr
+    assert "killed by signal" not in ended.stderr
+    assert ended.returncode == 0

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import connected
-from lightning_distplus.divergence.gradients import Mailbox, TieToLoss
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
@@ -169,42 +168,6 @@ def test_validation_by_the_clock_comes_at_the_same_steps_on_all_ranks(tmp_path: 
 
 
 # -- D11: gradients of different steps --------------------------------------------------------------------------------
-
-
-def sum_step_by_step(rank: int, dtype: torch.dtype, folder: str) -> dict[str, Any]:
-    """A plain DDP loop without any gate; rank 1 leaves out one sum of same-shaped gradients."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    module = torch.nn.Linear(jobs.NUM_FEATURES, 1).to(dtype)
-    mailbox = Mailbox(rank, 2, module.weight)
-    module.register_parameter("mailbox", mailbox.parameter)
-    model = DistributedDataParallel(module)
-    del module.mailbox
-    numbers: list[list[int | None]] = []
-    hooks = TieToLoss(module, lambda loss: mailbox.tie(loss, step))
-    for step in range(1000, 1006):
-        if rank == 1 and step == 1003:
-            continue
-        model(torch.randn(4, jobs.NUM_FEATURES, dtype=dtype)).mean().backward()
-        found = mailbox.read(mailbox.take())
-        numbers.append(found)
-        if len(set(found)) > 1:
-            break
-    hooks.remove()
-    # The last holder of a gloo group joins its threads: DDP would do that with the global lock, which they may need.
-    del model
-    dist.destroy_process_group()
-    return {"numbers": numbers, "parameters": len(list(module.parameters()))}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_over_two_steps_is_seen_in_that_very_step_by_all_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
-    results = spawn(sum_step_by_step, 2, args=(dtype, str(tmp_path)), deadline="30s").check().results
-    assert results[0] == results[1]
-    assert results[0]["numbers"] == [[1000, 1000], [1001, 1001], [1002, 1002], [1003, 1004]]
-    assert results[0]["parameters"] == 2
 
 
 class CountSteps(Callback):

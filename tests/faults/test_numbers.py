@@ -253,9 +253,9 @@ class Rots(Callback):
 
 ROTS = [
     ("zero2", "weights", "weights 0 of optimizer 0"),
-    ("zero2", "moments", "exp_avg_sq of tensor 0 of optimizer 0"),
+    ("zero2", "moments", "optimizer 0/exp_avg_sq of part 0, rank 1 of 2"),
     ("zero3", "weights", "weights 0 of optimizer 0"),
-    ("zero3", "shard", "net.0.weight"),
+    ("zero3", "shard", "weights/net.0.weight"),
 ]
 
 
@@ -318,7 +318,7 @@ def test_a_monitored_run_is_bit_for_bit_the_unmonitored_one(name: str, tmp_path:
 
 
 def mean_gradients(rank: int, folder: str) -> list[list[float]]:
-    """Those of plain DDP on three ranks, with and without the hook; the mailbox would change the order of the sum."""
+    """Those of plain DDP on three ranks, with and without the hook."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
     found = []
     for is_hooked in (False, True):

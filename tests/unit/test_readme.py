@@ -83,7 +83,7 @@ TESTS = {
         "faults/test_numbers.py::test_a_shard_that_changes_between_two_steps_is_named_by_the_rank_that_holds_it",
     ],
     "a rank is one step off": [
-        "faults/test_diverging.py::test_a_sum_over_two_steps_is_seen_in_that_very_step_by_all_ranks"
+        "faults/test_diverging.py::test_a_rank_that_leaves_out_a_sum_of_gradients_is_named_before_it_steps"
     ],
     "learning rate": ["faults/test_divergences.py::test_whoever_differs_is_named_by_all_ranks_with_both_values"],
     "two ranks train on": ["faults/test_divergences.py::test_whoever_differs_is_named_by_all_ranks_with_both_values"],

@@ -129,11 +129,8 @@ class FirstWord(Callback):
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
-        rank = self._strategy.global_rank
         if isinstance(exception, Preempted):
-            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
-                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed", rank, filepath
-            )
+            self._end_saves(trainer, logging.INFO, "the run is stopping, and its checkpoint is committed")
             return
         cause = None
         with suppress(BaseException):
@@ -145,9 +142,13 @@ class FirstWord(Callback):
         elif not isinstance(exception, DistplusError) and is_of_a_collective(exception):
             self._strategy.judge_time_out(exception)  # the rank that waited is not the first cause
         error = self._strategy.plane.report_failure(cause or exception) or exception
-        failed = getattr(error, "rank", rank)
-        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
-            "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks", rank, filepath, failed
+        failed = getattr(error, "rank", self._strategy.global_rank)
+        self._end_saves(trainer, logging.WARNING, f"rank {failed} has failed, and a save needs all ranks")
+
+    def _end_saves(self, trainer: Any, level: int, why: str) -> None:
+        rank = self._strategy.global_rank
+        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.log(
+            level, "rank %d: %s is not saved: %s", rank, filepath, why
         )
 
 
@@ -162,8 +163,9 @@ class _AtGate(GateParticipant):
 
     def wish(self) -> int:
         """Says that a save in the background has ended, and that a deadline is near, which should grow."""
-        saved, late = self._strategy.saves.has_ended_behind, self._strategy.measured.is_late
-        return (_SAVED if saved else 0) | (_LATE if late else 0)
+        calibration = self._strategy.measured.calibration
+        is_late = calibration is not None and calibration.is_late
+        return (_SAVED if self._strategy.saves.has_ended_behind else 0) | (_LATE if is_late else 0)
 
     def on_wait(self, moment: Moment) -> None:
         """Marks where the training thread is."""
@@ -181,16 +183,6 @@ class MeasuredDeadlines:
         self._strategy = strategy
         self.calibration = calibration
         self._gate_passed_at: float | None = None
-
-    @property
-    def deadlines_s(self) -> dict[str, float]:
-        """What was found, by phase, for the checkpoint; empty where the deadlines are given."""
-        return {} if self.calibration is None else dict(self.calibration.deadlines_s)
-
-    @property
-    def is_late(self) -> bool:
-        """Asked at each gate: whether this rank wants the deadlines reviewed there."""
-        return self.calibration is not None and self.calibration.is_late
 
     def note(self, phase: Phase, began_at: float) -> None:
         """Notes how long a phase has taken since a moment of the monotonic clock."""
@@ -339,14 +331,10 @@ class ResilientStrategy(_Base):
         self._brought: list[Callback] = []
         self._monitor: RankDivergenceMonitor | None = None
         self._loaders: LoaderResume | None = None
-        self._validation_began_at = 0.0
-        self._saved_before_s = 0.0
-        self._began_at = 0.0
+        self._validation_began_at = self._saved_before_s = self._began_at = 0.0
         self._first_step = 0
-        self._has_failed = False
-        self._ends_in_teardown = False
-        """Whether no hook of the run follows the teardown: it was interrupted, or its last hook has returned."""
-        self._is_torn_down = False
+        self._has_failed = self._is_torn_down = self._ends_in_teardown = False
+        """The last: whether no hook follows the teardown, as the run was interrupted or its last hook has returned."""
         refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
@@ -817,9 +805,7 @@ class ResilientStrategy(_Base):
         self.phases.enter(Phase.TEARDOWN)
         module = self.lightning_module
         point = Point.at_end("run", None if module is None else last_batch(module._trainer))
-        if self.collectives.points is not None:
-            self.collectives.points.end(point)
-            self.collectives.points = None
+        self.collectives.end(point)
         if self._watchdog is not None:
             self._watchdog.end(point.has_ended)
 
@@ -832,9 +818,7 @@ class ResilientStrategy(_Base):
         if self._plane is not None and not has_left:
             part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
         self._stop_watching()
-        if self.collectives.points is not None:
-            self.collectives.points.end()
-            self.collectives.points = None
+        self.collectives.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
         self._brought, self._loaders, self._monitor = [], None, None

@@ -61,7 +61,7 @@ def cause_of(plane: ControlPlane | None, error: BaseException) -> DistplusError 
 
 T = TypeVar("T")
 
-_SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
+_SAVE, _END = Point(operation="barrier", name="Trainer.save_checkpoint"), Point.at_end("run")
 
 
 class Collectives:
@@ -178,6 +178,12 @@ class Collectives:
             save(*arguments, **named)
 
         return save_checkpoint
+
+    def end(self, point: Point = _END) -> None:
+        """Compares nothing any more; peers hear where this rank has ended."""
+        if self.points is not None:
+            self.points.end(point)
+            self.points = None
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

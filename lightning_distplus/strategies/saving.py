@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,33 +79,25 @@ class FailingSaves:
         self.policy: OnSaveFailure = policy
         self.num_failed = 0
         """Saves that have failed in this fit."""
-        self._unsaved: SaveFailed | None = None
-        self._trainer: Trainer | None = None
+        self.failure: SaveFailed | None = None
+        """That of the last save; None: it has succeeded."""
+        self.trainer: Trainer | None = None
+        """While a fit runs, in which a failed save can be tried again."""
         # What each ModelCheckpoint knew when the last save was committed: its scores, the best one, the last one.
         self._books: dict[int, tuple[dict[str, Any], str, str]] = {}
 
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last save has failed."""
-        return self._unsaved is not None
-
-    @property
-    def follows_a_fit(self) -> bool:
-        """Whether a fit runs, in which a failed save can be tried again."""
-        return self._trainer is not None
-
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
-        self._trainer, self.num_failed = trainer, 0
+        self.trainer, self.num_failed = trainer, 0
         self.succeeded()
 
     def succeeded(self) -> None:
         """A save is committed."""
-        self._unsaved = None
-        if self._trainer is not None:
+        self.failure = None
+        if self.trainer is not None:
             self._books = {
                 id(saver): (dict(saver.best_k_models), saver.best_model_path, saver.last_model_path)
-                for saver in savers_of(self._trainer)
+                for saver in savers_of(self.trainer)
             }
 
     def failed(self, path: str, error: SaveFailed) -> None:
@@ -113,11 +106,11 @@ class FailingSaves:
         Raises:
             SaveFailed: By policy, or because no fit runs that could try again.
         """
-        if self._trainer is None or self.policy == "raise":
+        if self.trainer is None or self.policy == "raise":
             raise error
         self.num_failed += 1
-        self._unsaved = error
-        for saver in savers_of(self._trainer):
+        self.failure = error
+        for saver in savers_of(self.trainer):
             scores, best, last = self._books[id(saver)]
             if path not in scores and saver.best_k_models.pop(path, None) is not None:
                 _rank(saver)
@@ -125,17 +118,13 @@ class FailingSaves:
                 saver.best_model_path = best
             if saver.last_model_path == path:
                 saver.last_model_path = last
-        log.error(
-            "training goes on without the checkpoint %s, and the next save is the retry (failed in this run: %d): %s",
-            path,
-            self.num_failed,
-            error,
-        )
+        goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
+        log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
     def keep(self, path: str) -> bool:
         """Puts a checkpoint that ModelCheckpoint rotates out back into its books; False where it is in none."""
         is_kept = False
-        for saver in [] if self._trainer is None else savers_of(self._trainer):
+        for saver in [] if self.trainer is None else savers_of(self.trainer):
             scores = self._books[id(saver)][0]
             if path in scores and path not in saver.best_k_models:
                 saver.best_k_models[path] = scores[path]
@@ -149,16 +138,16 @@ class FailingSaves:
         Raises:
             SaveFailed: None has succeeded since.
         """
-        if self._unsaved is not None:
+        if self.failure is not None:
             raise SaveFailed(
                 f"The training ends, but its last checkpoint is not saved ({self.num_failed} saves failed in this "
-                f"run). The last failure: {self._unsaved}",
-                self._unsaved.ranks,
-            ) from self._unsaved
+                f"run). The last failure: {self.failure}",
+                self.failure.ranks,
+            ) from self.failure
 
     def end(self) -> None:
         """The fit is over: there is no further interval that could retry."""
-        self._trainer = None
+        self.trainer = None
 
 
 def _rank(saver: ModelCheckpoint) -> None:
@@ -567,12 +556,8 @@ class SaveHooks:
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        checkpoint[KEY] = {
-            "version": VERSION,
-            "rng": self._gather_rng(),
-            "deadlines_s": strategy.measured.deadlines_s,
-            "parameters": parameters_of_optimizers(strategy),
-        }
+        parameters = parameters_of_optimizers(strategy)
+        checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
         info = self._info(checkpoint)
         writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
@@ -646,7 +631,7 @@ class SaveHooks:
     def _writing(self) -> Iterator[Writes]:
         """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
         strategy, plugin, staging = self._strategy, self._strategy.checkpoint_io, None
-        if strategy.async_save and self.failing.follows_a_fit:
+        if strategy.async_save and self.failing.trainer is not None:
             staging = self._staging = self._staging or Staging(strategy.loads.group())
         writes = Writes(staging, is_first=strategy.is_global_zero)
         try:
@@ -664,10 +649,10 @@ class SaveHooks:
 
     def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
-        if self.failing.is_failing and self.failing.keep(str(filepath)):
+        if self.failing.failure is not None and self.failing.keep(str(filepath)):
             return
         if self._strategy.is_global_zero:
-            in_the_making = self.failing.is_failing or self.in_flight is not None
+            in_the_making = self.failing.failure is not None or self.in_flight is not None
             self._remove(Path(filepath), postpone=in_the_making or self._is_linked(Path(filepath)))
 
     def _remove(self, path: Path, *, postpone: bool = False) -> None:
@@ -693,7 +678,7 @@ class SaveHooks:
             self.in_flight.links.append((filepath, linkpath))
         elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
-            if not self.failing.is_failing:
+            if not self.failing.failure is not None:
                 self._remove_postponed(Path(filepath))
         self._strategy.barrier("ModelCheckpoint.link")
 
@@ -722,6 +707,7 @@ class SaveHooks:
     def _info(self, checkpoint: dict[str, Any]) -> SaveInfo:
         """What the manifest tells people of the run, and of the place in the data as far as JSON can hold it."""
         strategy, module = self._strategy, self._strategy.lightning_module
+        calibration = strategy.measured.calibration
         datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
         data = checkpoint.get(type(datamodule).__qualname__)
         try:
@@ -735,7 +721,7 @@ class SaveHooks:
             data=data,
             layout=layout_of(strategy),
             configuration=strategy.configuration,
-            deadlines_s=strategy.measured.deadlines_s,
+            deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,
             not_before=strategy.loads.parent_committed_at,
         )
@@ -751,19 +737,5 @@ class SaveHooks:
 
     def _gather_rng(self) -> list[dict[str, bytes]]:
         """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
-        packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
-        deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
-        return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
-
-
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(4, "little") + data
-
-
-def _read_frames(data: bytes) -> dict[str, bytes]:
-    parts, start = [], 0
-    while start < len(data):
-        size = int.from_bytes(data[start : start + 4], "little")
-        parts.append(data[start + 4 : start + 4 + size])
-        start += 4 + size
-    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
+        return [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]

@@ -44,30 +44,6 @@ from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.world import World
 
-__all__ = [
-    "PreparationBarrier",
-    "address_of",
-    "check_agreement",
-    "check_data",
-    "check_folder",
-    "check_host",
-    "check_launch",
-    "clock_offset",
-    "configuration_digest",
-    "engine_in",
-    "engine_of",
-    "facts_of",
-    "form_default_group",
-    "layout_of",
-    "meet",
-    "read_preflight",
-    "refuse_unknown_arguments",
-    "report_progress",
-    "samples_in_hand",
-    "tell_launcher",
-    "world_of",
-]
-
 log = logging.getLogger(__name__)
 
 # -- arguments and launcher --------------------------------------------------------------------------------------------
@@ -276,12 +252,8 @@ def check_host(strategy: Any, trainer: Any) -> None:
     """
     if strategy.preflight is False or trainer.state.fn != "fit":
         return
-    facts = replace(
-        facts_of(strategy),
-        folder=_folder(trainer) or Path.cwd(),
-        trial_bytes=_TRIAL_BYTES,
-        spans_hosts=spans_hosts(strategy.plane),
-    )
+    folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
+    facts = replace(facts_of(strategy), folder=folder, trial_bytes=_TRIAL_BYTES, spans_hosts=is_spread)
     is_first = strategy.local_rank == 0
     found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
     # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
@@ -326,11 +298,15 @@ def _folder(trainer: Any) -> Path | None:
 def _raise_together(strategy: Any, facts: Facts, found: list[Finding]) -> None:
     if strategy.world_size > 1:
         found = gathered(strategy.plane, found, strategy.phases.patience)
-    if strategy.global_rank == 0:
-        for finding in found:
-            if finding.check == "run_lock" and finding.status is Status.NOTE:
-                with suppress(OSError):
-                    strategy.note("run_lock_taken_over", holder=finding.detail)
+    for finding in found if strategy.global_rank == 0 else ():
+        if finding.check == "run_lock" and finding.status is Status.NOTE:
+            with suppress(OSError):
+                strategy.note("run_lock_taken_over", holder=finding.detail)
+    _raise(strategy, facts, found)
+
+
+def _raise(strategy: Any, facts: Facts, found: Iterable[Finding]) -> None:
+    """All ranks have found the same; one of them logs what is no error."""
     raise_errors([one for one in found if one.status is Status.ERROR or strategy.global_rank == 0], facts)
 
 
@@ -360,11 +336,8 @@ def check_agreement(strategy: Any, trainer: Any) -> None:
         PreflightError: On all ranks, with the odd rank, the field and both values.
     """
     facts = facts_of(strategy)
-    mine = {
-        **state_of_process(facts),
-        **settings_of_trainer(trainer),
-        **model_of(strategy.lightning_module, strategy.world_size),
-    }
+    mine = state_of_process(facts) | settings_of_trainer(trainer)
+    mine |= model_of(strategy.lightning_module, strategy.world_size)
     _compare(strategy, facts, mine, device=_device(strategy.root_device))
 
 
@@ -386,8 +359,7 @@ def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str =
     if strategy.preflight is False or strategy.world_size == 1:
         return
     patience, settings = strategy.phases.patience, settings_of(strategy)
-    findings = disagreements(strategy.plane, mine, patience, settings, device=device)
-    raise_errors([found for found in findings if found.status is Status.ERROR or strategy.global_rank == 0], facts)
+    _raise(strategy, facts, disagreements(strategy.plane, mine, patience, settings, device=device))
 
 
 def settings_of_trainer(trainer: Any) -> dict[str, str]:
@@ -503,7 +475,6 @@ class PreparationBarrier:
     """Takes the place of the barrier of 10,000 days that Lightning puts around ``prepare_data``.
 
     A rank that prepares nothing comes here at once and waits. An error inside reaches all ranks without a wait.
-
     """
 
     def __init__(self, plane: ControlPlane, phases: Phases, marks: Marks) -> None:
@@ -537,9 +508,8 @@ class PreparationBarrier:
         deadline = self._phases.patience_in(Phase.DATA)
         self._plane.sign_in(self._key)
         self._signed = self._plane.secret.entries(self._key)
-        what = "prepare_data on another rank"
         try:
-            self._plane.poll(self._is_complete, deadline, what=what, arrived=self._arrived)
+            self._plane.poll(self._is_complete, deadline, what="prepare_data on another rank", arrived=self._arrived)
         except BaseException as failure:
             self._plane.report_failure(failure)
             raise

@@ -557,11 +557,7 @@ _SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other f
 
 
 def newest_in(folder: Path, *, verify: Mode = "full", allow_fresh: bool = False) -> Path | None:
-    """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to be trusted.
-
-    Raises:
-        CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
-    """
+    """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to trust."""
     found = newest_valid(folder, verify=verify)
     if found is not None:
         logger.info("ckpt_path auto: resuming from %s", found)
@@ -626,11 +622,7 @@ class JobSaves:
         return list(dict.fromkeys(path.parent for path in self.paths))
 
     def newest_valid(self, *, verify: Mode = "size") -> Path | None:
-        """The newest one that is valid, those included that a rank has committed and not lived to note.
-
-        Raises:
-            CheckpointCorrupt: Some are there, and none is valid.
-        """
+        """The newest one that is valid, those included that a rank has committed and not lived to note."""
         found = [newest_valid(folder, verify=verify, but=self.passed_over(folder)) for folder in self.folders]
         if valid := [path for path in found if path is not None]:
             return max(valid, key=lambda path: read_manifest(path).committed_at)

@@ -191,9 +191,6 @@ class StagedSave:
             finish: Writes what the first half has left to be written.
             count: Counts what this rank has saved of each tensor.
             gather: How the ranks exchange their outcomes from now on.
-
-        Raises:
-            SaveFailed, PeerError: As `commit` does.
         """
         self._gather = gather or self._gather
         with self.cleaning_up():
@@ -217,11 +214,7 @@ class StagedSave:
             raise
 
     def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
-        """Runs this rank's part of a phase; returns every rank's result, or raises on every rank if it failed on any.
-
-        Raises:
-            SaveFailed: It failed somewhere.
-        """
+        """Runs this rank's part of a phase: every rank gets the results of all, or `SaveFailed` if it failed on any."""
         failure: BaseException | None = None
         try:
             ballot = {"result": action()}

@@ -106,11 +106,7 @@ class Copies:
                     self._fs.rm(place, recursive=True)
 
     def ensure(self, path: Path, manifest_xxh3_128: str) -> dict[str, Any]:
-        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then.
-
-        Raises:
-            CheckpointCorrupt: It cannot be copied.
-        """
+        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then."""
         try:
             if self._find(path.name, manifest_xxh3_128) is None:
                 self.put(path)

@@ -168,11 +168,7 @@ def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
-    """Writes a safetensors file, whole or not at all, of weights without content and then with it, in one order.
-
-    Raises:
-        ValueError: The format has no such dtype.
-    """
+    """Writes a safetensors file, whole or not at all, of weights without content and then with it, in one order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in weights.items():
@@ -287,12 +283,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def converted_beside(source: Path) -> Path:
-    """The universal form of a checkpoint, made where it is not there yet; it goes when the checkpoint is removed.
-
-    Raises:
-        CheckpointUnsafe: A pickle in it might run code.
-        SaveFailed: As `convert` does.
-    """
+    """The universal form of a checkpoint, made where it is not there yet; it goes when the checkpoint is removed."""
     for folder in leftovers_of(source, "universal"):
         if verify(folder / source.name).ok:
             return folder / source.name
@@ -382,11 +373,7 @@ def origin_of(path: Path) -> Origin | None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuses, with the command to run, what Lightning would end on with a bare KeyError.
-
-    Raises:
-        CheckpointMismatch: It is a checkpoint, and not one of Lightning.
-    """
+    """Refuses, with the command to run, what Lightning would end on with a bare KeyError."""
     is_of_lightning = path.is_dir() and (path / "checkpoint").is_dir()  # DeepSpeed's, by the name of its only tag
     origin = None if is_of_lightning else origin_of(path)
     file = path / META if is_sharded(path) else path
@@ -509,11 +496,7 @@ _KEPT_OF_CONFIG = (
 
 
 def weights_for(model: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a folder of Hugging Face, or of what ``distplus import`` wrote, for transformers' Llama.
-
-    Raises:
-        CheckpointMismatch: They are of another model.
-    """
+    """The weights of a folder of Hugging Face, or of what ``distplus import`` wrote, for transformers' Llama."""
     with _compat.refusing_code(source, "Give another init_from."):
         is_hf = origin_of(source) == "hf"
         found = _read_hf(source, {}).weights if is_hf else _load(source).get("state_dict", {})

@@ -118,12 +118,13 @@ class FirstWord(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The hooks that follow the strategy's teardown are watched as well."""
-        self._strategy.watch_last_hooks()
+        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
+        if self._strategy.watchdog is not None:  # the hooks that follow are watched as well
+            self._strategy.watchdog.rearm()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """As at the end of a fit."""
-        self._strategy.watch_last_hooks()
+        self.on_fit_end(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
@@ -132,15 +133,15 @@ class FirstWord(Callback):
         if isinstance(exception, Preempted):
             self._end_saves(trainer, logging.INFO, "the run is stopping, and its checkpoint is committed")
             return
-        cause = None
+        cause, watchdog = None, self._strategy.watchdog
         with suppress(BaseException):
             # A collective that is called through the strategy raises the cause itself; one that a callback or a model
             # calls through torch.distributed gets here.
             cause = cause_of(self._strategy.plane, exception)
         if cause is not None:
             exception.__cause__ = exception.__cause__ or cause
-        elif not isinstance(exception, DistplusError) and is_of_a_collective(exception):
-            self._strategy.judge_time_out(exception)  # the rank that waited is not the first cause
+        elif watchdog is not None and not isinstance(exception, DistplusError) and is_of_a_collective(exception):
+            watchdog.judge_time_out(exception)  # the rank that waited is not the first cause
         error = self._strategy.plane.report_failure(cause or exception) or exception
         failed = getattr(error, "rank", self._strategy.global_rank)
         self._end_saves(trainer, logging.WARNING, f"rank {failed} has failed, and a save needs all ranks")
@@ -324,12 +325,11 @@ class ResilientStrategy(_Base):
         self.loads = LoadHooks(self)
         self.saves = SaveHooks(self, on_save_failure)
         self._plane: ControlPlane | None = None
-        self._watchdog: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
-        self._monitor: RankDivergenceMonitor | None = None
         self._loaders: LoaderResume | None = None
         self._validation_began_at = self._saved_before_s = self._began_at = 0.0
         self._first_step = 0
@@ -433,10 +433,10 @@ class ResilientStrategy(_Base):
         self.saves.begin(plane)
         if self.lightning_module is not None:
             check_host(self, self.lightning_module.trainer)
-        if self._watchdog is not None:
+        if self.watchdog is not None:
             points = Points(plane, waits=self.phases, locate=line_of_the_caller)
             points.begin()
-            self._watchdog.meet_peers(points)
+            self.watchdog.meet_peers(points)
             self.collectives.points = points
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -466,9 +466,9 @@ class ResilientStrategy(_Base):
         trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
 
     def _start_watchdog(self, plane: ControlPlane) -> None:
-        if self.world_size == 1 or self._watchdog is not None:
+        if self.world_size == 1 or self.watchdog is not None:
             return
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             plane,
             self.marks,
             deadline=lambda: self.phases.deadline,
@@ -479,7 +479,7 @@ class ResilientStrategy(_Base):
             on_shown=lambda path: after_verdict(path, self.on_verdict),
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
-        self._watchdog.start()
+        self.watchdog.start()
 
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
@@ -515,9 +515,8 @@ class ResilientStrategy(_Base):
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._monitor = next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None)
         self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
-        self.costs.begin(self._monitor_s())
+        self.costs.begin(next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None))
         self._gate.open()
         self.saves.failing.begin(trainer)
         self.loads.restore_rng()
@@ -534,12 +533,9 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             self.health.pass_gate(records[0].global_step, records)
         self.costs.ledger_s += time.perf_counter() - began
-        self.costs.pass_gate(self._gate.waited_s, self._monitor_s())
+        self.costs.pass_gate(self._gate.waited_s)
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
-
-    def _monitor_s(self) -> float:
-        return 0.0 if self._monitor is None else self._monitor.spent_s  # of the training thread, so far
 
     def on_train_end(self) -> None:
         """The parent's part.
@@ -550,7 +546,7 @@ class ResilientStrategy(_Base):
         super().on_train_end()
         assert self.lightning_module is not None
         self.times.write(self.lightning_module.trainer.global_step)
-        self.costs.write(self._monitor_s())
+        self.costs.write()
         self.saves.settle()
         self.saves.failing.end()
         self.saves.failing.require_saved()
@@ -694,7 +690,9 @@ class ResilientStrategy(_Base):
         """
         self.saves.save(checkpoint, filepath, storage_options)
 
-    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], stage: str | Path, storage_options: Any, writes: Writes
+    ) -> None:
         """The parent's own save, into a stage."""
         super().save_checkpoint(checkpoint, stage, storage_options)
 
@@ -746,8 +744,8 @@ class ResilientStrategy(_Base):
         self.saves.failing.end()
         if self._plane is not None:
             told = self._plane.report_failure(exception)
-            if self._watchdog is not None:
-                self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+            if self.watchdog is not None:
+                self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
             for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
 
@@ -774,15 +772,6 @@ class ResilientStrategy(_Base):
             end = Point.at_end("run" if is_last else "epoch", last_batch(trainer))
             self.collectives.together(lambda: end, lambda: None)
 
-    def judge_time_out(self, error: BaseException) -> bool:
-        """Asks about an error of a collective that no peer explains; True: the ranks have judged together."""
-        return self._watchdog is not None and self._watchdog.judge_time_out(error)
-
-    def watch_last_hooks(self) -> None:
-        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
-        if self._watchdog is not None:
-            self._watchdog.rearm()
-
     def _on_last_hook(self) -> None:
         """The run has succeeded on this rank, and ends here when it has on all.
 
@@ -793,7 +782,7 @@ class ResilientStrategy(_Base):
             self._ends_in_teardown = True
             return
         self._say_that_it_has_ended()
-        watchdog = self._watchdog
+        watchdog = self.watchdog
         are_there = end_together(
             self.plane,
             self.phases.patience_in(Phase.TEARDOWN),
@@ -806,8 +795,8 @@ class ResilientStrategy(_Base):
         module = self.lightning_module
         point = Point.at_end("run", None if module is None else last_batch(module._trainer))
         self.collectives.end(point)
-        if self._watchdog is not None:
-            self._watchdog.end(point.has_ended)
+        if self.watchdog is not None:
+            self.watchdog.end(point.has_ended)
 
     def _end_run(self, *, has_ended: bool = False, has_left: bool = False) -> None:
         """Takes leave, unless that is done, and puts everything back; never raises."""
@@ -821,7 +810,8 @@ class ResilientStrategy(_Base):
         self.collectives.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
-        self._brought, self._loaders, self._monitor = [], None, None
+        self._brought, self._loaders = [], None
+        self.costs.begin(None)  # it keeps no callback
         self.note("end", failed=self._has_failed)
         if self._events is not None:
             self._events.close()
@@ -830,9 +820,9 @@ class ResilientStrategy(_Base):
             leave_page(self.home)
 
     def _stop_watching(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
 
 
 def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:

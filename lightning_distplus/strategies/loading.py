@@ -93,9 +93,6 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     """The newest valid checkpoint of a run's folder; None where there is none yet.
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
-
-    Raises:
-        CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
     folder = settle_checkpoint_folder(trainer)
     if not _is_ours(trainer):
@@ -211,11 +208,7 @@ class SharedVerdicts:
         return found and Path(found)
 
     def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
-        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
-
-        Raises:
-            CheckpointCorrupt: On all ranks: one of them has found something.
-        """
+        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have."""
         if found := self.all_findings(name, findings):
             raise CheckpointCorrupt(
                 f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
@@ -350,9 +343,6 @@ class LoadHooks:
         """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
 
         Where the folder has none, the newest copy is fetched.
-
-        Raises:
-            CheckpointCorrupt: On all ranks: there is none.
         """
         passed_over: list[Path] = []
         found = first
@@ -447,11 +437,7 @@ class LoadHooks:
         return {"path": str(path), "has_files": verification == "full", "has_manifest": True}
 
     def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
-        """
+        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors."""
         look = self.verdicts.look_for(path)
         checkpoint: dict[str, Any] = {}
         error: Exception | None = None
@@ -496,11 +482,7 @@ class LoadHooks:
 
     @contextmanager
     def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
-        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-        """
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error."""
         try:
             yield
         except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
@@ -545,9 +527,6 @@ class LoadHooks:
         """Compares tensors of these kinds in memory with the manifest's fingerprints. All ranks call it together.
 
         What hooks have changed on purpose before it was restored is left out. Shards of the ranks are added up.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_distplus.watchdog import Marks, Progress
 
@@ -34,24 +34,20 @@ class StepTimes:
     def __init__(self, note: Callable[..., None]) -> None:
         self._note = note
         self._seconds: dict[str, float] = {}
-        self._began_at: float | None = None
         self._window_at = 0.0
-        self._window_step = 0
-        self._step = 0
-        self._loss: torch.Tensor | None = None
-        self._per_step: Mapping[str, int] = {}
+        self.begin(0, {})
 
-    def begin(self, global_step: int, per_step: Mapping[str, int] | None = None) -> None:
+    def begin(self, global_step: int, per_step: Mapping[str, int]) -> None:
         """Training starts: the first window begins when the first step is done, which belongs to the set-up.
 
         Args:
             global_step: Steps that are done.
             per_step: What a step trains on, over all ranks, such as ``{"samples": 64}``.
         """
-        self._began_at = None
-        self._per_step = per_step or {}
+        self._began_at: float | None = None
+        self._per_step = per_step
         self._step = self._window_step = global_step
-        self._loss = None
+        self._loss: torch.Tensor | None = None
 
     def take_loss(self, output: Any) -> None:
         """Keeps the loss that a ``training_step`` has returned, to be read once a window."""
@@ -133,17 +129,21 @@ class ProtectionCosts:
     def __init__(self, note: Callable[..., None], marks: Marks) -> None:
         self._note = note
         self._marks = marks
+        self.begin(None)
+
+    def begin(self, monitor: Any) -> None:
+        """Training starts; a monitor adds up in ``spent_s`` what it takes."""
+        self._steps, self._told_at, self._gate_s, self._shortest_s = 0, _FIRST_TOLD, 0.0, math.inf
+        self._monitor, self._num_marks_before = monitor, self._marks.read().number
+        self._monitor_before_s = self._monitor_s
         self.ledger_s = 0.0
         """To be added to, by who measures it."""
-        self._steps = 0
 
-    def begin(self, monitor_s: float) -> None:
-        """Training starts; the monitor has spent so much before."""
-        self._steps, self._told_at, self._gate_s, self._shortest_s = 0, _FIRST_TOLD, 0.0, math.inf
-        self._monitor_before_s, self._num_marks_before = monitor_s, self._marks.read().number
-        self.ledger_s = 0.0
+    @property
+    def _monitor_s(self) -> float:
+        return 0.0 if self._monitor is None else float(self._monitor.spent_s)
 
-    def pass_gate(self, waited_s: float, monitor_s: float) -> None:
+    def pass_gate(self, waited_s: float) -> None:
         """A step begins."""
         self._steps += 1
         self._shortest_s = min(self._shortest_s, waited_s)
@@ -151,10 +151,10 @@ class ProtectionCosts:
             self._gate_s += _BLOCK * self._shortest_s
             self._shortest_s = math.inf
             if self._steps >= self._told_at:
-                self.write(monitor_s)
+                self.write()
                 self._told_at *= 2
 
-    def write(self, monitor_s: float) -> None:
+    def write(self) -> None:
         """Writes what a step has cost on average, once there are some."""
         if self._steps < _BLOCK:
             return
@@ -165,7 +165,7 @@ class ProtectionCosts:
         mark_s = (time.perf_counter() - began) / _TRIALS
         spent = {
             "gate": self._gate_s * self._steps / (self._steps // _BLOCK * _BLOCK),
-            "monitor": monitor_s - self._monitor_before_s,
+            "monitor": self._monitor_s - self._monitor_before_s,
             "watchdog": mark_s * (self._marks.read().number - self._num_marks_before),
             "ledger": self.ledger_s,
         }
@@ -186,12 +186,11 @@ _PARTS = {
 _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
 
 
-class MarkingProfiler(Profiler):
-    """Sets a mark for each action and hands it on to the user's profiler.
+class MarkingProfiler:
+    """Stands before the user's profiler, ``inner``, and sets a mark for each action.
 
-    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs. The
-    user's profiler, ``inner``, stays in charge of everything else. ``on_last_hook`` is called when the last hook of a
-    run that succeeds has returned.
+    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs.
+    ``on_last_hook`` is called when the last hook of a run that succeeds has returned.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class MarkingProfiler(Profiler):
             self._times.add("data", time.monotonic() - self._fetch_began_at)
         self.inner.stop(action_name)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Marks the action around the user's own profiling."""
         try:
             return self._actions[action_name]
@@ -239,18 +238,6 @@ class MarkingProfiler(Profiler):
         if len(self._actions) < _KEPT_ACTIONS:
             self._actions[action_name] = marked
         return marked
-
-    def setup(self, *arguments: Any, **named: Any) -> None:
-        """Sets the user's profiler up."""
-        self.inner.setup(*arguments, **named)
-
-    def teardown(self, *arguments: Any, **named: Any) -> None:
-        """Tears the user's profiler down."""
-        self.inner.teardown(*arguments, **named)
-
-    def summary(self) -> str:
-        """The user's summary."""
-        return str(self.inner.summary())
 
     def describe(self) -> None:
         """Writes the user's summary, which is the last thing that a Trainer does in a run."""

@@ -101,11 +101,7 @@ class FailingSaves:
             }
 
     def failed(self, path: str, error: SaveFailed) -> None:
-        """Takes a path out of the books again whose save has failed on all ranks' word.
-
-        Raises:
-            SaveFailed: By policy, or because no fit runs that could try again.
-        """
+        """Takes a path out of the books again whose save has failed on all ranks' word."""
         if self.trainer is None or self.policy == "raise":
             raise error
         self.num_failed += 1
@@ -133,11 +129,7 @@ class FailingSaves:
         return is_kept
 
     def require_saved(self) -> None:
-        """Raises where the last save has failed.
-
-        Raises:
-            SaveFailed: None has succeeded since.
-        """
+        """Raises where the last save has failed."""
         if self.failure is not None:
             raise SaveFailed(
                 f"The training ends, but its last checkpoint is not saved ({self.num_failed} saves failed in this "
@@ -370,14 +362,9 @@ class Writes:
             yield
             return
         yield
-        others = []
-        for piece in pieces():
-            copied = self._staging.copy_of(piece.tensor)
-            if copied is None:
-                others.append(piece)
-            else:
-                self._pieces.append(replace(piece, tensor=copied))
-        counted = sums_of_pieces(others)  # before training changes them
+        found = [(piece, self._staging.copy_of(piece.tensor)) for piece in pieces()]
+        self._pieces += [replace(piece, tensor=copied) for piece, copied in found if copied is not None]
+        counted = sums_of_pieces(piece for piece, copied in found if copied is None)  # before training changes them
         self._counts.append(lambda: counted)
 
     def finish(self) -> None:
@@ -419,12 +406,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self, deadline: timedelta) -> None:
-        """Waits for its end.
-
-        Raises:
-            SaveFailed: It failed on some rank; raised on all of them.
-            PeerMissing: It has not ended after the deadline.
-        """
+        """Waits for its end."""
         self._thread.join(deadline.total_seconds())
         if not self.has_ended:
             raise PeerMissing(
@@ -512,53 +494,37 @@ class SaveHooks:
             strategy.checkpoint_io = StreamingCheckpointIO()
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
-        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
-
-        Raises:
-            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs.
-        """
+        """The strategy's ``save_checkpoint``."""
         self.settle()  # at most one is in flight
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
         strategy.marks.set(f"save {filepath}")
         try:
             with strategy.transfer.of("save"), self._writing() as writes:
-                begun = self._save(
-                    checkpoint,
-                    filepath,
-                    lambda stage: strategy.write_checkpoint(checkpoint, stage, storage_options, writes),
-                    writes,
-                )
+                self.in_flight = self._save(checkpoint, filepath, storage_options, writes)
         except SaveFailed as error:
             self._failed(str(filepath), step, error)
             return
         strategy.measured.note(Phase.CHECKPOINT, began_at)
         self._note_stall(began_at)
-        self.in_flight = begun
-        if begun is None:
+        if self.in_flight is None:
             self._succeeded(str(filepath), step)
 
     def _save(
-        self, checkpoint: dict[str, Any], target: str | Path, write: Callable[[Any], object], writes: Writes
+        self, checkpoint: dict[str, Any], target: str | Path, storage_options: Any, writes: Writes
     ) -> BackgroundSave | None:
-        """Saves in a stage beside the target and commits it when every rank has succeeded.
-
-        Returns:
-            The save that a thread finishes; ``_follow`` has to come after it. None where it is committed.
-
-        Raises:
-            SaveFailed: A rank could not save; what was at the target is untouched.
-        """
-        strategy, phases, rank = self._strategy, self._strategy.phases, self._plane.world.rank
-        path = local_path(target)
+        """Saves in a stage; returns the save that a thread finishes, or None where it is committed."""
+        strategy, phases, path = self._strategy, self._strategy.phases, local_path(target)
+        write = partial(strategy.write_checkpoint, checkpoint, storage_options=storage_options, writes=writes)
         if path is None:
-            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", rank, target)
+            message = "rank %d: %s is not on a local file system; it is saved without a commit"
+            log.warning(message, strategy.global_rank, target)
             write(target)
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
         parameters = parameters_of_optimizers(strategy)
         checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
-        info = self._info(checkpoint)
+        info, rank = self._info(checkpoint), self._plane.world.rank
         writes.digested = DigestedWrites(self.sync)
         staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
         begun = None
@@ -584,11 +550,7 @@ class SaveHooks:
         self._remove_postponed(path)
 
     def settle(self) -> None:
-        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
-
-        Raises:
-            SaveFailed: It failed, and ``on_save_failure`` is "raise".
-        """
+        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together."""
         strategy, begun, self.in_flight = self._strategy, self.in_flight, None
         if begun is None:
             return

@@ -58,9 +58,6 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
 
     The strategy's ``wrapper_class`` takes what the parents do not know.
-
-    Raises:
-        TypeError: No class takes the argument.
     """
     classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
     known = {name for base in classes for name in inspect.signature(base).parameters}
@@ -245,11 +242,7 @@ _TRIAL_BYTES = 8 << 20  # 40 ms on the disk of a small machine
 
 
 def check_host(strategy: Any, trainer: Any) -> None:
-    """Makes the checks of the host once a host, before the first collective; all ranks call it.
-
-    Raises:
-        PreflightError: On all ranks, with host, evidence and remedy.
-    """
+    """Makes the checks of the host once a host, before the first collective; all ranks call it."""
     if strategy.preflight is False or trainer.state.fn != "fit":
         return
     folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
@@ -265,9 +258,6 @@ def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
 
     Returns:
         The lock, on rank 0 of a fit that saves checkpoints.
-
-    Raises:
-        PreflightError: On all ranks.
     """
     if strategy.preflight is False or trainer.state.fn != "fit":
         return None
@@ -312,6 +302,8 @@ def _raise(strategy: Any, facts: Facts, found: Iterable[Finding]) -> None:
 
 # -- what the ranks compare --------------------------------------------------------------------------------------------
 
+# All ranks call it; where they differ, a PreflightError names the odd rank, the field and both values on all of them.
+
 _NAMED_PARAMETERS = 2000
 _NAMED_PARAMETERS_OF_ALL = 20_000
 
@@ -330,11 +322,7 @@ _SETTINGS = (
 
 
 def check_agreement(strategy: Any, trainer: Any) -> None:
-    """Compares versions, revision, seed, variables, settings and model; called by all ranks before the engine wraps it.
-
-    Raises:
-        PreflightError: On all ranks, with the odd rank, the field and both values.
-    """
+    """Compares versions, revision, seed, variables, settings and model, before the engine wraps it."""
     facts = facts_of(strategy)
     mine = state_of_process(facts) | settings_of_trainer(trainer)
     mine |= model_of(strategy.lightning_module, strategy.world_size)
@@ -342,11 +330,7 @@ def check_agreement(strategy: Any, trainer: Any) -> None:
 
 
 def check_data(strategy: Any, trainer: Any) -> None:
-    """Compares length and content of the training data, once they are known.
-
-    Raises:
-        PreflightError: As for ``check_agreement``.
-    """
+    """Compares length and content of the training data, once they are known."""
     found = {"data.number of batches": str(trainer.num_training_batches)}
     loader = trainer.train_dataloader
     if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks

@@ -189,7 +189,8 @@ def _warn_of_line_left(chosen: Report, others: Iterable[Report], line: Collectio
 def committed_in(directory: Path) -> list[Report]:
     """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
     found = [_look(path) for path, moved_from in _children(directory) if moved_from is None]
-    return newest_first([report for report in found if report.ok], line_of_newest(found))
+    committed = [report for report in found if report.ok]
+    return newest_first(committed, line_of_newest(committed))
 
 
 def whole_one_of(path: Path) -> Path:
@@ -556,7 +557,7 @@ AUTO = "auto"
 _SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
 
 
-def newest_in(folder: Path, *, verify: Mode = "full", allow_fresh: bool = False) -> Path | None:
+def newest_in(folder: Path, *, verify: Mode, allow_fresh: bool) -> Path | None:
     """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to trust."""
     found = newest_valid(folder, verify=verify)
     if found is not None:
@@ -621,9 +622,9 @@ class JobSaves:
         """Where they were saved."""
         return list(dict.fromkeys(path.parent for path in self.paths))
 
-    def newest_valid(self, *, verify: Mode = "size") -> Path | None:
+    def newest_valid(self) -> Path | None:
         """The newest one that is valid, those included that a rank has committed and not lived to note."""
-        found = [newest_valid(folder, verify=verify, but=self.passed_over(folder)) for folder in self.folders]
+        found = [newest_valid(folder, verify="size", but=self.passed_over(folder)) for folder in self.folders]
         if valid := [path for path in found if path is not None]:
             return max(valid, key=lambda path: read_manifest(path).committed_at)
         damaged = [path for path in self.paths if state(path) is not CheckpointState.MISSING]

@@ -186,11 +186,7 @@ class StagedSave:
     ) -> Manifest | None:
         """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
 
-        Args:
-            info: What goes into the manifest; rank 0's is used.
-            finish: Writes what the first half has left to be written.
-            count: Counts what this rank has saved of each tensor.
-            gather: How the ranks exchange their outcomes from now on.
+        ``finish`` writes what the first half has left to be written.
         """
         self._gather = gather or self._gather
         with self.cleaning_up():
@@ -284,13 +280,9 @@ class StagedSave:
     def _digest_share(
         self, sizes: Mapping[str, int], written: Collection[str], num_ranks: int, count: Count
     ) -> dict[str, Any]:
-        """Digests of this rank's share of the other files, as far as it sees them; its fingerprints go into the stage.
+        """Digests of this rank's share of the files that nobody has digested while they were ``written``.
 
-        Args:
-            sizes: Of the files that rank 0 sees.
-            written: Those of which some rank has taken the digest while it wrote.
-            num_ranks: How many share the others.
-            count: Counts what this rank has saved of each tensor.
+        ``sizes`` are those that rank 0 sees. What this rank has counted of each tensor goes into the stage.
         """
         seen = self._seen()
         if strange := sorted(seen.keys() - sizes.keys()):

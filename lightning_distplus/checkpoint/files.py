@@ -82,12 +82,7 @@ def _new_nonce() -> str:
 
 
 def meta_folder(path: Path, *, is_directory: bool | None = None) -> Path:
-    """The folder of manifest and marker of the checkpoint at ``path``.
-
-    Args:
-        path: The checkpoint.
-        is_directory: Its kind, for who is to write there; by default, what lies at ``path`` now is to be read.
-    """
+    """The folder of manifest and marker of the checkpoint at ``path``, of what lies there now or of a kind to come."""
     if path.is_dir() if is_directory is None else is_directory:
         return path / META
     if is_directory is None:
@@ -373,11 +368,7 @@ class DigestedStream:
 
 
 class DigestedWrites:
-    """Digests of the files of one save, taken while this rank writes them.
-
-    Args:
-        sync: Forces each of them to the disk; None is for tests.
-    """
+    """Digests of the files of one save, taken while this rank writes them and forces them to the disk."""
 
     def __init__(self, sync: Sync | None) -> None:
         self.sync = sync

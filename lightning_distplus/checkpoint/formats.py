@@ -1,15 +1,7 @@
 """Checkpoints in other forms: shards as one file, safetensors, DeepSpeed's universal layout, and those of strangers.
 
-Checkpoints of other programs are read key by key as those of ``recipes.model.TinyLlama``, and written for them:
-
-| origin | what is read |
-|---|---|
-| hf | a folder of Hugging Face's Llama: config.json, and weights as .safetensors or .bin, whole or in shards |
-| litgpt | ``{"model", "optimizer", "iter_num", ...}`` of lit-gpt, TinyLlama or litgpt: a file, or Fabric's shards |
-| lightning | a .ckpt of stock Lightning, or its folder of shards of FSDP or FSDP2 |
-| deepspeed | a folder of ZeRO 1, 2 or 3, of Lightning or of DeepSpeed's own ``save_checkpoint`` |
-
-No pickle of theirs runs code: everything is read with ``weights_only``. Weights and moments come in 32 bits.
+Checkpoints of other programs are read key by key as those of ``recipes.model.TinyLlama``, and written for them. No
+pickle of theirs runs code: everything is read with ``weights_only``. Weights and moments come in 32 bits.
 """
 
 from __future__ import annotations
@@ -415,13 +407,10 @@ def _origin_of_keys(keys: list[str]) -> Origin | None:
 
 
 def read_foreign(source: Path, origin: Origin, *, config: Mapping[str, Any], remedy: str) -> Foreign:
-    """Reads the checkpoint of another program, all of it that this one can use.
+    """Reads the checkpoint of another program, not Lightning's, all of it that this one can use.
 
-    Args:
-        source: A file or a folder.
-        origin: Which program has written it; not Lightning, whose checkpoints need no translation.
-        config: Arguments of ``LlamaConfig``, for what the source does not say.
-        remedy: How to go past a pickle that is refused.
+    ``config`` holds arguments of ``LlamaConfig``, for what the source does not say; ``remedy`` how to go past a pickle
+    that is refused.
 
     Raises:
         CheckpointCorrupt: A file is missing or damaged.

@@ -61,9 +61,7 @@ def named_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def pieces_of_saved(state: Mapping[str, Any], *, is_first: bool) -> Iterator[Piece]:
     """This rank's part of what is handed to a writer: a single-file checkpoint, or the shards of FSDP and FSDP2.
 
-    Args:
-        state: What is written.
-        is_first: Whether this rank answers for what all ranks hold alike.
+    The first rank answers for what all ranks hold alike.
     """
     for name, value in named_tensors(state):
         if hasattr(value, "local_shards"):  # of FSDP1
@@ -103,9 +101,7 @@ def parameters_of_optimizers(strategy: Any) -> list[list[str]]:
 def pieces_of_live(strategy: Any, *, is_first: bool = True) -> Iterator[Piece]:
     """What this rank holds of weights, persistent buffers and the optimizers' state. No rank waits for another one.
 
-    Args:
-        strategy: Of ours.
-        is_first: Whether this rank answers for the weights that all ranks hold alike.
+    The first rank answers for the weights that all ranks hold alike.
     """
     module, model = strategy.lightning_module, strategy.model
     units = _compat.flat_units(model) if isinstance(model, torch.nn.Module) else []
@@ -214,14 +210,7 @@ Sums = dict[str, tuple[str, int, int, int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor.
-
-    Args:
-        name: Of the whole tensor, the same on all ranks.
-        tensor: The part.
-        offsets: Where the part begins in the whole, for each axis.
-        shape: Of the whole tensor.
-    """
+    """What one rank holds of a tensor: where it begins in the whole, on each axis, and the name and shape of that."""
 
     name: str
     tensor: Tensor

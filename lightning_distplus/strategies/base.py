@@ -55,7 +55,6 @@ from lightning_distplus.strategies.loading import LoadHooks, Search, Verificatio
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.strategies.start import (
-    PreparationBarrier,
     check_agreement,
     check_data,
     check_folder,
@@ -65,6 +64,7 @@ from lightning_distplus.strategies.start import (
     configuration_digest,
     form_default_group,
     meet,
+    preparation_barrier,
     read_preflight,
     refuse_unknown_arguments,
     samples_in_hand,
@@ -412,13 +412,16 @@ class ResilientStrategy(_Base):
             super().setup_environment()
         self.phases.apply()
         if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            barrier = functools.partial(PreparationBarrier, self.plane, self.phases, self.marks)
-            _compat.replace_preparation_barrier(trainer, barrier)
-            _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
-            if trainer.state.fn == "fit":
-                self._brought = bring_callbacks(self, trainer)
-                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+            self._meet_trainer(self.lightning_module.trainer)
+
+    def _meet_trainer(self, trainer: Any) -> None:
+        """Puts in what has to be there before the run prepares its data and looks for its checkpoint."""
+        barrier = functools.partial(preparation_barrier, self.plane, self.phases, self.marks)
+        _compat.replace_preparation_barrier(trainer, barrier)
+        _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
+        if trainer.state.fn == "fit":
+            self._brought = bring_callbacks(self, trainer)
+            self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
 
     def _join(self, plane: ControlPlane) -> None:
         """All ranks have met, before any process group: from here on they are watched, and heard of."""
@@ -721,25 +724,17 @@ class ResilientStrategy(_Base):
         self.times.write()
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
-        exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
-        if isinstance(exception, SIGTERMException):
-            exit_code = exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
+        if isinstance(exception, SIGTERMException):  # agreed at the gate: the others raise it as well
+            exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
             log.warning(
                 "rank %d ends at step %s, asked for by SIGTERM; nothing was saved, because no PreemptionHandler is "
                 "there (preemption=True brings one to a fit). A restart continues from the last committed checkpoint.",
                 self.global_rank,
                 "?" if self.lightning_module is None else self.lightning_module.trainer.global_step,
             )
-        is_own = not isinstance(exception, (PeerError, SystemExit))
-        self.note(
-            "failed",
-            error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],
-            exit_code=exit_code,
-            global_step=self.marks.global_step,
-            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
-        )
-        if isinstance(exception, SIGTERMException):
-            return  # agreed at the gate: the others raise it as well
+            self._note_failure(exception, ExitCode.PREEMPTED)
+            return
+        self._note_failure(exception, getattr(exception, "exit_code", ExitCode.FAILED))
         self._has_failed = True
         self.saves.failing.end()
         if self._plane is not None:
@@ -748,6 +743,16 @@ class ResilientStrategy(_Base):
                 self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
             for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
+
+    def _note_failure(self, error: BaseException, exit_code: int) -> None:
+        is_own = not isinstance(error, (PeerError, SystemExit))
+        self.note(
+            "failed",
+            error=f"{type(error).__name__}: {message_of(error)}"[:1000],
+            exit_code=int(exit_code),
+            global_step=self.marks.global_step,
+            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+        )
 
     def teardown(self) -> None:
         """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""

@@ -237,9 +237,6 @@ def remove_abandoned_locks() -> list[Path]:
     torch guards a build by a file ``lock``, which the builder keeps open and removes at the end (torch 2.13,
     ``file_baton.py``). A builder that is killed removes nothing, and everybody after it waits without end. DeepSpeed
     takes such a lock at each start. A lock on a file system that other hosts may share is only reported.
-
-    Returns:
-        What was removed.
     """
     locks = _locks()
     removed = []

@@ -94,11 +94,10 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
     """
-    folder = settle_checkpoint_folder(trainer)
-    if not _is_ours(trainer):
-        return newest_in(folder, allow_fresh=allow_fresh)
-    trainer.strategy.search = Search(folder, allow_fresh)
-    return newest_in(folder, verify="size", allow_fresh=allow_fresh)
+    folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
+    if is_ours:
+        trainer.strategy.search = Search(folder, allow_fresh)
+    return newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
 
 
 def settle_checkpoint_folder(trainer: Any) -> Path:
@@ -294,11 +293,7 @@ _TRUST = (
 
 
 class LoadHooks:
-    """Loads the checkpoints of a strategy: verified before, agreed by all ranks, and compared in memory after.
-
-    Args:
-        strategy: One of ours.
-    """
+    """Loads the checkpoints of a strategy: verified before, agreed by all ranks, and compared in memory after."""
 
     verdicts: SharedVerdicts  # from `begin` on
 

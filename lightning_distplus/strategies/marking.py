@@ -38,12 +38,7 @@ class StepTimes:
         self.begin(0, {})
 
     def begin(self, global_step: int, per_step: Mapping[str, int]) -> None:
-        """Training starts: the first window begins when the first step is done, which belongs to the set-up.
-
-        Args:
-            global_step: Steps that are done.
-            per_step: What a step trains on, over all ranks, such as ``{"samples": 64}``.
-        """
+        """Training starts, on ``{"samples": 64}`` per step: the first step belongs to the set-up, and to no window."""
         self._began_at: float | None = None
         self._per_step = per_step
         self._step = self._window_step = global_step
@@ -197,47 +192,43 @@ class MarkingProfiler:
         self, inner: Any, marks: Marks, times: StepTimes, on_last_hook: Callable[[], None] = lambda: None
     ) -> None:
         self.inner = inner
-        self._times = times
+        self.marks = marks
+        self.times = times
         self._fetch_began_at = 0.0
         self._on_last_hook = on_last_hook
-        self._marks = marks
-        self._actions: dict[str, AbstractContextManager[Any]] = {}
-        self._kind = _Marked if type(inner) is PassThroughProfiler else _Profiled
+        self._actions: dict[str, _Action] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def start(self, action_name: str) -> None:
         """Marks the action and starts the user's profiler."""
-        self._marks.set(action_name)
+        self.marks.set(action_name)
         if action_name == _FETCH:
             self._fetch_began_at = time.monotonic()
         self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
         """Marks the end and stops the user's profiler."""
-        self._marks.back_to(f"after {action_name}")
+        self.marks.back_to(f"after {action_name}")
         if action_name == _FETCH:
-            self._times.add("data", time.monotonic() - self._fetch_began_at)
+            self.times.add("data", time.monotonic() - self._fetch_began_at)
         self.inner.stop(action_name)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+    def profile(self, action_name: str) -> AbstractContextManager[None]:
         """Marks the action around the user's own profiling."""
         try:
             return self._actions[action_name]
         except KeyError:
             return self._new(action_name)
 
-    def _new(self, action_name: str) -> AbstractContextManager[Any]:
+    def _new(self, action_name: str) -> _Action:
         if action_name.endswith(_ON_EXCEPTION):
-            self._marks.keep()
-        marked: AbstractContextManager[Any] = self._kind(self._marks, action_name, self.inner)
-        whose, _, name = action_name.partition("]")
-        if part := _PARTS.get((f"{whose}]", name.rpartition(".")[2])):
-            marked = _Timed(marked, part, self._times)
+            self.marks.keep()
+        action = _Action(self, action_name)
         if len(self._actions) < _KEPT_ACTIONS:
-            self._actions[action_name] = marked
-        return marked
+            self._actions[action_name] = action
+        return action
 
     def describe(self) -> None:
         """Writes the user's summary, which is the last thing that a Trainer does in a run."""
@@ -245,58 +236,38 @@ class MarkingProfiler:
         self._on_last_hook()
 
 
-class _Marked(AbstractContextManager[None]):
-    """The marks of one action. It holds nothing of one use, so that it serves every step, also within itself."""
+class _Action(AbstractContextManager[None]):
+    """Marks one action, and measures it if it is a part of a step.
 
-    __slots__ = ("_action", "_after", "_inner", "_marks")
+    What measures nothing holds nothing of one use: it serves every step, also within itself. A part of a step is never
+    within itself.
+    """
 
-    def __init__(self, marks: Marks, action: str, inner: Any) -> None:
-        self._marks = marks
-        self._action = action
-        self._after = f"after {action}"
-        self._inner = inner
+    __slots__ = ("_after", "_began_at", "_inner", "_marks", "_name", "_part", "_times")
+
+    def __init__(self, profiler: MarkingProfiler, name: str) -> None:
+        self._marks, self._times = profiler.marks, profiler.times
+        self._inner = None if type(profiler.inner) is PassThroughProfiler else profiler.inner
+        self._name, self._after = name, f"after {name}"
+        whose, _, callee = name.partition("]")
+        self._part = _PARTS.get((f"{whose}]", callee.rpartition(".")[2]))
 
     def __enter__(self) -> None:
-        self._marks.set(self._action)
+        if self._part is not None:
+            self._began_at = time.monotonic()
+        self._marks.set(self._name)
+        if self._inner is not None:
+            self._inner.start(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or kind is StopIteration:  # the end of the data is no failure
             self._marks.back_to(self._after)
-
-
-class _Profiled(_Marked):
-    """The same, around a profiler that measures something."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._inner.start(self._action)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._inner.stop(self._action)
-
-
-class _Timed(AbstractContextManager[None]):
-    """An action that is a part of a step; it is never within itself."""
-
-    __slots__ = ("_began_at", "_marked", "_part", "_times")
-
-    def __init__(self, marked: AbstractContextManager[Any], part: str, times: StepTimes) -> None:
-        self._marked = marked
-        self._part = part
-        self._times = times
-
-    def __enter__(self) -> None:
-        self._began_at = time.monotonic()
-        self._marked.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._marked.__exit__(*error)
-        self._times.add(self._part, time.monotonic() - self._began_at)
+        if self._inner is not None:
+            self._inner.stop(self._name)
+        if self._part is not None:
+            self._times.add(self._part, time.monotonic() - self._began_at)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -305,8 +276,7 @@ class _Timed(AbstractContextManager[None]):
 def progress_of(trainer: Any) -> Progress | None:
     """The batches of the present epoch, validation, test or prediction, or the steps of a run that ends sooner.
 
-    Returns:
-        None where the Trainer does nothing that is counted; it may be between two stages at any moment.
+    None where the Trainer does nothing that is counted; it may be between two stages at any moment.
     """
     with suppress(AttributeError, TypeError, RuntimeError):
         if trainer.training:

@@ -163,9 +163,7 @@ class Staging:
     The first touch of new memory costs more than a copy into memory that is there. torch's own stager keeps the memory
     of a storage as long as the storage lives, which is no longer than the save where a strategy gathers its state, and
     copies whole storages for small parts of them (torch 2.13, ``_state_dict_stager.py`` 128).
-
-    Args:
-        group: For the collectives of these saves alone, which come from another thread; None for one process.
+    The collectives of these saves, which come from another thread, have a ``group`` of their own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -295,11 +293,8 @@ class Writes:
     """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
 
     What is written at once is counted by another thread meanwhile. ``digested`` takes digests of the files while they
-    are written; it is None where nothing is committed.
-
-    Args:
-        staging: Makes the copies; None: the writes are done at once.
-        is_first: Whether this rank answers for what all ranks hold alike.
+    are written; it is None where nothing is committed. Without a ``staging``, which makes the copies, the writes are
+    done at once. The first rank answers for what all ranks hold alike.
     """
 
     def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
@@ -455,12 +450,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
 
 class SaveHooks:
-    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks.
-
-    Args:
-        strategy: One of ours.
-        policy: What a save that fails does to the fit.
-    """
+    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks."""
 
     _plane: ControlPlane
     _moves: Lock  # held while a save or a removal moves something; made in `begin`, as a strategy may be pickled before

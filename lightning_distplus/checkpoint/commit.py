@@ -148,22 +148,9 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    return stage(target, write, rank=rank, gather=gather, digested=DigestedWrites(sync)).commit(info)
-
-
-def stage(
-    target: Path, write: Callable[[Path], object], *, rank: int, gather: Gather, digested: DigestedWrites
-) -> StagedSave:
-    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
-
-    Files that ``write`` opens with ``digested`` are not read again for their digests; others get the same kind.
-    """
-    save = StagedSave(target, rank, gather, digested)
-    with save.cleaning_up():
-        save.begin()
-        save.agree("probe", save.probe)
-        save.agree("write", lambda: save.write(write))
-    return save
+    save = StagedSave(target, rank, gather, DigestedWrites(sync))
+    save.fill(write)
+    return save.commit(info)
 
 
 class StagedSave:
@@ -175,6 +162,21 @@ class StagedSave:
         self._rank = rank
         self._gather = gather
         self._digested = digested
+
+    def fill(self, write: Callable[[Path], object]) -> None:
+        """The first half of `commit`: what ``write`` saves lies in the stage, and nobody sees it yet.
+
+        Files that it opens with ``digested`` are not read again for their digests; others get the same kind.
+        """
+
+        def write_payload() -> None:
+            write(self.stage.payload)  # what it returns is of no interest to the other ranks
+
+        with self._cleaning_up():
+            first = self.agree("begin", self._make_stage)[0]
+            self.stage = Stage(Path(first["target"]), first["nonce"])
+            self.agree("probe", self._probe)
+            self.agree("write", write_payload)
 
     def commit(
         self,
@@ -189,7 +191,7 @@ class StagedSave:
         ``finish`` writes what the first half has left to be written.
         """
         self._gather = gather or self._gather
-        with self.cleaning_up():
+        with self._cleaning_up():
             if finish is not None:
                 self.agree("finish", finish)
             lists = self.agree("list", self._list_stage)
@@ -200,7 +202,7 @@ class StagedSave:
         return self.manifest
 
     @contextmanager
-    def cleaning_up(self) -> Iterator[None]:
+    def _cleaning_up(self) -> Iterator[None]:
         """Gives the stage up where this block fails."""
         try:
             yield
@@ -242,17 +244,12 @@ class StagedSave:
 
     # -- the phases, in their order ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Makes the stage on rank 0 and adopts its place on all ranks."""
-        first = self.agree("begin", self._make_stage)[0]
-        self.stage = Stage(Path(first["target"]), first["nonce"])
-
     def _make_stage(self) -> dict[str, str]:
         if self._rank == 0:
             claim(self.stage)
         return {"target": str(self.stage.target), "nonce": self.stage.nonce}
 
-    def probe(self) -> None:
+    def _probe(self) -> None:
         """Writes a byte into the stage and takes it away.
 
         The save itself may have collectives in which the others would wait for a rank that may not write at all.
@@ -262,10 +259,6 @@ class StagedSave:
             probe = self.stage.folder / f"{META}.probe-{self._rank}"
             write_file(probe, b"0", sync=None)
             probe.unlink(missing_ok=True)
-
-    def write(self, write: Callable[[Path], object]) -> None:
-        """Runs the save itself; what it returns is of no interest to the other ranks."""
-        write(self.stage.payload)
 
     def _list_stage(self) -> dict[str, Any]:
         """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well."""

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
@@ -105,8 +104,8 @@ class Copies:
                 if self._fs.exists(place):
                     self._fs.rm(place, recursive=True)
 
-    def ensure(self, path: Path, manifest_xxh3_128: str) -> dict[str, Any]:
-        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then."""
+    def ensure(self, path: Path, manifest_xxh3_128: str) -> None:
+        """Copies a checkpoint now where the URL has no copy of it, or raises `CheckpointCorrupt`."""
         try:
             if self._find(path.name, manifest_xxh3_128) is None:
                 self.put(path)
@@ -115,13 +114,11 @@ class Copies:
                 f"{path} is not on all nodes, and cannot be copied to {self.url} for the others: "
                 f"{type(error).__name__}: {error}. Resume from a checkpoint that has a copy there."
             ) from error
-        return {}
 
     def fetch(self, path: Path, manifest_xxh3_128: str) -> list[str]:
         """Makes the copy of one checkpoint the committed one at ``path``; returns what went wrong, if anything."""
         try:
-            found = self._find(path.name, manifest_xxh3_128)
-            if found is None:
+            if (found := self._find(path.name, manifest_xxh3_128)) is None:
                 return [f"{self.url} has no copy of {path.name} with the manifest {manifest_xxh3_128}"]
             self._fetch(*found, path.parent)
         except Exception as error:  # whatever a file system raises: all ranks hear of it

@@ -36,6 +36,7 @@ from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.run_access import Phases
+from lightning_distplus.strategies import start
 from lightning_distplus.strategies.collectives import (
     Collectives,
     cause_of,
@@ -54,22 +55,6 @@ from lightning_distplus.strategies.defaults import (
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
-from lightning_distplus.strategies.start import (
-    check_agreement,
-    check_data,
-    check_folder,
-    check_host,
-    check_launch,
-    clock_offset,
-    configuration_digest,
-    form_default_group,
-    meet,
-    preparation_barrier,
-    read_preflight,
-    refuse_unknown_arguments,
-    samples_in_hand,
-    tell_launcher,
-)
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
 from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
@@ -302,7 +287,7 @@ class ResilientStrategy(_Base):
         require_type("log_figures", log_figures, bool)
         require_type("metrics_port", metrics_port, int, or_none=True)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
-        self.preflight = read_preflight(preflight)
+        self.preflight = start.read_preflight(preflight)
         self.on_hang: OnHang = on_hang
         self.verify: Verification = verify
         self.async_save = async_save
@@ -335,7 +320,7 @@ class ResilientStrategy(_Base):
         self._first_step = 0
         self._has_failed = self._is_torn_down = self._ends_in_teardown = False
         """The last: whether no hook follows the teardown, as the run was interrupted or its last hook has returned."""
-        refuse_unknown_arguments(type(self), kwargs)
+        start.refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
 
@@ -386,7 +371,7 @@ class ResilientStrategy(_Base):
     def _configure_launcher(self) -> None:
         """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
         install_exit_codes()
-        check_launch(self, tells_warnings=False)
+        start.check_launch(self, tells_warnings=False)
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
         _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
@@ -400,13 +385,13 @@ class ResilientStrategy(_Base):
         install_exit_codes()
         self._has_failed = self._ends_in_teardown = self._is_torn_down = False
         self._began_at = time.time()
-        check_launch(self)
+        start.check_launch(self)
         self.set_world_ranks()
         show_log(is_global_zero=self.is_global_zero)
-        self._join(meet(self))
+        self._join(start.meet(self))
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        form_default_group(self)
+        start.form_default_group(self)
         install_exit_codes()  # torch has just chained a hook of its own
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
@@ -416,7 +401,7 @@ class ResilientStrategy(_Base):
 
     def _meet_trainer(self, trainer: Any) -> None:
         """Puts in what has to be there before the run prepares its data and looks for its checkpoint."""
-        barrier = functools.partial(preparation_barrier, self.plane, self.phases, self.marks)
+        barrier = functools.partial(start.preparation_barrier, self.plane, self.phases, self.marks)
         _compat.replace_preparation_barrier(trainer, barrier)
         _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
         if trainer.state.fn == "fit":
@@ -435,7 +420,7 @@ class ResilientStrategy(_Base):
         self._start_watchdog(plane)
         self.saves.begin(plane)
         if self.lightning_module is not None:
-            check_host(self, self.lightning_module.trainer)
+            start.check_host(self, self.lightning_module.trainer)
         if self.watchdog is not None:
             points = Points(plane, waits=self.phases, locate=line_of_the_caller)
             points.begin()
@@ -450,9 +435,9 @@ class ResilientStrategy(_Base):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into(trainer)
-        self._run_lock = check_folder(self, trainer)
-        check_agreement(self, trainer)
-        self.configuration = configuration_digest(trainer)
+        self._run_lock = start.check_folder(self, trainer)
+        start.check_agreement(self, trainer)
+        self.configuration = start.configuration_digest(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
             self._gate.add(_AtGate(self))
@@ -491,14 +476,14 @@ class ResilientStrategy(_Base):
             self._events.close()  # an event that came behind the end of an earlier run has opened it again
         self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
-            tell_launcher(self.home, self.on_verdict)
+            start.tell_launcher(self.home, self.on_verdict)
         self.note(
             "start",
             ledger=LEDGER_VERSION,
             began_at=round(time.time() - age_of_process(), 3),
             host=self.plane.world.host,
             pid=os.getpid(),
-            clock_offset_s=clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
+            clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
@@ -513,7 +498,7 @@ class ResilientStrategy(_Base):
         assert self._gate is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self.collectives.together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
+        self.collectives.together(lambda: _START_OF_TRAINING, lambda: start.check_data(self, trainer))
         if self.is_global_zero:
             log.info("%s", summary(self, trainer))
         self._first_step = trainer.global_step
@@ -751,7 +736,7 @@ class ResilientStrategy(_Base):
             error=f"{type(error).__name__}: {message_of(error)}"[:1000],
             exit_code=int(exit_code),
             global_step=self.marks.global_step,
-            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+            samples=start.samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
         )
 
     def teardown(self) -> None:

@@ -19,23 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus import _compat, env
-from lightning_distplus.checkpoint.catalog import (
-    AUTO,
-    CheckpointState,
-    JobSaves,
-    asides_without_target,
-    check_unmanifested,
-    findings_in_share,
-    newest_in,
-    newest_valid,
-    num_fits,
-    place_of,
-    read_manifest,
-    reference,
-    state,
-    verify_or_raise,
-    whole_one_of,
-)
+from lightning_distplus.checkpoint import catalog
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.formats import origin_of, refuse_foreign
 from lightning_distplus.checkpoint.tensors import (
@@ -81,9 +65,9 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         ValueError: There is none, and the run is no fit.
     """
     is_fit = trainer.state.fn == "fit"
-    if not _is_ours(trainer) or (ckpt_path != AUTO and not (ckpt_path is None and is_fit)):
+    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and is_fit)):
         return ckpt_path
-    found = newest_checkpoint(trainer) if ckpt_path == AUTO else _newest_of_job(trainer)
+    found = newest_checkpoint(trainer) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
     if found is None and not is_fit:
         raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
     return None if found is None else str(found)
@@ -97,7 +81,7 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
     if is_ours:
         trainer.strategy.search = Search(folder, allow_fresh)
-    return newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
+    return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
 
 
 def settle_checkpoint_folder(trainer: Any) -> Path:
@@ -113,7 +97,7 @@ def settle_checkpoint_folder(trainer: Any) -> Path:
 
 def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
     """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
-    found = [] if not _is_ours(trainer) or "://" in folder else asides_without_target(Path(folder))
+    found = [] if not _is_ours(trainer) or "://" in folder else catalog.asides_without_target(Path(folder))
     name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
     return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
 
@@ -139,7 +123,7 @@ def _newest_of_job(trainer: Any) -> Path | None:
     if attempt == 0 or run_id is None or env.DISTPLUS_RESUME.get() != "1":
         return None
     home = folder_of_run(trainer.default_root_dir)
-    saves = JobSaves.of_fit(home, run_id, 1 + num_fits(home, run_id, attempt, trainer.global_rank))
+    saves = catalog.JobSaves.of_fit(home, run_id, 1 + catalog.num_fits(home, run_id, attempt, trainer.global_rank))
     found = saves.newest_valid()
     if found is not None:
         _save_on(trainer, saves)
@@ -154,7 +138,7 @@ def _newest_of_job(trainer: Any) -> Path | None:
     return found
 
 
-def _save_on(trainer: Any, saves: JobSaves) -> None:
+def _save_on(trainer: Any, saves: catalog.JobSaves) -> None:
     """Has a ModelCheckpoint without a folder go on in the one that it had, and not below the logger's next version."""
     named = {Path(saver.dirpath).absolute() for saver in savers_of(trainer) if saver.dirpath}
     chosen = [folder for folder in saves.folders if folder.absolute() not in named]
@@ -202,7 +186,7 @@ class SharedVerdicts:
         return answer
 
     def agree_on_path(self, name: str, decide: Callable[[], Path | None]) -> Path | None:
-        """`agree` on a path, or on none."""
+        """`agree` on a path, or on nothing."""
         found = self.agree(name, lambda: {"path": (path := decide()) and str(path)})["path"]
         return found and Path(found)
 
@@ -226,13 +210,14 @@ class SharedVerdicts:
         Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
         has nothing to read.
         """
-        places = [one["place"] for one in self.gather("checkpoint-places", {"place": place_of(path)})]
+        places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
         mine = places[self._rank]
         if mine is None or mine[0] != (places[0] or mine)[0]:
             return list
         sharers = [rank for rank, place in enumerate(places) if place == mine]
-        manifest, rank, num_ranks = read_manifest(path), sharers.index(self._rank), len(sharers)
-        return lambda: [str(found) for found in findings_in_share(path, manifest, rank=rank, num_ranks=num_ranks)]
+        manifest, rank, num_ranks = catalog.read_manifest(path), sharers.index(self._rank), len(sharers)
+        look = partial(catalog.findings_in_share, path, manifest, rank=rank, num_ranks=num_ranks)
+        return lambda: [str(found) for found in look()]
 
     def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
         """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
@@ -241,14 +226,14 @@ class SharedVerdicts:
             What is wrong then: why this rank could not fetch it.
         """
         for _ in self._plane.world.ranks:
-            message = {"place": place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
+            message = {"place": catalog.place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
             heard = self.gather("checkpoint-nodes", message)
             fetchers = _fetchers(heard)
             if not fetchers:
                 break
             wanted = heard[0]["place"][0]
             if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
-                self.agree("checkpoint-upload", lambda: copies.ensure(path, wanted))  # noqa: B023
+                self.agree_on_path("checkpoint-upload", partial(copies.ensure, path, wanted))
             findings = []
             if self._rank in fetchers:
                 log.warning(
@@ -348,7 +333,7 @@ class LoadHooks:
                 return found
             log.warning("Checkpoint %s is passed over: %s", found, damage[0])
             passed_over.append(found)
-            look = partial(newest_valid, search.folder, verify="size", but=[*passed_over, *search.but])
+            look = partial(catalog.newest_valid, search.folder, verify="size", but=[*passed_over, *search.but])
             found = self.verdicts.agree_on_path("checkpoint-older", look)
         if self._copies is not None:
             found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search.folder))
@@ -390,7 +375,7 @@ class LoadHooks:
     def _load(self, local: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Verifies and reads what rank 0 has chosen: where a killed save has left a whole one aside, that one."""
         verdicts, strategy, copies = self.verdicts, self._strategy, self._copies
-        found = verdicts.agree("checkpoint-verdict", lambda: self._verify(whole_one_of(local)))
+        found = verdicts.agree("checkpoint-verdict", lambda: self._verify(catalog.whole_one_of(local)))
         chosen = Path(found["path"])
         is_unread = found["has_files"] and chosen != self._has_read
         # The parent reads such a file and restores nothing, nor meets another rank, so that it can be verified at the
@@ -402,7 +387,8 @@ class LoadHooks:
                 findings = verdicts.fetch_where_it_lacks(chosen, findings, copies)
             verdicts.hear("checkpoint-bytes", chosen, findings)
         if found["has_files"]:
-            self._expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._world.rank == 0)
+            tensors = catalog.read_manifest(chosen).tensors or {}
+            self._expected = _comparable(chosen, tensors, is_heard=self._world.rank == 0)
         fitting = verdicts.agree_on_path("checkpoint-form", lambda: strategy.fitting_checkpoint(chosen)) or chosen
         self.follow(chosen)
         with self._refusing_another_model(chosen):
@@ -416,13 +402,13 @@ class LoadHooks:
                 f"lightning_distplus.newest_valid({str(path.parent)!r}), or ckpt_path='auto': the newest valid one of "
                 "this run's folder, or a fresh start."
             )
-        found, verification = state(path), self._strategy.verify
-        if found is CheckpointState.UNMANIFESTED:
+        found, verification = catalog.state(path), self._strategy.verify
+        if found is catalog.CheckpointState.UNMANIFESTED:
             _check_unmanifested(path, verification)
             return {"path": str(path), "has_files": False, "has_manifest": False}
-        if found is not CheckpointState.COMMITTED or verification != "off":
-            verify_or_raise(path, "size")
-        saved_by, engine = engine_in(read_manifest(path)), engine_of(type(self._strategy))
+        if found is not catalog.CheckpointState.COMMITTED or verification != "off":
+            catalog.verify_or_raise(path, "size")
+        saved_by, engine = engine_in(catalog.read_manifest(path)), engine_of(type(self._strategy))
         if path.is_dir() and saved_by != engine:
             raise CheckpointMismatch(
                 f"The checkpoint {path} was saved by {saved_by}; this run uses {engine}, which cannot read its "
@@ -472,8 +458,8 @@ class LoadHooks:
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
         if self._world.rank == 0:
-            self.parent = reference(path)
-            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
+            self.parent = catalog.reference(path)
+            self.parent_committed_at = 0.0 if self.parent is None else catalog.read_manifest(path).committed_at
 
     @contextmanager
     def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
@@ -572,7 +558,7 @@ class LoadHooks:
 def _deadlines_in(path: Path) -> dict[str, Any]:
     # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
     with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
-        return read_manifest(path).deadlines_s
+        return catalog.read_manifest(path).deadlines_s
     return {}
 
 
@@ -597,7 +583,7 @@ def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Te
 
 
 def _check_unmanifested(path: Path, verification: Verification) -> None:
-    findings = () if verification == "off" else check_unmanifested(path)
+    findings = () if verification == "off" else catalog.check_unmanifested(path)
     if not findings or origin_of(path) is not None:  # a folder of another program looks damaged here
         refuse_foreign(path)
     if findings:

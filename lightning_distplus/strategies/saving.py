@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
-from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave, stage
+from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave
 from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.files import DigestedWrites, Sync
 from lightning_distplus.checkpoint.tensors import (
@@ -516,7 +516,8 @@ class SaveHooks:
         checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
         info, rank = self._info(checkpoint), self._plane.world.rank
         writes.digested = DigestedWrites(self.sync)
-        staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
+        staged = StagedSave(path, rank, self._gather, writes.digested)
+        staged.fill(write)
         begun = None
         if writes.are_kept:
             how = {"count": writes.count, "finish": writes.finish, "gather": self._gather_behind()}

@@ -19,24 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_distplus.checkpoint.files import (
-    BLOCK_BYTES,
-    MANIFEST,
-    MARKER,
-    META,
-    Stage,
-    asides_in,
-    beside,
-    bytes_digest,
-    digest_file,
-    in_role,
-    is_aside,
-    leftovers_of,
-    list_files,
-    meta_folder,
-    put_in_place,
-    remove_tree,
-)
+from lightning_distplus.checkpoint import files
+from lightning_distplus.checkpoint.files import BLOCK_BYTES, MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 from lightning_distplus.events import read_events
@@ -140,7 +124,7 @@ def _children(directory: Path) -> Iterator[tuple[Path, Path | None]]:
         links_to_sibling = child.is_symlink() and _real(child).parent == directory.resolve()
         if child.name != META and not links_to_sibling:
             yield child, None
-    yield from asides_in(directory)
+    yield from files.asides_in(directory)
 
 
 def line_of_newest(reports: Iterable[Report]) -> frozenset[str]:
@@ -198,7 +182,7 @@ def whole_one_of(path: Path) -> Path:
     report = _look(path, "size")
     if report.ok or report.state is CheckpointState.UNMANIFESTED:
         return path
-    asides = [_look(aside, "size") for aside, target in asides_in(path.parent) if target.name == path.name]
+    asides = [_look(aside, "size") for aside, target in files.asides_in(path.parent) if target.name == path.name]
     whole = [(found.manifest.committed_at, found.path) for found in asides if found.ok and found.manifest is not None]
     if not whole:
         return path
@@ -208,7 +192,9 @@ def whole_one_of(path: Path) -> Path:
 
 def asides_without_target(directory: Path) -> list[Path]:
     """Whole checkpoints that a killed save has left aside while there is nothing at their place."""
-    return [path for path, target in asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok]
+    return [
+        path for path, target in files.asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok
+    ]
 
 
 # -- one checkpoint ----------------------------------------------------------------------------------------------------
@@ -260,7 +246,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """
     if (found := _look(Path(path)).manifest) is not None:
         return found
-    file = meta_folder(_real(Path(path))) / MANIFEST
+    file = files.meta_folder(_real(Path(path))) / MANIFEST
     try:
         return Manifest.from_json(file.read_bytes(), str(file))
     except OSError as error:
@@ -294,7 +280,7 @@ def _whereabouts(path: Path) -> tuple[Any, ...]:
         found = real.stat()
     except OSError:
         return ()
-    return (found.st_dev, found.st_ino, found.st_ctime_ns, meta_folder(real))
+    return (found.st_dev, found.st_ino, found.st_ctime_ns, files.meta_folder(real))
 
 
 def _inspect_once(path: Path) -> Report:
@@ -306,7 +292,7 @@ def _inspect_once(path: Path) -> Report:
     real = _real(path)
     if not real.exists():
         return report(CheckpointState.MISSING, path, "a checkpoint", "nothing")
-    meta = meta_folder(real)
+    meta = files.meta_folder(real)
     file, marker, torn = meta / MANIFEST, meta / MARKER, CheckpointState.TORN
     if not (file.is_file() or marker.is_file()):
         stranger = "none (not saved through a Resilient strategy)"
@@ -318,7 +304,7 @@ def _inspect_once(path: Path) -> Report:
         return report(torn, file, "a readable manifest", _reason(error))
     except (CheckpointCorrupt, CheckpointMismatch) as error:
         return report(torn, file, "a manifest of a version known here", str(error))
-    found, digest = _read_marker(marker), bytes_digest(content)
+    found, digest = _read_marker(marker), files.bytes_digest(content)
     if found != digest:
         return report(torn, marker, f"a marker for the manifest {digest}", found, manifest)
     return Report(path, CheckpointState.COMMITTED, manifest, (), found)
@@ -365,7 +351,7 @@ def _check_file(
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            digest = digest_file(file, block=block, on_bytes=on_bytes).xxh3_128
+            digest = files.digest_file(file, block=block, on_bytes=on_bytes).xxh3_128
             expected = entry.xxh3_128 if block is None else entry.blocks_64_mib[block]
             if digest != expected:
                 begin = 0 if block is None else block * BLOCK_BYTES
@@ -410,7 +396,7 @@ def check_unmanifested(path: Path) -> tuple[FileFinding, ...]:
     """
     if path.is_dir() and not any((path / sign).exists() for sign in _DIRECTORY_SIGNS):
         return (FileFinding(str(path), f"a folder with {' or '.join(_DIRECTORY_SIGNS)}", "none of them"),)
-    archives = [path / name for name in list_files(path) if name.endswith(".pt")] if path.is_dir() else [path]
+    archives = [path / name for name in files.list_files(path) if name.endswith(".pt")] if path.is_dir() else [path]
     return tuple(finding for finding in map(_check_archive, archives) if finding is not None)
 
 
@@ -443,7 +429,7 @@ def place_of(path: Path) -> list[Any] | None:
     """
     try:
         report = _look(path, "size")
-        file = (meta_folder(_real(path)) / MANIFEST).stat()
+        file = (files.meta_folder(_real(path)) / MANIFEST).stat()
     except OSError:
         return None
     return [report.manifest_xxh3_128, file.st_ino, file.st_mtime_ns] if report.ok else None
@@ -493,12 +479,12 @@ def remove(path: str | Path) -> None:
     if path.is_symlink():
         path.unlink(missing_ok=True)
         return
-    if is_aside(path):
-        remove_tree(path.parent)
+    if files.is_aside(path):
+        files.remove_tree(path.parent)
         return
     # The payload goes at once, by one call, so that no reader meets half a checkpoint; then what nobody looks for.
     if path.is_dir():
-        trash = beside(path, "removed")
+        trash = files.beside(path, "removed")
         trash.parent.mkdir(exist_ok=True)
         try:
             path.rename(trash)
@@ -506,9 +492,9 @@ def remove(path: str | Path) -> None:
             return  # another process was faster
     else:
         path.unlink(missing_ok=True)
-        remove_tree(meta_folder(path, is_directory=False))
-    for folder in [*leftovers_of(path, "aside", "draft", "universal"), *in_role(path.parent, "removed")]:
-        remove_tree(folder)
+        files.remove_tree(files.meta_folder(path, is_directory=False))
+    for folder in [*files.leftovers_of(path, "aside", "draft", "universal"), *files.in_role(path.parent, "removed")]:
+        files.remove_tree(folder)
 
 
 def is_last_valid(path: str | Path) -> bool:
@@ -540,14 +526,14 @@ def link(checkpoint: Path, name: Path) -> None:
         for folder in (stage.draft, stage.aside):
             folder.mkdir(parents=True)
         fresh.symlink_to(os.path.relpath(checkpoint, name.parent))
-        put_in_place(fresh, name, stage.aside_payload)
+        files.put_in_place(fresh, name, stage.aside_payload)
     except OSError as error:
         logger.warning("%s cannot be linked to %s (%s); it stays as it is", name, checkpoint, error)
         left = [stage.draft, stage.aside]
     else:
-        left = [meta_folder(name, is_directory=False), *leftovers_of(name, "aside", "draft", "universal")]
+        left = [files.meta_folder(name, is_directory=False), *files.leftovers_of(name, "aside", "draft", "universal")]
     for folder in left:
-        remove_tree(folder)
+        files.remove_tree(folder)
 
 
 # -- going on: the newest one of a folder, or of what a job has saved --------------------------------------------------
@@ -637,7 +623,7 @@ class JobSaves:
 
     def passed_over(self, folder: Path) -> list[Path]:
         """The committed checkpoints of a folder that are another job's, or another fit's."""
-        there = [report.path for report in committed_in(folder)] + [aside for aside, _ in asides_in(folder)]
+        there = [report.path for report in committed_in(folder)] + [aside for aside, _ in files.asides_in(folder)]
         return [path for path in there if path not in self.paths and self._is_of_others(path)]
 
     def _is_of_others(self, path: Path) -> bool:

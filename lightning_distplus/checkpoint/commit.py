@@ -13,27 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_distplus.checkpoint import files
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
-from lightning_distplus.checkpoint.files import (
-    MANIFEST,
-    MARKER,
-    META,
-    DigestedWrites,
-    Stage,
-    Sync,
-    beside,
-    bytes_digest,
-    digest_file,
-    leftovers_of,
-    list_files,
-    list_folders,
-    meta_folder,
-    put_in_place,
-    remove_tree,
-    second_name,
-    sync_folder,
-    write_file,
-)
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, DigestedWrites, Stage, Sync
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
 from lightning_distplus.errors import ExitCode, SaveFailed
 from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
@@ -208,7 +190,7 @@ class StagedSave:
             yield
         except BaseException:
             if self._rank == 0:
-                remove_tree(self.stage.folder)
+                files.remove_tree(self.stage.folder)
             raise
 
     def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
@@ -257,7 +239,7 @@ class StagedSave:
         """
         if self.stage.folder.exists():
             probe = self.stage.folder / f"{META}.probe-{self._rank}"
-            write_file(probe, b"0", sync=None)
+            files.write_file(probe, b"0", sync=None)
             probe.unlink(missing_ok=True)
 
     def _list_stage(self) -> dict[str, Any]:
@@ -287,7 +269,7 @@ class StagedSave:
         others = sorted(sizes.keys() - set(written), key=lambda path: (-sizes[path], path))
         digests = self._digest(path for path in others[self._rank :: num_ranks] if path in seen)
         if counted := count():
-            write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
+            files.write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
         return {"digests": digests, "has_tensors": bool(counted)}
 
     def _publish(
@@ -330,7 +312,7 @@ class StagedSave:
         return self.stage.folder / META / f"tensors-{rank}.json"
 
     def _seen(self) -> dict[str, int]:
-        return list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        return files.list_files(self.stage.payload) if self.stage.payload.exists() else {}
 
     @property
     def _root(self) -> Path:
@@ -340,7 +322,7 @@ class StagedSave:
     def _digest(self, paths: Iterable[str]) -> dict[str, dict[str, Any]]:
         """By path the digests of files that something else has written; they are forced to the disk."""
         sync = self._digested.sync
-        return {path: asdict(digest_file(self._root / path, sync=sync, with_blocks=True)) for path in paths}
+        return {path: asdict(files.digest_file(self._root / path, sync=sync, with_blocks=True)) for path in paths}
 
 
 def _lament(error: BaseException, rank: int) -> dict[str, Any]:
@@ -371,7 +353,7 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
         OSError: The checkpoint is not committed, and what was at the target is there.
     """
     is_directory, is_first = stage.payload.is_dir(), not os.path.lexists(stage.target)
-    strays = leftovers_of(stage.target, "aside") if is_first else []
+    strays = files.leftovers_of(stage.target, "aside") if is_first else []
     old = None
     try:
         meta = _write_meta(stage, manifest, is_directory, sync)
@@ -380,13 +362,13 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
         else:
             old = _put_where_something_is(stage, None if is_directory else meta, sync)
     except Exception:
-        remove_tree(stage.draft)
-        remove_tree(stage.aside)
+        files.remove_tree(stage.draft)
+        files.remove_tree(stage.aside)
         raise
     # Committed: whatever goes wrong from here on is left for the next save of this target to clear away.
     try:
         for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
-            sync_folder(folder, sync=sync)
+            files.sync_folder(folder, sync=sync)
         if old is not None:
             _move_metas(stage, old, is_directory, sync)
         _clear(stage, old, strays)
@@ -396,27 +378,27 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
 
 def _write_meta(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> Path:
     """Makes the stage a committed checkpoint, where nobody looks yet."""
-    meta = meta_folder(stage.payload, is_directory=is_directory)
+    meta = files.meta_folder(stage.payload, is_directory=is_directory)
     meta.mkdir(parents=True, exist_ok=True)
     content = manifest.to_json().encode()
-    marker = json.dumps({"version": 1, "manifest_xxh3_128": bytes_digest(content)}) + "\n"
-    write_file(meta / MANIFEST, content, sync=sync)
-    write_file(meta / MARKER, marker.encode(), sync=sync)
-    for folder in (*list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
-        sync_folder(folder, sync=sync)
+    marker = json.dumps({"version": 1, "manifest_xxh3_128": files.bytes_digest(content)}) + "\n"
+    files.write_file(meta / MANIFEST, content, sync=sync)
+    files.write_file(meta / MARKER, marker.encode(), sync=sync)
+    for folder in (*files.list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
+        files.sync_folder(folder, sync=sync)
     return meta
 
 
 def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
     """Moves the payload to its target; of a file the manifest goes first, and means nothing until the file is there."""
-    beside_target = meta_folder(stage.target, is_directory=False)
-    remove_tree(beside_target)  # of a file that was removed by hand
+    beside_target = files.meta_folder(stage.target, is_directory=False)
+    files.remove_tree(beside_target)  # of a file that was removed by hand
     if meta is not None:
         meta.rename(beside_target)
     try:
         stage.payload.rename(stage.target)
     except BaseException:
-        remove_tree(beside_target)
+        files.remove_tree(beside_target)
         raise
 
 
@@ -427,42 +409,42 @@ def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) 
     new = stage.aside_payload
     if meta is not None:
         new = stage.draft / name
-        second_name(stage.payload, new, sync=sync)
+        files.second_name(stage.payload, new, sync=sync)
         (stage.draft / _META_OF_NEW).mkdir()
         for file in (MANIFEST, MARKER):
-            second_name(meta / file, stage.draft / _META_OF_NEW / file, sync=sync)
+            files.second_name(meta / file, stage.draft / _META_OF_NEW / file, sync=sync)
     stage.folder.rename(stage.aside)
     for folder in (stage.draft, stage.draft / _META_OF_NEW, stage.aside, stage.aside.parent):
         if folder.is_dir():
-            sync_folder(folder, sync=sync)
-    return put_in_place(new, stage.target, stage.draft / _OLD / name)
+            files.sync_folder(folder, sync=sync)
+    return files.put_in_place(new, stage.target, stage.draft / _OLD / name)
 
 
 def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
     """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
-    beside_target = meta_folder(stage.target, is_directory=False)
+    beside_target = files.meta_folder(stage.target, is_directory=False)
     if beside_target.is_dir():
         (old.parent / META).mkdir(exist_ok=True)
         beside_target.rename(old.parent / META / old.name)
     if not is_directory:
         (stage.draft / _META_OF_NEW).rename(beside_target)
-    sync_folder(beside_target.parent, sync=sync)
+    files.sync_folder(beside_target.parent, sync=sync)
 
 
 def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
     """Clears away what saves of a committed target have left; keeps what is damaged, and what had no successor."""
     target = stage.target
     if old is not None and _is_damaged(old):
-        old.parent.rename(beside(target, "torn"))
+        old.parent.rename(files.beside(target, "torn"))
     for folder in strays:
         if verify(folder / target.name, "size").ok:
-            folder.rename(beside(target, "torn"))
+            folder.rename(files.beside(target, "torn"))
     _set_torn_aside(target)
-    for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
+    for folder in (stage.folder, *files.leftovers_of(target, "aside", "draft", "universal")):
         if folder.exists():
-            trash = beside(target, "removed")
+            trash = files.beside(target, "removed")
             folder.rename(trash)  # at once, so that no reader meets half an aside
-            remove_tree(trash)
+            files.remove_tree(trash)
 
 
 # -- quarantine --------------------------------------------------------------------------------------------------------
@@ -482,16 +464,16 @@ def _set_torn_aside(target: Path) -> None:
 
     A stage stays where it is while its owner lives, or belongs to another host, which cannot be asked.
     """
-    for folder in leftovers_of(target, "stage"):
+    for folder in files.leftovers_of(target, "stage"):
         if not _owner_is_gone(folder):
             continue
         if any(child.name != META for child in folder.iterdir()):
-            folder.rename(beside(target, "torn"))
+            folder.rename(files.beside(target, "torn"))
         else:
-            remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
-    for folder in leftovers_of(target, "aside"):
+            files.remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
+    for folder in files.leftovers_of(target, "aside"):
         if _is_damaged(folder / target.name):
-            folder.rename(beside(target, "torn"))
+            folder.rename(files.beside(target, "torn"))
 
 
 def _is_damaged(path: Path) -> bool:

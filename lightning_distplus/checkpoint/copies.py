@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from lightning_distplus.checkpoint import files
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
     Report,
@@ -24,16 +25,7 @@ from lightning_distplus.checkpoint.catalog import (
     reference,
 )
 from lightning_distplus.checkpoint.commit import claim, publish
-from lightning_distplus.checkpoint.files import (
-    MANIFEST,
-    MARKER,
-    META,
-    Stage,
-    bytes_digest,
-    digest_file,
-    meta_folder,
-    remove_tree,
-)
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError
 
@@ -83,7 +75,7 @@ class Copies:
             CheckpointCorrupt: It is not committed.
             FileNotFoundError: It was removed or replaced meanwhile.
         """
-        before, manifest, meta = reference(path), read_manifest(path), meta_folder(path)
+        before, manifest, meta = reference(path), read_manifest(path), files.meta_folder(path)
         documents = {name: (meta / name).read_bytes() for name in (MANIFEST, MARKER)}
         copy = _Copy(self._root, path.name, path.is_dir())
         self._unmark(copy)
@@ -149,12 +141,12 @@ class Copies:
                 here, there = stage.payload / entry.path if copy.is_directory else stage.payload, copy.file(entry.path)
                 here.parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(there, str(here))
-                found = digest_file(here, sync=os.fsync).xxh3_128
+                found = files.digest_file(here, sync=os.fsync).xxh3_128
                 if found != entry.xxh3_128:
                     raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found}")
             publish(stage, report.manifest, sync=os.fsync)
         except BaseException:
-            remove_tree(stage.folder)
+            files.remove_tree(stage.folder)
             raise
         return stage.target
 
@@ -164,7 +156,7 @@ class Copies:
         for copy in self._all():
             with suppress(OSError, DistplusError):  # it is not committed
                 content = self._fs.cat_file(f"{copy.meta}/{MANIFEST}")
-                if (digest := bytes_digest(content)).encode() in self._fs.cat_file(f"{copy.meta}/{MARKER}"):
+                if (digest := files.bytes_digest(content)).encode() in self._fs.cat_file(f"{copy.meta}/{MARKER}"):
                     manifest = Manifest.from_json(content, f"{copy.meta}/{MANIFEST}")
                     reports.append(Report(Path(copy.meta), CheckpointState.COMMITTED, manifest, (), digest))
                     copies[Path(copy.meta)] = copy

@@ -36,21 +36,13 @@ from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.run_access import Phases
-from lightning_distplus.strategies import start
+from lightning_distplus.strategies import defaults, start
 from lightning_distplus.strategies.collectives import (
     Collectives,
     cause_of,
     is_of_a_collective,
     line_of_the_caller,
     point_of,
-)
-from lightning_distplus.strategies.defaults import (
-    Telemetry,
-    batch_sizes,
-    bring_callbacks,
-    require_callback,
-    show_log,
-    summary,
 )
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
@@ -279,8 +271,8 @@ class ResilientStrategy(_Base):
         require_choice("verify", verify, Verification)
         require_type("async_save", async_save, bool)
         require_type("copy_to", copy_to, str, or_none=True)
-        require_callback("monitor", monitor, RankDivergenceMonitor)
-        require_callback("preemption", preemption, PreemptionHandler)
+        defaults.require_callback("monitor", monitor, RankDivergenceMonitor)
+        defaults.require_callback("preemption", preemption, PreemptionHandler)
         require_choice("data", data, Literal["exact", "as_is"])
         require_type("seed_samples", seed_samples, bool)
         require_type("on_verdict", on_verdict, str, or_none=True)
@@ -387,7 +379,7 @@ class ResilientStrategy(_Base):
         self._began_at = time.time()
         start.check_launch(self)
         self.set_world_ranks()
-        show_log(is_global_zero=self.is_global_zero)
+        defaults.show_log(is_global_zero=self.is_global_zero)
         self._join(start.meet(self))
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -405,7 +397,7 @@ class ResilientStrategy(_Base):
         _compat.replace_preparation_barrier(trainer, barrier)
         _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
         if trainer.state.fn == "fit":
-            self._brought = bring_callbacks(self, trainer)
+            self._brought = defaults.bring_callbacks(self, trainer)
             self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
 
     def _join(self, plane: ControlPlane) -> None:
@@ -500,10 +492,10 @@ class ResilientStrategy(_Base):
         trainer = self.lightning_module.trainer
         self.collectives.together(lambda: _START_OF_TRAINING, lambda: start.check_data(self, trainer))
         if self.is_global_zero:
-            log.info("%s", summary(self, trainer))
+            log.info("%s", defaults.summary(self, trainer))
         self._first_step = trainer.global_step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
+        self.times.begin(trainer.global_step, defaults.batch_sizes(trainer) if self.is_global_zero else {})
         self.costs.begin(next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None))
         self._gate.open()
         self.saves.failing.begin(trainer)
@@ -726,7 +718,7 @@ class ResilientStrategy(_Base):
             told = self._plane.report_failure(exception)
             if self.watchdog is not None:
                 self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
-            for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
+            for telemetry in (one for one in self._brought if isinstance(one, defaults.Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
 
     def _note_failure(self, error: BaseException, exit_code: int) -> None:

@@ -624,6 +624,7 @@ class LoaderResume(InStep):
             if trainer.is_global_zero:
                 _log.warning("saved in the middle of a batch, without a place in the data; save in on_train_batch_end")
         else:
+            self._tell_of_windows(trainer)
             position = self.cursor.position()
             ranks = gather_bytes(trainer.strategy, "state of the DataLoader", self._packed(position))
             if not all(ranks):
@@ -689,6 +690,7 @@ class LoaderResume(InStep):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes where the data have ended."""
         self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        super().on_train_epoch_end(trainer, pl_module)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None

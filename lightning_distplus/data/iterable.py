@@ -210,7 +210,7 @@ class Stateful:
 def stateful(
     data: Any, *, batch_size: int, num_workers: int, batched: bool, ranks: DataParallel, allow_stateless: bool
 ) -> tuple[Stateful, bool]:
-    """Checks iterable training data, and says whether it yields batches.
+    """Checks iterable training data, and says whether it yields batches, or is said to.
 
     Args:
         data: An iterable data set, a ``StatefulDataLoader``, a node or ``Loader`` of torchdata, a litdata data set.
@@ -574,21 +574,15 @@ class _Place(NamedTuple):
 
 
 class StreamOrder:
-    """How far a loader has come in iterable data, and what of it goes into a checkpoint.
+    """How far a loader has come in iterable data, and what of it goes into a checkpoint."""
 
-    Attributes:
-        batch_size: Samples of a batch; None where the data give batches.
-        is_computed: False: no order is known before it is read.
-        sampler: None: nothing draws.
-    """
-
-    is_computed = False
-    sampler = None
+    is_computed = False  # no order is known before it is read
+    sampler = None  # nothing draws
 
     def __init__(self, loader: DataLoader[Any], fit: LoaderResume) -> None:
         self.loader = loader
         self.fit = fit
-        self.batch_size = loader.batch_size
+        self.batch_size = loader.batch_size  # None where the data give batches
         self._source = _AsItIs(loader.dataset, allow_stateless=True)
         self._here: _Place | None = None  # None: nothing has been read
         self._again: list[WorkerState] = []  # of each worker: see Item

@@ -145,17 +145,14 @@ def require_same_data(
     explain: Callable[[int], str],
     ignore_fingerprint: bool,
 ) -> None:
-    """Compares what defines the data and its order.
+    """Refuses other data, or another order, than those of a saved state; warns where ``ignore_fingerprint`` is set.
 
     Args:
         state: The saved one.
         ours: What defines them here.
         names: Of our sources.
         explain: What differs first inside a source of this number; empty where that is not known.
-        ignore_fingerprint: Go on with what differs, with a warning.
-
-    Raises:
-        DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
+        ignore_fingerprint: Go on with what differs.
     """
     text = "\n".join(f"  {line}" for line in _differences(state, ours, names, explain))
     if text and ignore_fingerprint:
@@ -523,11 +520,7 @@ def refuse_past_end(trainer: Any, position: Position) -> None:
 
 
 def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
-    """Compares what defines data and position over all ranks; no collective is issued.
-
-    Args:
-        strategy: The Trainer's.
-        place: Plain values; the same on all ranks, or training would go wrong in silence.
+    """Compares plain values that define data and position over all ranks; no collective is issued.
 
     Raises:
         DatasetMismatch: On all ranks, if it is not; the message has each value with its ranks.
@@ -596,9 +589,7 @@ class InStep(Callback):
                 "optimizer step: the weights would hold that step and the counters would not, so that a resumed run "
                 "would train on the batch twice. Save in on_train_batch_end."
             )
-        if self._windows is not None and trainer.is_global_zero and (text := self._windows.left_out()):
-            _log.warning("%s", text)
-            self._windows = None
+        self._tell_of_windows(trainer)
         self.data.extend_checkpoint(checkpoint)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -669,6 +660,12 @@ class InStep(Callback):
         self._handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
         if len(optimizers) > 1 and not trainer.lightning_module.automatic_optimization:
             self._windows = _Windows(optimizers)
+
+    def _tell_of_windows(self, trainer: Any) -> None:
+        """Warns once, on rank 0, where a save leaves gradients out."""
+        if self._windows is not None and trainer.is_global_zero and (text := self._windows.left_out()):
+            _log.warning("%s", text)
+            self._windows = None
 
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.data.cursor.note_step()

@@ -184,15 +184,12 @@ def inventory(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
-    """The first thing in which a source differs from that of a checkpoint, with both sides.
+    """The first thing in which a source differs from that of a checkpoint, with both sides, in one line.
 
     Args:
         record: The checkpoint's, of any version, or None.
         place: Number of the source.
         now: This run's ``contents`` of that source.
-
-    Returns:
-        One line; empty where the record is not there, is newer, or holds nothing that differs.
     """
     if not (before := _source_of(record, place)):
         return ""
@@ -208,16 +205,7 @@ def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
 
 
 def rewritten(record: Any, place: int, now: Mapping[str, Any]) -> str:
-    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed.
-
-    Args:
-        record: As for ``first_difference``.
-        place: Number of the source.
-        now: This run's ``contents`` of that source, whose fingerprint is that of the checkpoint.
-
-    Returns:
-        One line that says what was compared; empty where there is no such file.
-    """
+    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed."""
     rows = zip(_source_of(record, place).get("files", []), now["files"], strict=False)
     for number, (was, (name, size, digest, modified)) in enumerate(rows, start=1):
         if was[3:] and was[3] != modified:

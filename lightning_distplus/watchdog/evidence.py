@@ -36,12 +36,14 @@ class Evidence:
     """Whether nothing can be said about its Python, because the store that carries the messages does not answer."""
     is_unreachable: bool = False
     """Whether no packet comes back from its host."""
+    number: int = 0
+    """This and the next six are those of its ``Mark``."""
     phase: str = ""
     operation: str = ""
     global_step: int = 0
-    call: int = 0
-    """``Mark.call``."""
     silence_s: float = 0.0
+    call: int = 0
+    ended: str = ""
     waits: bool = False
     """Whether its training thread stands in a collective or in another wait for peers."""
     location: str | None = None
@@ -56,8 +58,6 @@ class Evidence:
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
     is_recorded_only: bool = False
     """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
-    ended: str = ""
-    """``Mark.ended``: it awaits nobody, and nobody awaits it."""
     beat_s: float = 0.0
     """How old that moment is."""
     was_ended_by: str = ""
@@ -192,11 +192,6 @@ class Witness:
             pid=self._world.pid,
             state=ProcessState.RUNNING.value,
             answers=True,
-            phase=mark.phase,
-            operation=mark.operation,
-            call=mark.call,
-            global_step=mark.global_step,
-            silence_s=mark.silence_s,
             waits=waits,
             location=location,
             stack=text,
@@ -204,7 +199,7 @@ class Witness:
             recording=recording.to_plain(with_members=self._board.is_few),
             load=asdict(HostLoad.now()),
             was_ended_by=self.ended_by,
-            ended=mark.ended,
+            **vars(mark),
         )
 
     def is_on_its_way_out(self) -> bool:
@@ -287,11 +282,10 @@ class Witness:
             asks: Whether its stack is asked for; a mere report leaves a rank alone.
         """
         peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
-        mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
-        ended = mark.ended if mark else ""
         stack: Sequence[traceback.FrameSummary] = []
-        if asks and not ended and peer and seen and seen.printer and state is ProcessState.RUNNING:
+        is_running = state is ProcessState.RUNNING
+        if asks and is_running and peer and seen and seen.printer and not seen.mark.ended:
             stack = ask_for_stack(peer.pid, seen.printer)
         is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
         is_silent_host = rank == self._host_rank and self._board.is_silent and peer is not None and not peer.is_here
@@ -305,17 +299,12 @@ class Witness:
             answers=False,
             is_unheard=self._board.is_silent,
             is_unreachable=is_unreachable,
-            phase=mark.phase if mark else "",
-            operation=mark.operation if mark else "",
-            call=mark.call if mark else 0,
-            global_step=mark.global_step if mark else 0,
-            silence_s=seen.silence_s if seen else 0.0,
             waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(traceback.format_list(stack)),
             is_last_seen=not stack,
-            ended=ended,
             beat_s=running_time() - seen.changed_at if seen else 0.0,
+            **({} if seen is None else {**vars(seen.mark), "silence_s": seen.silence_s}),
         )
 
     def _hanging_worker(self) -> tuple[int, list[traceback.FrameSummary]] | None:

@@ -204,10 +204,10 @@ class Board:
         """Whether all evidence of this rank is out: a rank that ends earlier would leave its peers without it."""
         return not self._to_post
 
-    def post_evidence(self, number: int, evidence: dict[str, Any]) -> None:
-        """Sends this rank's evidence at once; it holds for the mark of this number only."""
-        self._to_post.append(json.dumps({"number": number, "evidence": evidence}).encode())
-        self._posted = number
+    def post_evidence(self, evidence: dict[str, Any]) -> None:
+        """Sends this rank's evidence at once; it holds for the mark of its ``number`` only."""
+        self._to_post.append(json.dumps(evidence).encode())
+        self._posted = evidence["number"]
         self._has_post.set()
 
     def _run(self) -> None:
@@ -306,7 +306,7 @@ class Board:
         for rank, posted in zip(news, posts, strict=True):
             told = {} if posted is None else words_of(posted)
             if told and told["number"] == self.sightings[rank].mark.number:
-                self._weighed[rank], self.evidence[rank] = told["number"], told["evidence"]
+                self._weighed[rank], self.evidence[rank] = told["number"], told
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:

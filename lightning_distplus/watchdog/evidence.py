@@ -13,7 +13,7 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p2p_call, waits_for_work
-from lightning_distplus.watchdog.heartbeat import Board, Sighting
+from lightning_distplus.watchdog.heartbeat import Board
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
 from lightning_distplus.world import name_ranks
@@ -66,12 +66,12 @@ class Evidence:
     @property
     def is_gone(self) -> bool:
         """Whether its process has ended."""
-        return self.state == ProcessState.GONE.value
+        return self.state == ProcessState.GONE
 
     @property
     def is_stopped(self) -> bool:
         """Whether its process is stopped by a signal."""
-        return self.state == ProcessState.STOPPED.value
+        return self.state == ProcessState.STOPPED
 
     @property
     def holds_lock(self) -> bool:
@@ -138,15 +138,7 @@ _CONTROL_PLANE = "lightning_distplus/control/plane.py"
 
 
 class Witness:
-    """Knows this process at first hand, and its peers by their messages, their host's system and their network.
-
-    Args:
-        plane: The control plane; only its world is used.
-        marks: This rank's marks.
-        board: What the peers have said.
-        thread: The thread that trains.
-        printer: How data workers of this process print their stacks.
-    """
+    """Knows this process at first hand, and its peers by their messages, their host's system and their network."""
 
     def __init__(
         self, plane: ControlPlane, marks: Marks, board: Board, *, thread: int, printer: StackPrinter | None
@@ -245,17 +237,17 @@ class Witness:
         return [*lines[:_BRIEF_LINES], *more]
 
     def _place_of(self, rank: int) -> str:
-        seen, pace = self._board.sightings.get(rank), ""
+        seen, mark = self._board.sightings.get(rank), self._marks.read()
         if rank == self._world.rank:
-            mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
-            pace = f", and moves ({self._board.own_pace})" if self._board.own_pace else ""
+            place, pace, moves = stacks.place_of(stacks.frame_of(self._thread)), self._board.own_pace, False
         elif seen is not None and self._board.beats(rank):
-            mark, place = seen.mark, seen.place
-            pace = _pace_of(seen)
+            moves = seen.moves or seen.silence_s < mark.silence_s / 2  # while this rank stood still
+            mark, place, pace = seen.mark, seen.place, seen.pace if moves else ""
         else:
             return self._seen_from_here(rank, asks=False).describe().partition(": ")[2]
         call = f", call {mark.call} of the run" if mark.call else ""
-        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + pace
+        moving = f", and moves ({pace})" if pace else ", and moves" if moves else ""
+        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + moving
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
@@ -263,23 +255,18 @@ class Witness:
         def probe(address: str) -> None:
             self._answering_hosts[address] = host_answers(address, _PROBE_S)
 
-        peers = self._board.peers.items()
-        quiet = {one.address for rank, one in peers if not one.is_here and one.address and not self._is_heard(rank)}
+        far = {rank: one.address for rank, one in self._board.peers.items() if one.address and not one.is_here}
+        quiet = {far[rank] for rank in set(far) - set(self._board.evidence) if not self._board.beats(rank)}
         threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in quiet]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=2 * _PROBE_S)
 
-    def _is_heard(self, rank: int) -> bool:
-        return rank in self._board.evidence or self._board.beats(rank)
-
     def _seen_from_here(self, rank: int, *, asks: bool = True) -> Evidence:
         """A rank that has sent nothing: what its last beat, this host's system and the network say.
 
-        Args:
-            rank: The rank.
-            asks: Whether its stack is asked for; a mere report leaves a rank alone.
+        A mere report does not ask for its stack, and so leaves it alone.
         """
         peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
         state = peer.state() if peer else ProcessState.UNKNOWN
@@ -317,12 +304,6 @@ class Witness:
                 if stacks.is_fetching_data(stack):
                     return pid, stack
         return None
-
-
-def _pace_of(seen: Sighting) -> str:
-    rate = "" if seen.moves or seen.marks_per_s <= 0 else f"{seen.marks_per_s:.1f} marks/s"
-    told = "; ".join(filter(None, [rate, seen.pace if seen.moves or rate else ""]))
-    return f", and moves ({told})" if told else ""
 
 
 def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None) -> bool:

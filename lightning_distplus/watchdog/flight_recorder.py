@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -113,10 +114,6 @@ class Recording:
     """Global ranks of each group, by name. Gloo does not tell them to the recorder; they are added here."""
     roles: dict[str, str] = field(default_factory=dict)
     """What each group is for, by name, as whoever made it has said: ``"mesh_tp"``."""
-    enqueued: dict[str, int] = field(default_factory=dict)
-    """The number of the last collective in each group, where the dump leaves out what has ended."""
-    completed: dict[str, int] = field(default_factory=dict)
-    """The number of the last call in each group that has ended."""
 
     @property
     def unfinished(self) -> list[Collective]:
@@ -498,8 +495,6 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
                 calls=read_entries(entries, groups),
                 groups=groups,
                 roles={names[name]: str(dump["pg_config"][name].get("desc", "")) for name in names},
-                enqueued=_numbers(dump, names, "last_enqueued_collective"),
-                completed=_numbers(dump, names, "last_completed_collective"),
             )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         raise DumpError(f"the dump of rank {rank} has an entry that torch does not write: {error!r}") from error
@@ -511,19 +506,6 @@ def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
     config = dump["pg_config"]
     groups = {str(name): sorted(ast.literal_eval(str(values["ranks"]))) for name, values in config.items()}
     return {name: ranks for name, ranks in groups.items() if ranks}
-
-
-def _numbers(dump: Mapping[str, Any], names: Mapping[str, str], field: str) -> dict[str, int]:
-    """A number of each group's status; torch numbers the groups of one process in the order of their names."""
-    status = dump.get("pg_status") or {}
-    known = {str(entry["pg_id"]): entry["process_group"][0] for entry in dump["entries"] if "pg_id" in entry}
-    if len(status) == len(names) and all(str(name).isdigit() for name in (*status, *names)):
-        known = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True)) | known
-    return {
-        names[known[number]]: int(values[field])
-        for number, values in status.items()
-        if known.get(number) in names and field in values
-    }
 
 
 # -- who waits for whom: the calls in flight of all ranks, followed across all groups to the ranks at their ends -------
@@ -555,7 +537,7 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
 
     A rank waits for every member of a group that has not come to a call which it has in flight; where all have come,
     its members wait for each other. A rank at an end is to blame: it waits for nobody. So is one whose call the others
-    have ended, and one that has stopped short of a call to which its like went on with the same calls in flight.
+    have ended, and one that has stopped short of a call to which its like went on with such calls in flight.
 
     Args:
         recordings: The record of each rank; a rank that a group names and that has none has left no dump.
@@ -610,10 +592,15 @@ class _Job:
         self.silent = set(self.ranks) - set(recordings)
         self.elsewhere = set(elsewhere) & set(self.ranks)
         self.in_flight = {rank: recording.unfinished for rank, recording in recordings.items()}
-        self.p2p_groups = {call.group for one in recordings.values() for call in one.calls if call.peer is not None}
         self.reached: dict[tuple[int, str], int] = defaultdict(int)
+        """The number of the last collective to which a rank has come in a group."""
         self.ended: dict[tuple[int, str], int] = defaultdict(int)
-        self._read_numbers()
+        for rank, recording in recordings.items():
+            for call in recording.calls:
+                place = (rank, call.group)
+                if call.peer is None:
+                    self.reached[place] = max(self.reached[place], call.seq)
+                    self.ended[place] = max(self.ended[place], call.seq if call.is_done else 0)
         self.absent = {rank: self._absent(rank) for rank in recordings}
         """For whom each rank waits, with the first call to which that one has not come."""
         self.awaited = {
@@ -624,23 +611,12 @@ class _Job:
             rank: {call.peer - rank for call in one.calls if call.peer is not None} for rank, one in recordings.items()
         }
         """Where the sends and receives of each rank go; equal on ranks of the same stage."""
-        self.keys = {rank: [_key(rank, one, call) for call in one.calls] for rank, one in recordings.items()}
-        """The place of each call in the program."""
+        self.signs = {rank: [_sign(rank, one, call) for call in one.calls] for rank, one in recordings.items()}
+        """What each call is: the same at the same place of the program on two ranks that run it."""
 
-    def _read_numbers(self) -> None:
-        """How far each rank has come in each group, and what it has ended there."""
-        for rank, recording in self.recordings.items():
-            for call in recording.calls:
-                if call.peer is None:
-                    _raise_to(self.reached, (rank, call.group), call.seq)
-                    _raise_to(self.ended, (rank, call.group), call.seq if call.is_done else 0)
-        # Torch counts sends and receives in the same place, so that a number of the status may be one of theirs.
-        highest = {group: max(self.reached[rank, group] for rank in ranks) for group, ranks in self.members.items()}
-        for rank, recording in self.recordings.items():
-            for group in self.members.keys() - self.p2p_groups:
-                enqueued = recording.enqueued.get(group, 0)
-                _raise_to(self.reached, (rank, group), enqueued if enqueued <= highest[group] else 0)
-                _raise_to(self.ended, (rank, group), recording.completed.get(group, 0))
+    def likes(self, rank: int) -> list[int]:
+        """The other ranks of its stage, with a record."""
+        return [one for one, ways in self.ways.items() if one != rank and self.signs[one] and ways == self.ways[rank]]
 
     def _absent(self, rank: int) -> dict[int, Collective]:
         found: dict[int, Collective] = {}
@@ -673,10 +649,6 @@ class _Job:
         }
         nobody: dict[int, set[int]] = {rank: set() for rank in self.silent}
         return {**seen, **nobody, **dict.fromkeys(self.elsewhere, set(self.ranks) - self.elsewhere)}
-
-
-def _raise_to(numbers: dict[tuple[int, str], int], place: tuple[int, str], number: int) -> None:
-    numbers[place] = max(numbers[place], number)
 
 
 def _at_ends(job: _Job, knots: Iterable[set[int]]) -> dict[int, str]:
@@ -742,9 +714,9 @@ def _reached_from(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
 def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     """The call to which a rank has not come although the calls that it has in flight do not hold it up.
 
-    Ranks run the same program: where its like went on from the same place with the same calls in flight, or from such a
-    place with such calls, it would have gone on as well, unless it alone waits there, as one rank does that prints the
-    loss. Its own earlier rounds tell: it used to go on at once from there, or not.
+    Ranks run the same program: where its like went on from such calls while they were in flight, it would have gone on
+    as well, unless it alone waits there, as one rank does that prints the loss. Its own earlier rounds tell: it used to
+    go on at once from there, or not.
 
     Returns:
         The call, or None; and whether that is certain.
@@ -752,13 +724,17 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     missed = _missed(job, rank) if job.in_flight[rank] else None
     if missed is None:
         return None, False
-    calls, likes = job.recordings[rank].calls, _likes(job, rank)
-    is_passed = _went_on_alike(job, rank)
-    if not is_passed:
-        if any(job.keys[other][-1] == job.keys[rank][-1] for other in likes):
-            return None, False  # its like has stopped in the same place, which may be one where ranks wait
-        is_passed = _is_passed(job, rank)
-    mine, usual = _gaps(calls), _usual(calls)
+    ends = {one: (job.signs[one][-1], job.recordings[one].calls[-1].seq) for one in (rank, *job.likes(rank))}
+    if list(ends.values()).count(ends[rank]) > 1:
+        return None, False  # its like has stopped in the same place, which may be one where ranks wait
+    calls, is_passed = job.recordings[rank].calls, _is_passed(job, rank)
+    gaps = _gaps(calls)
+    # In a dump of active calls only, what stands side by side did not follow on each other.
+    has_rounds = any(call.peer is None for call in calls if call.is_done)
+    rounds = _earlier(job.signs[rank], len(calls), least=2) if has_rounds else []
+    mine = [gap for place in rounds if (gap := gaps[place - 1]) is not None]
+    spent = sorted(gap for gap in gaps if gap is not None)
+    usual = spent[len(spent) // 4] if spent else 0  # at a quarter of its calls, at least, it does not wait
     at_once = _ALIKE * max(usual, _AT_ONCE_NS)
     if (mine and median(mine) > at_once) or not (mine or is_passed):
         return None, False
@@ -778,75 +754,35 @@ def _missed(job: _Job, rank: int) -> Collective | None:
     return None
 
 
-def _went_on_alike(job: _Job, rank: int) -> bool:
-    """Whether its like has gone on from the same place of the program with the same calls in flight."""
-    keys = job.keys[rank]
-    own = {key for key, call in zip(keys, job.recordings[rank].calls, strict=True) if not call.is_done}
-    for other in _likes(job, rank):
-        calls, theirs = job.recordings[other].calls, job.keys[other]
-        end = theirs.index(keys[-1]) + 1 if keys[-1] in theirs[:-1] else 0
-        length = min(_LONGEST_CONTEXT, len(keys), end)
-        is_there = length and theirs[end - length : end] == keys[-length:]
-        if is_there and own <= {key for key, call in zip(theirs[:end], calls, strict=False) if not call.is_done}:
-            return True
-    return False
-
-
 def _is_passed(job: _Job, rank: int) -> bool:
     """Whether a rank of its stage has gone on from such calls as its last ones, while they were in flight."""
-    last = _signs(job, rank)[-_SHORT_CONTEXT:]
-    for other in [rank, *_likes(job, rank)]:
-        calls, signs = job.recordings[other].calls, _signs(job, other)
-        for i in range(_SHORT_CONTEXT - 1, len(calls) - 1):
-            if not calls[i].is_done and signs[i - _SHORT_CONTEXT + 1 : i + 1] == last and not _are_one(calls, i):
+    last = job.signs[rank][-_SHORT_CONTEXT:]
+    for other in (rank, *job.likes(rank)):
+        calls, signs = job.recordings[other].calls, job.signs[other]
+        for end, gap in enumerate(_gaps(calls), 1):
+            if gap is not None and not calls[end - 1].is_done and signs[max(end - len(last), 0) : end] == last:
                 return True
     return False
 
 
-def _likes(job: _Job, rank: int) -> list[int]:
-    """The other ranks of its stage, with a record."""
-    return [one for one, ways in job.ways.items() if one != rank and job.keys[one] and ways == job.ways[rank]]
-
-
-def _key(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:
-    """The same for calls that stand at the same place of the program on two ranks that run it."""
+def _sign(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:
     role = recording.roles.get(call.group, "")
     place = role if role not in _PLAIN_ROLES else call.group
-    return (place, call.op, call.seq, None if call.peer is None else call.peer - rank)
-
-
-def _signs(job: _Job, rank: int) -> list[tuple[Any, ...]]:
-    """What each call is, without its number."""
-    pairs = zip(job.keys[rank], job.recordings[rank].calls, strict=True)
-    return [(place, op, way, str(call.shapes)) for (place, op, _, way), call in pairs]
+    return (place, call.op, None if call.peer is None else call.peer - rank, str(call.shapes))
 
 
 def _may_be_meant_alone(job: _Job, rank: int) -> bool:
     """Whether a program may mean this rank: the first of a group, or the last of its stage."""
     p2p = {call.group for call in job.recordings[rank].calls if call.peer is not None}
     firsts = {min(job.members[group]) for group in job.recordings[rank].groups if group not in p2p}
-    return rank in firsts or rank == max([rank, *_likes(job, rank)])
+    return rank in firsts or rank == max([rank, *job.likes(rank)])
 
 
-def _usual(calls: Sequence[Collective]) -> int:
-    """How long the rank takes from one call to the next where it does not wait: at a quarter of its calls, at least."""
-    gaps = sorted(_gap(calls, i) for i in range(len(calls) - 1) if not _are_one(calls, i))
-    return gaps[len(gaps) // 4] if gaps else 0
-
-
-def _gaps(calls: Sequence[Collective]) -> list[int]:
-    """How long the rank took, in earlier rounds, from such a call as its last one, after such calls, to the next."""
-    if all(call.peer is not None for call in calls if call.is_done):
-        return []  # a dump of active calls only: what stands side by side there did not follow on each other
-    signs = [(call.group, call.op, call.peer, str(call.shapes)) for call in calls]
-    return [_gap(calls, i - 1) for i in _earlier(signs, len(signs), least=2) if not _are_one(calls, i - 1)]
-
-
-def _are_one(calls: Sequence[Collective], index: int) -> bool:
-    """Whether a call and the next one are parts of one batch."""
-    one, other = calls[index], calls[index + 1]
-    return None not in (one.peer, other.peer) and (one.group, one.seq) == (other.group, other.seq)
-
-
-def _gap(calls: Sequence[Collective], index: int) -> int:
-    return calls[index + 1].created_ns - calls[index].created_ns
+def _gaps(calls: Sequence[Collective]) -> list[int | None]:
+    """Nanoseconds from each call to the next one; None between parts of one batch."""
+    return [
+        None
+        if None not in (one.peer, other.peer) and (one.group, one.seq) == (other.group, other.seq)
+        else other.created_ns - one.created_ns
+        for one, other in pairwise(calls)
+    ]

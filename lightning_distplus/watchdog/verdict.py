@@ -685,15 +685,7 @@ def _in_worker(message: str) -> str | None:
 def judge_failure(
     first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
 ) -> Verdict | None:
-    """Gives the verdict on the first error of the job; None where that is no incident.
-
-    Args:
-        first: The error.
-        world: This process.
-        run_id: ``ControlPlane.run_id``.
-        peers: How the others have introduced themselves.
-        last_seen: Their last beats.
-    """
+    """Gives the verdict on the first error of the job; None where that is no incident."""
     if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
         return None
     culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]

@@ -168,8 +168,7 @@ class Watchdog:
     def meet_peers(self, points: Points) -> None:
         """Call it once, when all ranks have started theirs: this one can then see peers of its host that are silent.
 
-        Args:
-            points: The checked calls of the run; each beat tells where this rank stands between them.
+        From then on each beat tells where this rank stands between the checked calls of the run.
         """
         self.board.points = points
         self.board.open_slates(self._plane.peers_nearby())
@@ -202,12 +201,7 @@ class Watchdog:
         return set(ranks) <= set(self.board.ended)
 
     def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
-        """Leaves the verdict on an error that a rank has raised, once on each host; never raises.
-
-        Args:
-            error: The first error of the job.
-            is_told: Whether the others know it; False where the store was lost with it.
-        """
+        """Leaves the verdict on the first error of the job, once on each host; see ``Telling.tell_failure``."""
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
@@ -539,14 +533,7 @@ _at_exit: list[multiprocessing.util.Finalize] = []
 
 
 class Telling:
-    """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends.
-
-    Args:
-        plane: The control plane.
-        board: Who is there.
-        folder: Where verdicts are written.
-        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
-    """
+    """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends."""
 
     def __init__(self, plane: ControlPlane, board: Board, folder: Path, on_shown: Callable[[Path], None]) -> None:
         self._plane = plane
@@ -673,12 +660,7 @@ class Telling:
             _say(text)
 
     def show(self, error: BaseException, printed: str) -> None:
-        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last.
-
-        Args:
-            error: The error.
-            printed: What the hooks of others have printed of it.
-        """
+        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last."""
         if not hasattr(sys, "ps1"):  # this process ends
             stacks.ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         own = error if isinstance(error, DistplusError) else error.__cause__
@@ -822,11 +804,7 @@ def _notebook() -> Any:
 
 
 def show_after_cells(folder: Path) -> None:
-    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
-
-    Args:
-        folder: Where the artefacts of the run are.
-    """
+    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left."""
     if (shell := _notebook()) is None:
         return
     began_at = time.time()

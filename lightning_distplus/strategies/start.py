@@ -33,7 +33,6 @@ from lightning_distplus.preflight.agreement import (
     content_of,
     disagreements,
     gathered,
-    run_in_time,
     spans_hosts,
     state_of_process,
 )
@@ -237,7 +236,7 @@ def check_host(strategy: Any, trainer: Any) -> None:
     folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
     facts = replace(facts_of(strategy), folder=folder, trial_bytes=_TRIAL_BYTES, spans_hosts=is_spread)
     is_first = strategy.local_rank == 0
-    found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
+    found = run_checks(HOST_CHECKS, facts, settings_of(strategy), deadline=_HOST_DEADLINE) if is_first else []
     # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
     _raise_together(strategy, facts, [one for one in found if one.status is not Status.NOTE])
 

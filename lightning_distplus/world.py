@@ -7,8 +7,6 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["LAUNCHER", "DataParallel", "World", "name_ranks", "ranges"]
-
 _SHOWN_PIECES = 16
 
 

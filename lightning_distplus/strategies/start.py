@@ -213,7 +213,7 @@ def address_of(strategy: Any) -> Address:
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=job_of_launcher() or (env.DISTPLUS_STARTER.get() if strategy.num_nodes == 1 else None) or "",
-        round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
+        is_counted_apart=has_agent,
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, WatchedGate, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, Wish
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import disagreement
 
@@ -138,20 +138,9 @@ class BatchGate:
         points: The named points of the run, where the strategy checks them.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        plane: ControlPlane,
-        *,
-        waits: Waits,
-        points: Points | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, plane: ControlPlane, *, waits: Waits, points: Points | None = None) -> None:
         self._trainer = trainer
-        arguments: dict[str, Any] = {"name": f"run-{next(_runs)}", "must_agree": _MUST_AGREE}
-        if points is None:
-            self._gate = StepGate(plane, **arguments)
-        else:
-            self._gate = WatchedGate(plane, points=points, **arguments)
+        self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE, points=points)
         self._waits = waits
         self._sigterm_seen = False
         self._last: GateRecord | None = None
@@ -317,7 +306,6 @@ class BatchGate:
         return {"epoch": None, "global_step": last.global_step + 1, "micro_batch": micro_batch}
 
     def _tell(self, field: str, values: Sequence[Any], *, remedy: str, expected: Any = None) -> None:
-        """Raises where the values differ."""
         if len(set(values)) > 1:
             where = f"before step {self._trainer.global_step}; nothing was averaged"
             error = disagreement(field, dict(enumerate(values)), where=where, remedy=remedy, expected=expected)

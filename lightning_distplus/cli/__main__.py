@@ -162,7 +162,16 @@ _TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
 
 def run_init(argv: Sequence[str]) -> int:
     """Exit code 0 where the files are written, 1 where one of them exists."""
-    arguments = _parser_of_init().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="distplus init",
+        description="Writes a starting point into the current folder: a script, or the files of a recipe.",
+    )
+    parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
+    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
+    of_strategy = f"of tinyllama: {', '.join(recipes.strategies())} (default: fsdp)"
+    parser.add_argument("--strategy", choices=recipes.strategies(), default="fsdp", metavar="NAME", help=of_strategy)
+    parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
+    arguments = parser.parse_args(argv)
     if arguments.what == "script":
         sources = [Path(recipes.__file__).with_name("train.py")]
         commands = ["python train.py"]
@@ -187,19 +196,6 @@ def run_init(argv: Sequence[str]) -> int:
     for command in commands:
         print(f"  {command}")
     return 0
-
-
-def _parser_of_init() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus init",
-        description="Writes a starting point into the current folder: a script, or the files of a recipe.",
-    )
-    parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
-    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
-    of_strategy = f"of tinyllama: {', '.join(recipes.strategies())} (default: fsdp)"
-    parser.add_argument("--strategy", choices=recipes.strategies(), default="fsdp", metavar="NAME", help=of_strategy)
-    parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
-    return parser
 
 
 # -- distplus completion -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -54,7 +54,15 @@ TRUST_HELP = "read pickles that name more than tensors and plain data, and run w
 
 def run_verify(argv: Sequence[str]) -> int:
     """Exit code 0 where every checkpoint is committed and sound, 1 where one is not, or where there is none."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
+    deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    add("--quick", action="store_true", help="compare sizes only, read nothing")
+    add("--deep", action="store_true", help=deep)
+    add("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
+    add("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
     folder: Path = arguments.folder
     if not folder.exists():
         print(f"distplus verify: {folder} does not exist.", file=sys.stderr)
@@ -119,18 +127,6 @@ def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -
             return tuple(tensor_findings(path, tensors))
     except CheckpointUnsafe as error:
         return (_Refusal(str(path), "tensors and plain data", str(error)),)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
-    deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
-    add("--quick", action="store_true", help="compare sizes only, read nothing")
-    add("--deep", action="store_true", help=deep)
-    add("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
-    add("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -210,7 +206,24 @@ def run_export(argv: Sequence[str]) -> int:
     Raises:
         CheckpointUnsafe: A pickle in it might run code, and ``--trust`` is not given.
     """
-    arguments = _exports_parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="distplus export",
+        description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
+        "folder of another program.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
+    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    parser.add_argument(
+        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
+    )
+    parser.add_argument(
+        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
+    )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+    arguments = parser.parse_args(argv)
     source, target = arguments.checkpoint, arguments.target
     if target.exists():
         print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
@@ -246,7 +259,7 @@ def _export(arguments: argparse.Namespace) -> None:
     elif arguments.to in ("hf", "litgpt"):
         _export_for(arguments.to, source, target, weights_only, arguments.config)
     elif arguments.to == "safetensors" or target.suffix == _WEIGHTS:
-        formats.write_safetensors(target, *_weights_of(source, weights_only))
+        formats.write_safetensors(target, *formats.weights_of(source, weights_only=weights_only))
     elif not source.is_dir():
         raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
     else:
@@ -260,27 +273,6 @@ def _export(arguments: argparse.Namespace) -> None:
         commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
 
 
-def _exports_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus export",
-        description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
-        "folder of another program.",
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
-    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
-    parser.add_argument(
-        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
-    )
-    parser.add_argument(
-        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
-    )
-    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
-    return parser
-
-
 def _check(source: Path) -> None:
     found = state(source)
     if found is not CheckpointState.UNMANIFESTED:
@@ -289,18 +281,6 @@ def _check(source: Path) -> None:
     if findings := check_unmanifested(source):
         raise CheckpointCorrupt(f"{source} cannot be exported: {findings[0]}. Give another checkpoint.")
     print(f"{source} was not committed by lightning_distplus; it is exported unverified", file=sys.stderr)
-
-
-def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """Names and shapes, and the same with content, some at a time."""
-    from lightning_distplus.checkpoint import formats
-
-    if not source.is_dir():
-        return formats.weights_of_file(source, weights_only=weights_only)
-    if formats.is_sharded(source):
-        return formats.weights_of_shards(source)
-    weights = formats.weights_of_zero(source)
-    return weights, iter([weights])
 
 
 def _export_for(program: str, source: Path, target: Path, weights_only: bool, named: str | None) -> None:
@@ -315,7 +295,7 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     from lightning_distplus.checkpoint import formats
 
     config = configuration(named).get("config") if named else formats.config_in(source, weights_only=weights_only)
-    weights, parts = _weights_of(source, weights_only)
+    weights, parts = formats.weights_of(source, weights_only=weights_only)
     if not config or not all(name.startswith(formats.PREFIX) for name in weights):
         raise CheckpointMismatch(
             f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "
@@ -435,7 +415,6 @@ def _require_same_model(found: Mapping[str, Any], given: Mapping[str, Any]) -> N
 
 
 def _rows_of(found: Foreign, run: Mapping[str, Any]) -> _Rows:
-    """What is kept of a source, and what is not."""
     num = sum(one.numel() for one in found.weights.values())
     rows = [("weights", f"{len(found.weights)} tensors, {num:,} numbers", "kept, float32")]
     if found.moments:
@@ -510,7 +489,6 @@ def _loops_after(step: int) -> dict[str, Any]:
 
 
 def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
-    """The checkpoint as it is, in one file."""
     import torch
 
     from lightning_distplus import _compat

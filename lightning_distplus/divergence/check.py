@@ -395,7 +395,6 @@ class GateMonitor(Callback, GateParticipant):
         strategy.setup = setup
 
     def _attach(self, run: MonitoredRun) -> None:
-        """The engine has wrapped the model."""
         run.gate = run.host.gate(run.trainer)
         run.gate.add(self)
         for check in self.checks:

@@ -338,7 +338,6 @@ class GradientCheck(Check):
                     self._watch_leaf(parameter, [(plain_name(name), sys.maxsize)])
 
     def _watch_buckets(self, model: DistributedDataParallel, gradients: LocalGradients | None) -> None:
-        """DDP: one look at each bucket, and the flag in it."""
         names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         hook = BucketHook(gradients, names, model.process_group)
         try:
@@ -351,7 +350,6 @@ class GradientCheck(Check):
         self._summed = {id(one) for one in model.parameters() if one.requires_grad}
 
     def _watch_units(self, model: torch.nn.Module) -> bool:
-        """FSDP: one look at each unit's gradients."""
         for unit in _compat.flat_units(model):
             self._watch_leaf(unit.parameter, [(plain_name(name), numel) for name, numel in unit.sections])
         is_watched = bool(self._handles)
@@ -496,7 +494,6 @@ class GradientCheck(Check):
             )  # fmt: skip
 
     def _leave_out(self, optimizer: Any) -> bool:
-        """Whether it could."""
         if self._engine is None:
             _drop_gradients(_parameters(optimizer))
             return True

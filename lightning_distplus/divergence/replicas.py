@@ -578,7 +578,6 @@ class ReplicaCheck(Check):
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def _find(self, when: str) -> None:
-        """All ranks come here together."""
         for _ in range(len(self._replicas) + 1):
             difference = find_difference(self._replicas, self._exchange)
             if difference is None:
@@ -625,7 +624,6 @@ class ReplicaCheck(Check):
 
 
 def _as_text(state: dict[str, Any]) -> str:
-    """The plain values of a state, in order."""
     plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, bool, list, tuple))}
     return repr(dict(sorted(plain.items())))[:1000]
 
@@ -684,7 +682,6 @@ class AtRestCheck(Check):
             self.run.tell(error, parameter=changed[0])
 
     def _fingerprints(self) -> list[Tensor]:
-        """Those of each device."""
         groups = itertools.groupby((tensor for _, tensor in self._held), key=lambda one: one.device)
         return [fingerprint_of_each(list(tensors)) for _, tensors in groups]
 

@@ -98,7 +98,6 @@ class PlanCheck(Check):
         self.epoch_start()
 
     def _mention(self, error: DivergenceError, level: int) -> None:
-        """What is not wrong by itself is told, and the run goes on."""
         self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
         log.log(level, "rank %d: %s", self.run.rank, error)
 

@@ -72,11 +72,7 @@ class Arrivals:
         self._steps: list[tuple[Any, ...]] = []
 
     def add(
-        self,
-        leads_s: Sequence[float],
-        waits_s: Sequence[float],
-        step_s: float,
-        parts_s: Sequence[Sequence[float]] = (),
+        self, leads_s: Sequence[float], waits_s: Sequence[float], step_s: float, parts_s: Sequence[Sequence[float]] = ()
     ) -> list[Straggler] | None:
         """Takes one step, and judges the window when it is full.
 

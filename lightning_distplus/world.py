@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LAUNCHER", "DataParallel", "World", "name_ranks", "ranges"]
-
 _SHOWN_PIECES = 16
 
 

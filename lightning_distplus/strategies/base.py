@@ -49,7 +49,7 @@ from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCos
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
-from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
+from lightning_distplus.watchdog import Marks, PlaceOfFailure, Transfer, Watchdog
 from lightning_distplus.watchdog.watchdog import show_after_cells
 
 if TYPE_CHECKING:
@@ -405,7 +405,7 @@ class ResilientStrategy(_Base):
         self._plane = self.collectives.plane = plane
         plane.listen()
         self.marks.forget()
-        plane.place_of = lambda error: place_of_failure(self.marks, error)
+        plane.locator = PlaceOfFailure(self.marks)
         if plane.is_attended:
             self.phases.expect_people()
         self._open_ledger()

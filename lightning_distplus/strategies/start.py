@@ -33,7 +33,6 @@ from lightning_distplus.preflight.agreement import (
     content_of,
     disagreements,
     gathered,
-    run_in_time,
     spans_hosts,
     state_of_process,
 )
@@ -214,7 +213,7 @@ def address_of(strategy: Any) -> Address:
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=job_of_launcher() or (env.DISTPLUS_STARTER.get() if strategy.num_nodes == 1 else None) or "",
-        round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
+        is_counted_apart=has_agent,
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
 
@@ -237,7 +236,7 @@ def check_host(strategy: Any, trainer: Any) -> None:
     folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
     facts = replace(facts_of(strategy), folder=folder, trial_bytes=_TRIAL_BYTES, spans_hosts=is_spread)
     is_first = strategy.local_rank == 0
-    found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
+    found = run_checks(HOST_CHECKS, facts, settings_of(strategy), deadline=_HOST_DEADLINE) if is_first else []
     # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
     _raise_together(strategy, facts, [one for one in found if one.status is not Status.NOTE])
 

@@ -205,38 +205,20 @@ class Verdict:
         others = (path.name.removeprefix(f"verdict-{kind}-") for path in folder.glob(f"verdict-{kind}-*-{host}.json"))
         return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
+    def path(self, folder: Path, host: str) -> Path:
+        """Where it is written."""
+        return folder / f"verdict-{self.incident}-{host}.json"
+
     def write(self, folder: Path, host: str) -> Path:
         """Writes the file aside and renames it."""
-        path, stage = self._stage(folder, host)
-        return stage.rename(path)
-
-    def write_first(self, folder: Path, host: str) -> Path | None:
-        """The same for what several ranks of a host find at once; None where the file of another rank is there."""
-        path, stage = self._stage(folder, host)
-        try:
-            path.hardlink_to(stage)
-        except FileExistsError:
-            return None
-        finally:
-            stage.unlink()
-        return path
-
-    def _stage(self, folder: Path, host: str) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"verdict-{self.incident}-{host}.json"
-        stage = path.with_suffix(f".{os.getpid()}")
+        stage = (path := self.path(folder, host)).with_suffix(f".{os.getpid()}")
         stage.write_text(self.to_json())
-        return path, stage
+        return stage.rename(path)
 
 
 def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
-    """Names an incident so that no other run on this host, and no other second, has the same name.
-
-    Args:
-        kind: What has happened, such as ``"hang"``.
-        run_id: ``ControlPlane.run_id``; a user may have given it.
-        at: Unix time; by default now.
-    """
+    """Names an incident so that no other run on this host, and no other second, has the same name."""
     run = re.sub(r"[^\w.]", "_", run_id)
     return "-".join([kind, *([run] if run else []), str(int(time.time() if at is None else at))])
 
@@ -260,14 +242,7 @@ _LABEL = re.compile(r"  (\w+): ")
 
 
 def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
-    """Tells how to go on, from which checkpoint, and what is lost.
-
-    Args:
-        folder: The artefacts of the run.
-        run_id: ``ControlPlane.run_id``.
-        global_step: The optimizer step at which the run ended.
-        ended_at: Unix time of that, seconds.
-    """
+    """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]

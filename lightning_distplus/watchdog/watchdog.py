@@ -201,7 +201,7 @@ class Watchdog:
         return set(ranks) <= set(self.board.ended)
 
     def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
-        """Leaves the verdict on the first error of the job, once on each host; see ``Telling.tell_failure``."""
+        """Leaves the verdict on the first error of the job, which all ranks know unless the store was lost with it."""
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
@@ -569,10 +569,8 @@ class Telling:
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
 
-        Args:
-            error: The first error of the job.
-            is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its
-                own: the lowest rank of this host that lives writes, and where it does not come to it, another one.
+        An error that is not told was found with the loss of the store, by each rank for itself: the lowest rank of this
+        host that lives writes, and where it does not come to it, another one.
         """
         if self.has_judged:
             return
@@ -583,8 +581,8 @@ class Telling:
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
             if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
                 return
-            if (path := verdict.write_first(self._folder, self._world.host)) is not None:
-                self._found = (verdict, path)
+            if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
+                self._found = (verdict, verdict.write(self._folder, self._world.host))
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
 

@@ -340,7 +340,10 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
     rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_a_lonely_call, _in_another_collective)
     opinion = next((found for rule in rules if (found := rule(evidence)) is not None), None) or _elsewhere(evidence)
     if len(evidence) < len(everybody) and not any(one.waits for one in evidence.values()) and opinion.kind == "hang":
-        opinion = replace(opinion, cause=_alone(evidence, opinion.cause), remedy=_ALONE)
+        lowest = next(iter(evidence.values()))
+        where = f"stands in {lowest.operation!r}" if lowest.answers else opinion.cause
+        cause = f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
+        opinion = replace(opinion, cause=cause, remedy=_ALONE)
     culprits = sorted(opinion.culprits)
     first = evidence[culprits[0]]
     newest = max(evidence.values(), key=lambda one: one.global_step)  # they train in step
@@ -451,13 +454,6 @@ def _busy(evidence: Mapping[int, Evidence]) -> _Opinion | None:
         remedy = "look at the file and line; if the work is legitimate and only long, raise this phase's deadline"
     found = [] if ends is None else [f"rank {rank} {ends.reasons[rank]}" for rank in sorted(others)]
     return _Opinion(culprits=sorted({*busy, *others}), cause=cause, remedy=remedy, findings=found)
-
-
-def _alone(evidence: Mapping[int, Evidence], cause: str) -> str:
-    """The cause where nobody waits: all others have ended their run, and these have not within their deadline."""
-    one = next(iter(evidence.values()))
-    where = f"stands in {one.operation!r}" if one.answers else cause
-    return f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
 
 
 def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:

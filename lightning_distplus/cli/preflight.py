@@ -168,7 +168,8 @@ def run_preflight(argv: Sequence[str]) -> int:
     from lightning_distplus.control import connect, disconnect
     from lightning_distplus.preflight.agreement import as_message, disagreements, merged, spans_hosts, state_of_process
     from lightning_distplus.strategies import ResilientDDP
-    from lightning_distplus.strategies.start import address_of, facts_of, world_of
+    from lightning_distplus.strategies.start import address_of, facts_of
+    from lightning_distplus.world import World
 
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -186,7 +187,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     facts = replace(facts_of(strategy), folder=arguments.folder)
     deadline = parse_duration(arguments.deadline, field="deadline")
     begin = time.monotonic()
-    plane = connect(world_of(strategy), address_of(strategy), deadline, arguments.folder)
+    plane = connect(World.of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
         facts = replace(facts, spans_hosts=spans_hosts(plane))
         of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []

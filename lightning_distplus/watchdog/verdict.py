@@ -37,6 +37,7 @@ from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_lo
 from lightning_distplus.world import World, name_ranks
 
 __all__ = [
+    "PlaceOfFailure",
     "Verdict",
     "describe_next",
     "duration_in_words",
@@ -45,7 +46,6 @@ __all__ = [
     "judge_dumps",
     "judge_failure",
     "name_incident",
-    "place_of_failure",
     "print_block",
     "shown_mark",
 ]
@@ -634,16 +634,22 @@ _OF_WORKER = "in DataLoader worker process"
 _NOWHERE: Mapping[str, Any] = {"phase": "", "operation": "", "location": None, "global_step": 0, "elapsed_s": 0.0}
 
 
-def place_of_failure(marks: Marks, error: BaseException) -> dict[str, Any]:
-    """Where this rank has failed, as ``FirstError.place``; called on the thread that has raised, or is about to."""
-    mark = marks.at_failure
-    stack = [*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)]
-    return {
-        "phase": mark.phase,
-        "operation": mark.operation,
-        "global_step": mark.global_step,
-        "location": _in_worker(errors.message_of(error)) or user_location(stack),
-    }
+@dataclass
+class PlaceOfFailure:
+    """Knows where this rank has failed; asked on the thread that has raised, or is about to."""
+
+    marks: Marks
+
+    def place_of(self, error: BaseException) -> dict[str, Any]:
+        """See ``control.Locator``."""
+        mark = self.marks.at_failure
+        stack = [*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)]
+        return {
+            "phase": mark.phase,
+            "operation": mark.operation,
+            "global_step": mark.global_step,
+            "location": _in_worker(errors.message_of(error)) or user_location(stack),
+        }
 
 
 def _in_worker(message: str) -> str | None:

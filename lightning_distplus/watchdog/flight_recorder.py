@@ -472,11 +472,13 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
     """
     rank = -1
     try:
-        members = {rank: _members(dump) for rank, dump in dumps.items()}
+        members: dict[int, dict[str, list[int]]] = {rank: {} for rank in dumps}
         sets: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for groups in members.values():
-            for name, ranks in groups.items():
-                sets[name].add(tuple(ranks))
+        for rank, dump in dumps.items():
+            for name, values in dump["pg_config"].items():
+                if ranks := sorted(ast.literal_eval(str(values["ranks"]))):  # gloo's groups tell none
+                    members[rank][str(name)] = ranks
+                    sets[str(name)].add(tuple(ranks))
         found = {}
         for rank, dump in dumps.items():
             # Groups that were split from one another may have one name and different ranks.
@@ -499,13 +501,6 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         raise DumpError(f"the dump of rank {rank} has an entry that torch does not write: {error!r}") from error
     return found
-
-
-def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ranks of each group that tells them; gloo's do not."""
-    config = dump["pg_config"]
-    groups = {str(name): sorted(ast.literal_eval(str(values["ranks"]))) for name, values in config.items()}
-    return {name: ranks for name, ranks in groups.items() if ranks}
 
 
 # -- who waits for whom: the calls in flight of all ranks, followed across all groups to the ranks at their ends -------

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.preflight.check import Finding, Status
 
-__all__ = ["Pair", "judge", "pair_hosts", "second_round", "try_pairs"]
-
 _PAIR_DEADLINE = timedelta(seconds=4)
 _PINGS = 20
 _BLOCK_BYTES = 512 << 10

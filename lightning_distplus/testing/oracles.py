@@ -24,16 +24,6 @@ from lightning_distplus.timeouts import Duration
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-__all__ = [
-    "FaultCallback",
-    "LightningRun",
-    "ResumableRun",
-    "Trace",
-    "assert_resumes_exactly",
-    "assert_same_on_all_ranks",
-    "weights_digest",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:

@@ -38,8 +38,6 @@ from lightning_distplus.process import ProcessState, end_with_parent, process_st
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.timeouts import Duration, parse_duration
 
-__all__ = ["Mode", "SpawnResult", "Started", "free_port", "preload", "prepare", "rank_variables", "spawn", "start"]
-
 Mode = Literal["forkserver", "fresh", "torchrun", "lightning"]
 _PRELOAD_S = 120.0
 _HELD_PORTS = 32

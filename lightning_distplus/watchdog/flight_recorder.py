@@ -27,24 +27,6 @@ from lightning_distplus.errors import DistplusError
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.world import name_ranks
 
-__all__ = [
-    "Collective",
-    "DumpError",
-    "Ends",
-    "Mismatch",
-    "Recording",
-    "arm",
-    "cycles",
-    "dump",
-    "follow",
-    "load_dumps",
-    "match",
-    "p2p_call",
-    "read_entries",
-    "read_recordings",
-    "waits_for_work",
-]
-
 _ENTRIES = 2000  # torch's own default
 _LONGEST_CONTEXT = 8  # how many collectives before a call say whether it was to be expected
 _P2P = ("send", "recv")

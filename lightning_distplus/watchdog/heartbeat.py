@@ -30,8 +30,6 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "has_slate"]
-
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0

@@ -14,8 +14,6 @@ from typing import Literal
 
 from lightning_distplus.process import running_time
 
-__all__ = ["Mark", "Marks", "Pace", "Progress", "Transfer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:

@@ -23,24 +23,6 @@ from typing import Any
 
 from lightning_distplus.process import catches_signal
 
-__all__ = [
-    "PrintsStacks",
-    "StackPrinter",
-    "ask_for_stack",
-    "error_in",
-    "fold_traceback",
-    "frame_of",
-    "ignore_signal",
-    "is_debugged",
-    "is_fetching_data",
-    "is_library",
-    "is_own",
-    "is_waiting_for_peers",
-    "place_of",
-    "stack_of",
-    "user_location",
-]
-
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")

@@ -36,21 +36,6 @@ from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
 from lightning_distplus.world import World, name_ranks
 
-__all__ = [
-    "PlaceOfFailure",
-    "Verdict",
-    "describe_next",
-    "duration_in_words",
-    "find_verdicts",
-    "judge",
-    "judge_dumps",
-    "judge_failure",
-    "name_incident",
-    "print_block",
-    "shown_mark",
-]
-
-
 MOST_LINES = 30
 """A printed verdict has no more."""
 _PRINTED_STACK_LINES = 10

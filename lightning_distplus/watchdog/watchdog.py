@@ -22,21 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_distplus import _compat, env, process
+from lightning_distplus import _compat, env, errors, process
 from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.errors import (
-    DistplusError,
-    ExitCode,
-    HangDetected,
-    PeerError,
-    PeerLost,
-    message_of,
-    show_errors_with,
-    stop_showing_errors_with,
-)
+from lightning_distplus.errors import DistplusError, ExitCode, HangDetected, PeerError, PeerLost
 from lightning_distplus.process import ProcessState, running_time
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
@@ -54,8 +45,6 @@ from lightning_distplus.watchdog.verdict import (
     shown_mark,
 )
 from lightning_distplus.world import name_ranks
-
-__all__ = ["Watchdog", "show_after_cells"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -214,7 +203,7 @@ class Watchdog:
         Returns:
             Whether it is a time-out.
         """
-        if not any(sign in message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
+        if not any(sign in errors.message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
             return False
         self._witness.timed_out_at = traceback.extract_tb(error.__traceback__)
         self._plane.report_failure(
@@ -636,14 +625,14 @@ class Telling:
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
         self._is_over = False
-        show_errors_with(self)
+        errors.show_errors_with(self)
         _compat.stop_child_observer()
         _cancel_at_exit()  # of an earlier run
         _at_exit.append(multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0))
 
     def disarm(self) -> None:
         """The run has ended well: nothing is left to show."""
-        stop_showing_errors_with(self)
+        errors.stop_showing_errors_with(self)
         self._is_over = True
         _cancel_at_exit()  # it would hold what this run has held
 
@@ -672,7 +661,7 @@ class Telling:
         found = self.find_verdict()
         if known is not None and found is None and self.speaks_for_host():
             self._await_others()
-            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+            text = "" if self.is_full else f"\n{type(known).__name__}: {errors.message_of(known)}"
         if known is None or found is None or not self._says_all(*found):
             _say(text)
         self.show_block()

@@ -81,17 +81,10 @@ class _Stock(Host):
     owns_gate = True
 
     def __init__(self, trainer: Trainer) -> None:
-        world = World(
-            rank=trainer.global_rank,
-            size=trainer.world_size,
-            local_rank=trainer.local_rank,
-            node_rank=trainer.node_rank,
-            num_nodes=trainer.num_nodes,
-        )
-        self.plane = connect_over(world, _compat.default_store(), self.patience)
+        self.plane = connect_over(World.of(trainer), _compat.default_store(), self.patience)
         self.plane.listen()
         self.folder = folder_of_run(trainer.default_root_dir)
-        self._events = EventLog(self.folder, world.rank, run_id=self.plane.run_id)
+        self._events = EventLog(self.folder, trainer.global_rank, run_id=self.plane.run_id)
         self._gate: BatchGate | None = None
         self._has_failed = False
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_distplus import env
-from lightning_distplus.control import rendezvous
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
@@ -42,8 +41,6 @@ class Fault:
     """Of the rendezvous."""
     names_interface: bool = True
     """Whether GLOO_SOCKET_IFNAME is set."""
-    late: bool = False
-    """Rank 0, which serves the store, introduces itself after rank 1."""
     says: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
@@ -59,10 +56,8 @@ FAULTS = {
             ("Rank 0 runs on {1}, and MASTER_ADDR={2}:29400 leads to another host", "Connection refused"),
         ),
     ),
-    # Either of them may introduce itself first, and so say what is right.
-    "number of nodes": Fault(num_nodes=(2, 3), says=(("world_size is ", "{0}", "{1}"),) * 2),
-    "number of nodes, and rank 0 is refused": Fault(
-        num_nodes=(2, 3), late=True, says=(("world_size is 2 here and 3 there", "on {0}", "host {1}"),) * 2
+    "number of nodes": Fault(
+        num_nodes=(2, 3), says=(("Rank 1 on {1}", "world_size is 3 here and 2 there", "host {0}"),) * 2
     ),
     "no such name": Fault(
         address="no-such-host.invalid",
@@ -98,14 +93,6 @@ def start(rank: int, hosts: Hosts, fault: Fault, folder: str) -> None:
 
 
 def fit(rank: int, hosts: Hosts, fault: Fault, notes: str, folder: str) -> None:
-    if fault.late and rank == 0:
-        agree = rendezvous._agree_on_job
-
-        def agree_late(*arguments: Any) -> None:
-            time.sleep(1)
-            agree(*arguments)
-
-        rendezvous._agree_on_job = agree_late  # in this process only
     if rank in fault.known_on:
         known = Path(folder, f"hosts{rank}")
         leads_to = fault.calls_itself if fault.calls_itself and rank == 0 else hosts.addresses[0]
@@ -142,7 +129,7 @@ def test_two_hosts_by_hand_train_without_a_finding(layout: Fault, tmp_path: Path
     assert jobs.findings_of_preflight(run) == []
 
 
-LONG = ("number of nodes, and rank 0 is refused", "a name that only node 1 knows")  # each beside one that is like it
+LONG = ("a name that only node 1 knows",)  # beside one that is like it
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in FAULTS])

@@ -34,7 +34,7 @@ class Model(pl.LightningModule):
 
     def __init__(self, seed: int = 0, change: Callable[[Any, torch.Tensor, int], Any] | None = None) -> None:
         super().__init__()
-        self.seed, self.change = seed, change
+        self.seed, self._change = seed, change
         self.net: nn.Module | None = None
         self.losses: list[str] = []
 
@@ -53,7 +53,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.net(batch).pow(2).mean()
         self.losses.append(loss.item().hex())
-        return loss if self.change is None else self.change(self, loss, batch_idx)
+        return loss if self._change is None else self._change(self, loss, batch_idx)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).pow(2).mean(), sync_dist=True)

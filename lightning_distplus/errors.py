@@ -321,7 +321,9 @@ class _ExitCodes:
         known = error if isinstance(error, DistplusError) else error.__cause__
         if sys.excepthook is not self:
             return
-        _keep_the_exit_code()
+        with suppress(ValueError):  # not the main thread
+            # An agent sends one to the ranks that still end when the first has ended: it would take the code's place.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _spare_the_last_collections()
         if isinstance(known, DistplusError):
             # A SystemExit that leaves the hook becomes the exit status, and the interpreter still shuts down in order.
@@ -339,15 +341,6 @@ class _ExitCodes:
             display.show(error, _TORCHS_PREFIX.sub("", printed.getvalue()))
         except Exception:  # the error itself must be seen
             sys.stderr.write(printed.getvalue())
-
-
-def _keep_the_exit_code() -> None:
-    """From here on no SIGTERM ends this process.
-
-    An agent sends one to the ranks that still end when the first has ended, and it would take the place of the code.
-    """
-    with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _spare_the_last_collections() -> None:

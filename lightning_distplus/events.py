@@ -18,21 +18,9 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from lightning_distplus import env
-
-__all__ = [
-    "LEDGER_VERSION",
-    "EventLog",
-    "InHand",
-    "SampleNote",
-    "folder_of_run",
-    "ledger_files",
-    "read_events",
-    "told_home",
-    "told_on_verdict",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -195,21 +183,15 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 # -- what a rank tells its launcher ------------------------------------------------------------------------------------
 
 
-def told_home(file: str | Path | None) -> Path | None:
-    """The folder that a rank has named; None where no rank came so far."""
-    home = _told(file).get("home")
-    return None if home is None else Path(home)
+def told_by_rank(file: str | Path | None) -> tuple[Path | None, str | None]:
+    """The folder that a rank has named, and the command or URL for verdicts that its strategy was given.
 
-
-def told_on_verdict(file: str | Path | None) -> str | None:
-    """The command or URL for verdicts that the strategy of a rank was given; None where it has none."""
-    return _told(file).get("on_verdict")
-
-
-def _told(file: str | Path | None) -> dict[str, str | None]:
+    Both are None where no rank came so far.
+    """
     with suppress(FileNotFoundError, IsADirectoryError):
-        return cast("dict[str, str | None]", json.loads(Path(file or "").read_text()))
-    return {}
+        told = json.loads(Path(file or "").read_text())
+        return Path(told["home"]), told.get("on_verdict")
+    return None, None
 
 
 # -- samples in hand ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from typing import Any
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.world import name_ranks
 
-__all__ = ["disagreement", "first_difference", "is_equal", "odd_ranks"]
-
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -28,8 +27,6 @@ from lightning_distplus.trainer_gate import GateParticipant
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-__all__ = ["NoticeWatch", "PreemptionHandler", "StopRequests"]
 
 log = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -137,65 +134,6 @@ def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum:
         previous(signum, frame)
 
 
-# -- notices -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class NoticeWatch:
-    """Looks for notices on a thread of its own: a file that is there, a command that succeeds.
-
-    It calls ``on_late`` once, when the grace after a request has passed and nothing has stopped this watch.
-    """
-
-    requests: StopRequests
-    file: Path | None
-    command: Sequence[str] | None
-    every: timedelta
-    grace: timedelta | None
-    on_late: Callable[[timedelta], None]
-
-    def start(self) -> None:
-        """Starts the thread, where there is anything to look for."""
-        self._has_warned = False
-        self._stopping = threading.Event()
-        if self.file or self.command or self.grace:
-            threading.Thread(target=self._watch, name="distplus-notices", daemon=True).start()
-
-    def stop(self) -> None:
-        """Ends the thread; a command that runs is not waited for."""
-        self._stopping.set()
-
-    def _watch(self) -> None:
-        look_at, every_s = monotonic(), self.every.total_seconds()
-        tick_s = min(_TICK_S, every_s)
-        while not self._stopping.wait(tick_s):
-            if self.requests.reason is not None:
-                if self.grace is None:
-                    return
-                if monotonic() - self.requests.asked_at > self.grace.total_seconds():
-                    self.on_late(self.grace)
-                    return
-            elif monotonic() >= look_at:
-                look_at = monotonic() + every_s
-                self._look()
-
-    def _look(self) -> None:
-        if self.file is not None and self.file.exists():
-            self.requests.request(f"the notice file {self.file}")
-        elif self.command is not None and self._succeeds(self.command):
-            self.requests.request(f"the notice command {self.command[0]}")
-
-    def _succeeds(self, command: Sequence[str]) -> bool:
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": False}
-        try:
-            return subprocess.run(list(command), timeout=_COMMAND_S, **quiet).returncode == 0
-        except (OSError, subprocess.TimeoutExpired) as error:
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning("the notice command cannot be asked: %s. It is tried again; training goes on.", error)
-            return False
-
-
 # -- the callback ------------------------------------------------------------------------------------------------------
 
 _ASKED = int(Wish.PREEMPT)
@@ -240,7 +178,8 @@ class PreemptionHandler(Callback, GateParticipant):
         self._notice_command = notice_command
         self._notice_every = parse_duration(notice_every)
         self._keep = keep
-        self._watch: NoticeWatch | None = None
+        self._stopping: threading.Event | None = None  # the thread of the notices
+        self._has_warned = False
         self._evaluation: StepGate | None = None
         self._trainer: Any = None
         self._first_step = 0
@@ -267,7 +206,7 @@ class PreemptionHandler(Callback, GateParticipant):
                 f"at which its {trainer.world_size} ranks could agree to stop. Use ResilientDDP, ResilientFSDP, "
                 "ResilientModelParallel or ResilientDeepSpeed."
             )
-        if self._watch is not None:
+        if self._stopping is not None:
             return
         self._trainer = trainer
         self._logged_steps = None
@@ -277,27 +216,52 @@ class PreemptionHandler(Callback, GateParticipant):
         _compat.replace_stock_signals(trainer, self._detach)
         self._requests.attach()
         _compat.add_to_worker_signals(self._requests.outlive)
-        looks = trainer.local_rank == 0
-        self._watch = NoticeWatch(
-            requests=self._requests,
-            file=self._notice_file if looks else None,
-            command=self._notice_command if looks else None,
-            every=self._notice_every,
-            grace=self._grace,
-            on_late=self._report_late,
-        )
-        self._watch.start()
+        self._stopping = threading.Event()
+        looks = trainer.local_rank == 0 and bool(self._notice_file or self._notice_command)
+        if looks or self._grace is not None:
+            threading.Thread(
+                target=self._watch, args=(self._stopping, looks), name="distplus-notices", daemon=True
+            ).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts the handlers back."""
         self._detach()
 
     def _detach(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._stopping is not None:
+            self._stopping.set()
+            self._stopping = None
         _compat.restore_worker_signals()
         self._requests.detach(is_ending=self._is_ending)
+
+    # -- notices: a file that is there, a command that succeeds --------------------------------------------------------
+
+    def _watch(self, stopping: threading.Event, looks: bool) -> None:
+        """Looks for them, on a thread; says so once when the grace after a request has passed and nobody stops this."""
+        look_at, every_s = monotonic(), self._notice_every.total_seconds()
+        while not stopping.wait(min(_TICK_S, every_s)):
+            if self._requests.reason is not None:
+                if self._grace is None:
+                    return
+                if monotonic() - self._requests.asked_at > self._grace.total_seconds():
+                    self._report_late(self._grace)
+                    return
+            elif looks and monotonic() >= look_at:
+                look_at = monotonic() + every_s
+                if self._notice_file is not None and self._notice_file.exists():
+                    self._requests.request(f"the notice file {self._notice_file}")
+                elif self._notice_command is not None and self._succeeds(self._notice_command):
+                    self._requests.request(f"the notice command {self._notice_command[0]}")
+
+    def _succeeds(self, command: Sequence[str]) -> bool:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": False}
+        try:
+            return subprocess.run(list(command), timeout=_COMMAND_S, **quiet).returncode == 0
+        except (OSError, subprocess.TimeoutExpired) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("the notice command cannot be asked: %s. It is tried again; training goes on.", error)
+            return False
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -341,8 +305,7 @@ class PreemptionHandler(Callback, GateParticipant):
             self._requests.reason or "nothing",
         )
         path = self._save()
-        self._note_end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
-        self._end()
+        self._end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
 
     def _save(self) -> Path | None:
         """The checkpoint to continue from: a new one, unless nothing has happened since the one that was loaded.
@@ -392,9 +355,10 @@ class PreemptionHandler(Callback, GateParticipant):
         for path in sorted(others, key=lambda path: path.stat().st_mtime)[: max(0, len(others) - self._keep + 1)]:
             self._trainer.strategy.remove_checkpoint(path)
 
-    def _end(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+    def _end(self, **fields: Any) -> None:
+        self._note("preempted", global_step=self._trainer.global_step, reason=self._requests.reason, **fields)
+        if self._stopping is not None:
+            self._stopping.set()
         self._is_ending = True
         self._requests.detach(is_ending=True)
         raise Preempted
@@ -416,7 +380,19 @@ class PreemptionHandler(Callback, GateParticipant):
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Ends on all ranks where one was asked to."""
-        self._meet_in_evaluation()
+        if trainer.state.fn == "fit":
+            return
+        if trainer.world_size == 1:
+            ranks = [0] if self._is_asked() else []
+        elif self._evaluation is None:
+            return
+        else:
+            record = GateRecord(global_step=trainer.global_step, micro_batch=0, epoch=0, wishes=self.wish())
+            records = self._evaluation.exchange(record, trainer.strategy.phases.patience)  # type: ignore[attr-defined]
+            ranks = [rank for rank, one in enumerate(records) if one.wishes & _ASKED]
+        if ranks:
+            log.warning("rank %d stops: asked for by ranks %s; there is nothing to save", trainer.global_rank, ranks)
+            self._end(path=None, ranks=ranks)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -434,28 +410,7 @@ class PreemptionHandler(Callback, GateParticipant):
         self._evaluation = StepGate(plane, name=f"evaluation-{next(_evaluations)}", must_agree=())
         self._evaluation.open(patience)
 
-    def _meet_in_evaluation(self) -> None:
-        trainer = self._trainer
-        if trainer.state.fn == "fit":
-            return
-        if trainer.world_size == 1:
-            ranks = [0] if self._is_asked() else []
-        elif self._evaluation is None:
-            return
-        else:
-            wishes = Wish.PREEMPT if self._is_asked() else Wish.NONE
-            record = GateRecord(global_step=trainer.global_step, micro_batch=0, epoch=0, wishes=int(wishes))
-            records = self._evaluation.exchange(record, trainer.strategy.phases.patience)
-            ranks = [rank for rank, one in enumerate(records) if one.wishes & Wish.PREEMPT]
-        if ranks:
-            log.warning("rank %d stops: asked for by ranks %s; there is nothing to save", trainer.global_rank, ranks)
-            self._note_end(path=None, ranks=ranks)
-            self._end()
-
     # -- telling -------------------------------------------------------------------------------------------------------
-
-    def _note_end(self, **fields: Any) -> None:
-        self._note("preempted", global_step=self._trainer.global_step, reason=self._requests.reason, **fields)
 
     def _report_late(self, grace: timedelta) -> None:
         """The grace has passed: says what took so long. On the thread of the notices."""

@@ -1,5 +1,7 @@
 """Processes of this host: alive, stopped or gone, how long they ran, who has started them, how busy the host is.
 
+Also here, because it must be there before torch is imported: the signals of the launcher.
+
 Reads /proc itself: psutil 7 knows neither the signal that has ended a process, nor the signals that it catches, nor its
 tracer, nor the process table that a number belongs to. Its public time of a start moves with the wall clock, so that it
 names no process to another one. What it could replace here is some ten lines, and a look takes 28 instead of 19 us.
@@ -18,37 +20,16 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from time import monotonic
+from types import FrameType, TracebackType
 from typing import Any
 
 from lightning_distplus import env
-
-__all__ = [
-    "HostLoad",
-    "ProcessState",
-    "address_towards",
-    "age_of_process",
-    "boot_id",
-    "catches_signal",
-    "children",
-    "end_with_parent",
-    "end_workers",
-    "forks",
-    "host_answers",
-    "introduce_starter",
-    "is_attended",
-    "is_traced",
-    "launcher_has_ended",
-    "process_state",
-    "running_time",
-    "signal_of",
-    "start_time",
-    "starter_has_ended",
-]
 
 # -- life of a process -------------------------------------------------------------------------------------------------
 
@@ -259,6 +240,106 @@ def starter_has_ended(job: str) -> bool:
         return False
     pid, _, started = job.partition(":")
     return process_state(int(pid), int(started) or None) is ProcessState.GONE
+
+
+# -- the signals of the launcher ---------------------------------------------------------------------------------------
+
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Stop(BaseException):
+    """The launcher was asked to stop while no rank was there to be told."""
+
+
+class Signals:
+    """Takes the signals of the launcher, from its first moment to its last.
+
+    A rank that is just being started when a signal comes hears of it as soon as it is there. A SIGHUP, the end of the
+    terminal, reaches the ranks as a SIGTERM; where it is ignored (``nohup``) it stays so.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """The name of the last signal."""
+        self._number: signal.Signals | None = None
+        self._told: set[int] = set()
+        self._is_interruptible = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Signals:
+        for number in HANDLED:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def has_reached_ranks(self) -> bool:
+        """Whether a rank was there to be told."""
+        return bool(self._told)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A signal ends the block, in which no rank is there; so does one that came before.
+
+        Raises:
+            Stop: There was one.
+        """
+        self._is_interruptible = True
+        try:
+            if self.asked is not None:
+                raise Stop
+            yield
+        finally:
+            self._is_interruptible = False
+
+    def ranks_begin(self) -> None:
+        """From here on ranks are being started: a signal is for them."""
+        self._is_interruptible = False
+
+    def pass_on(self) -> None:
+        """Tells the ranks that have come since the signal. Called again and again, from any thread."""
+        if self._number is not None:
+            self._tell(set(_ranks()) - self._told)
+
+    def stop_ranks(self) -> None:
+        """Sends a SIGTERM to the ranks of this host."""
+        for pid in _ranks():
+            _send(pid, signal.SIGTERM)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        self._number = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        self._tell(set(_ranks()))
+        if self._is_interruptible:
+            raise Stop
+
+    def _tell(self, ranks: set[int]) -> None:
+        assert self._number is not None
+        self._told |= ranks
+        for pid in ranks:
+            _send(pid, self._number)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _ranks() -> list[int]:
+    """Processes that this one has started as leaders of sessions of their own, which is how the agent starts ranks."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            for word in (task / "children").read_text().split():
+                with suppress(ProcessLookupError):
+                    if os.getsid(int(word)) == int(word):
+                        found.append(int(word))
+    return found
 
 
 # -- a person beside it ------------------------------------------------------------------------------------------------

@@ -5,11 +5,15 @@ They come from our strategy, or are made here on any other one.
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -17,22 +21,13 @@ from lightning_distplus import _compat
 from lightning_distplus.control import ControlPlane, connect_over, connected, part
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
 from lightning_distplus.events import EventLog, folder_of_run
-from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
+from lightning_distplus.process import running_time
+from lightning_distplus.timeouts import OnHang, Phase, Timeouts, group_timeout
 from lightning_distplus.trainer_gate import BatchGate
 from lightning_distplus.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-import json
-import random
-
-import numpy as np
-import torch
-
-from lightning_distplus.process import running_time
-from lightning_distplus.timeouts import OnHang
-
-__all__ = ["MAX_BYTES", "Host", "Phases", "gather_bytes", "host_of", "rng_state", "set_rng_state"]
 
 _DEFAULTS = Timeouts()
 MAX_BYTES = 256 * MAX_MESSAGE_BYTES
@@ -41,30 +36,37 @@ MAX_BYTES = 256 * MAX_MESSAGE_BYTES
 
 def host_of(trainer: Trainer) -> Host:
     """The strategy's own means where it has them."""
-    return _Resilient(trainer) if hasattr(trainer.strategy, "phases") else _Stock(trainer)
+    return Host(trainer) if hasattr(trainer.strategy, "phases") else _Stock(trainer)
 
 
 class Host:
-    """The control plane, the gate, the ledger and the deadlines of a run."""
+    """The control plane, the gate, the ledger and the deadlines of a run: those of our strategy."""
 
+    owns_gate = False
     plane: ControlPlane
     folder: Path
-    owns_gate: bool
-    note: Callable[..., None]
-    """Writes one event into the ledger."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        self._strategy = strategy
+        self.plane, self.folder = strategy.plane, strategy.home
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes one event into the ledger."""
+        self._strategy.note(kind, **fields)
 
     @property
     def patience(self) -> timedelta:
         """How long a rank waits for its peers now."""
-        raise NotImplementedError
+        return cast("timedelta", self._strategy.phases.patience)
 
     def gate(self, trainer: Trainer) -> BatchGate:
         """The gate of this run; the strategy is set up."""
-        raise NotImplementedError
+        return cast("BatchGate", self._strategy.gate)
 
     def step_parts(self) -> Mapping[str, float]:
         """Seconds that this rank has spent in each part of its steps, added up; empty where nobody measures them."""
-        return {}
+        return cast("Mapping[str, float]", self._strategy.times.parts())
 
     def report(self, error: BaseException) -> None:
         """Tells the peers of an error, unless the strategy does; never raises."""
@@ -73,49 +75,28 @@ class Host:
         """Puts everything back."""
 
 
-class _Resilient(Host):
-    owns_gate = False
-
-    def __init__(self, trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
-        self._strategy = strategy
-        self.plane, self.folder, self.note = strategy.plane, strategy.home, strategy.note
-
-    @property
-    def patience(self) -> timedelta:
-        return cast("timedelta", self._strategy.phases.patience)
-
-    def gate(self, trainer: Trainer) -> BatchGate:
-        return cast("BatchGate", self._strategy.gate)
-
-    def step_parts(self) -> Mapping[str, float]:
-        return cast("Mapping[str, float]", self._strategy.times.parts())
-
-
 class _Stock(Host):
     """On a strategy of Lightning's: the store of the default process group carries the messages."""
 
     owns_gate = True
 
     def __init__(self, trainer: Trainer) -> None:
-        world = World(
-            rank=trainer.global_rank,
-            size=trainer.world_size,
-            local_rank=trainer.local_rank,
-            node_rank=trainer.node_rank,
-            num_nodes=trainer.num_nodes,
-        )
-        self.plane = connect_over(world, _compat.default_store(), self.patience)
+        self.plane = connect_over(World.of(trainer), _compat.default_store(), self.patience)
         self.plane.listen()
         self.folder = folder_of_run(trainer.default_root_dir)
-        self._events = EventLog(self.folder, world.rank, run_id=self.plane.run_id)
-        self.note = self._events.write
+        self._events = EventLog(self.folder, trainer.global_rank, run_id=self.plane.run_id)
         self._gate: BatchGate | None = None
         self._has_failed = False
+
+    def note(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
 
     @property
     def patience(self) -> timedelta:
         return group_timeout(_DEFAULTS.deadline(Phase.SETUP), "abort")
+
+    def step_parts(self) -> Mapping[str, float]:
+        return {}
 
     def gate(self, trainer: Trainer) -> BatchGate:
         self._gate = BatchGate(trainer, self.plane, waits=self)
@@ -310,9 +291,11 @@ def rng_state() -> dict[str, bytes]:
 
     About 20 KB; ``weights_only``-safe.
     """
+    numpys: dict[str, Any] = np.random.get_state(legacy=False)
+    inner, gauss = numpys["state"], [numpys["has_gauss"], numpys["gauss"]]
     state = {
         "python": json.dumps(random.getstate()).encode(),
-        "numpy": _numpy_state(),
+        "numpy": json.dumps([numpys["bit_generator"], inner["key"].tolist(), int(inner["pos"]), *gauss]).encode(),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -329,14 +312,6 @@ def set_rng_state(state: dict[str, bytes]) -> None:
     torch.set_rng_state(_byte_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
-
-
-def _numpy_state() -> bytes:
-    state: dict[str, Any] = np.random.get_state(legacy=False)
-    inner = state["state"]
-    return json.dumps(
-        [state["bit_generator"], inner["key"].tolist(), int(inner["pos"]), state["has_gauss"], state["gauss"]]
-    ).encode()
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

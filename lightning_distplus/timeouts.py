@@ -10,18 +10,6 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal
 
-__all__ = [
-    "AUTO",
-    "Calibration",
-    "Duration",
-    "OnHang",
-    "Phase",
-    "Timeouts",
-    "group_timeout",
-    "parse_duration",
-    "resolve_timeouts",
-]
-
 # The order matters to jsonargparse: with timedelta first, 600 would be dumped as text.
 Duration = float | timedelta | str
 OnHang = Literal["abort", "report"]

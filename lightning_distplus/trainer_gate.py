@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, WatchedGate, Wish
+from lightning_distplus.control import ControlPlane, GateRecord, Points, StepGate, Waits, Wish
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import disagreement
 
@@ -147,11 +147,7 @@ class BatchGate:
         points: Points | None = None,
     ) -> None:
         self._trainer = trainer
-        arguments: dict[str, Any] = {"name": f"run-{next(_runs)}", "must_agree": _MUST_AGREE}
-        if points is None:
-            self._gate = StepGate(plane, **arguments)
-        else:
-            self._gate = WatchedGate(plane, points=points, **arguments)
+        self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE, points=points)
         self._waits = waits
         self._sigterm_seen = False
         self._last: GateRecord | None = None

@@ -6,8 +6,7 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-__all__ = ["LAUNCHER", "DataParallel", "World", "name_ranks", "ranges"]
+from typing import Any
 
 _SHOWN_PIECES = 16
 
@@ -34,6 +33,17 @@ class World:
             raise ValueError(
                 f"World.rank is {self.rank}; it lies in 0..{self.size - 1}, because World.size is {self.size}."
             )
+
+    @classmethod
+    def of(cls, owner: Any) -> World:
+        """This process, as a Trainer or a strategy of Lightning's sees it."""
+        return cls(
+            rank=owner.global_rank,
+            size=owner.world_size,
+            local_rank=owner.local_rank,
+            node_rank=owner.node_rank,
+            num_nodes=owner.num_nodes,
+        )
 
     @property
     def ranks(self) -> range:

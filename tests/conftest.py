@@ -46,7 +46,6 @@ OF_EVERY_RANK = (
     "divergence",
     "preemption",
     "strategies.engines",
-    "testing.callbacks",
     "testing.oracles",
 )
 OWN_LOGGERS = ("root", "lightning_distplus", "tests")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from lightning_distplus._compat.probing import replaced, warn_once, wrapped
+from lightning_distplus._compat import replaced, warn_once, wrapped
 from lightning_distplus.errors import CheckpointUnsafe
 
 __all__ = [
@@ -278,8 +278,7 @@ def end_deepspeed_save(engine: Any) -> None:
     comm.barrier()
 
 
-@contextmanager
-def loading_universal(engine: Any) -> Iterator[None]:
+def loading_universal(engine: Any) -> AbstractContextManager[None]:
     """Lets a DeepSpeed engine load a universal checkpoint in this block, whatever its configuration says.
 
     Raises:
@@ -292,12 +291,7 @@ def loading_universal(engine: Any) -> Iterator[None]:
             f"DeepSpeedEngine._config.{name} is not in this version of DeepSpeed. Set "
             '{"checkpoint": {"load_universal": true}} in its configuration.'
         )
-    before = getattr(settings, name)
-    setattr(settings, name, True)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)
+    return replaced((settings,), name, True, "")
 
 
 def discard_next_deepspeed_step(engine: Any) -> bool:

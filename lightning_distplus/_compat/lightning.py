@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_distplus._compat.probing import (
+from lightning_distplus._compat import (
     probed,
     replace_method,
     restore_method,

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_crc32_options
 from torch.utils.serialization import config
 
-from lightning_distplus._compat.probing import probed, replaced, warn_once
+from lightning_distplus._compat import probed, replaced, warn_once
 
 __all__ = [
     "HashStore",
@@ -223,19 +223,16 @@ def num_collectives() -> int:
         return 0
 
 
-@contextmanager
-def default_group_timeout(timeout: timedelta | None) -> Iterator[None]:
+def default_group_timeout(timeout: timedelta | None) -> AbstractContextManager[None]:
     """Gives every group that is made in this block, by anybody, this time-out instead of torch's 30 minutes.
 
     ``new_group`` does not inherit the time-out of the default group (torch 2.13, ``distributed_c10d.py`` 5980), so that
     the clone on which all ZeRO traffic runs, and the axes of a device mesh, keep torch's default otherwise.
     """
     if timeout is None:
-        yield
-        return
+        return nullcontext()
     consequence = "groups made during set-up wait for 30 minutes in it"
-    with replaced((c10d.__name__,), "_get_default_timeout", lambda *_args, **_kwargs: timeout, consequence):
-        yield
+    return replaced((c10d,), "_get_default_timeout", lambda *_args, **_kwargs: timeout, consequence)
 
 
 # -- the Flight Recorder, and a last word ------------------------------------------------------------------------------
@@ -321,23 +318,15 @@ def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> N
         register(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
 
 
-@contextmanager
-def with_parameters_reversed() -> Iterator[None]:
+def with_parameters_reversed() -> AbstractContextManager[None]:
     """Has a DDP that is built in this block number its parameters last to first, as backward comes to them."""
-    original = probed(DistributedDataParallel, "_build_params_for_reducer", _NOT_SETTLED)
-    if original is None:
-        yield
-        return
+    original: Any = getattr(DistributedDataParallel, "_build_params_for_reducer", None)
 
     def reversed_params(model: Any) -> tuple[list[Any], list[Any]]:
         parameters, expects_sparse = original(model)
         return parameters[::-1], expects_sparse[::-1]
 
-    DistributedDataParallel._build_params_for_reducer = reversed_params  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DistributedDataParallel._build_params_for_reducer = original  # type: ignore[method-assign]
+    return replaced((DistributedDataParallel,), "_build_params_for_reducer", reversed_params, _NOT_SETTLED)
 
 
 def settle_ddp_buckets(model: DistributedDataParallel) -> None:
@@ -356,15 +345,13 @@ def settle_ddp_buckets(model: DistributedDataParallel) -> None:
 _SETTING = "save.compute_crc32"
 
 
-@contextmanager
-def without_crc() -> Iterator[None]:
+def without_crc() -> AbstractContextManager[None]:
     """In this block ``torch.save`` computes no CRC of what this thread writes; other threads go on as they are.
 
     torch 2.13 has the setting for each thread; where it is one for all threads, nothing is changed.
     """
     # torch adds ``patch`` to the module
-    with config.patch(_SETTING, False) if _is_of_one_thread() else nullcontext():  # type: ignore[attr-defined]
-        yield
+    return config.patch(_SETTING, False) if _is_of_one_thread() else nullcontext()  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -10,67 +9,21 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_distplus.checkpoint.files import (
-    BLOCK_BYTES,
-    MANIFEST,
-    MARKER,
-    META,
-    Stage,
-    asides_in,
-    bytes_digest,
-    digest_file,
-    discard,
-    fresh_beside,
-    in_role,
-    is_aside,
-    leftovers_of,
-    list_files,
-    meta_folder,
-    new_nonce,
-    put_in_place,
-    remove_tree,
-)
+from lightning_distplus.checkpoint import files
+from lightning_distplus.checkpoint.files import BLOCK_BYTES, MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 from lightning_distplus.events import read_events
-
-__all__ = [
-    "AUTO",
-    "CheckpointState",
-    "FileFinding",
-    "JobSaves",
-    "Mode",
-    "Report",
-    "age",
-    "asides_without_target",
-    "check_unmanifested",
-    "checkpoints_in",
-    "committed_in",
-    "findings_in_share",
-    "is_committed",
-    "is_last_valid",
-    "line_of_newest",
-    "link",
-    "newest_in",
-    "newest_valid",
-    "num_fits",
-    "place_of",
-    "read_manifest",
-    "reference",
-    "remove",
-    "state",
-    "verify",
-    "verify_or_raise",
-    "whole_one_of",
-]
 
 logger = logging.getLogger(__name__)
 Mode = Literal["full", "size"]
@@ -119,6 +72,9 @@ class Report:
         return self.state is CheckpointState.COMMITTED and not self.findings
 
 
+# -- the newest one of a folder ----------------------------------------------------------------------------------------
+
+
 def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collection[Path] = ()) -> Path | None:
     """The newest committed checkpoint in a folder whose files are as they were when it was committed.
 
@@ -140,41 +96,47 @@ def newest_valid(directory: str | Path, *, verify: Mode = "full", but: Collectio
         NotADirectoryError: ``directory`` is a file.
     """
     _check_mode(verify)
-    candidates = [(_look(path), successor) for path, successor in _children(Path(directory))]
-    line = _line_of_reports([candidate for candidate, _ in candidates])
-    candidates.sort(key=lambda candidate: _age(candidate[0], line), reverse=True)
-    for candidate, successor in candidates:
+    successors = dict(_children(Path(directory)))
+    looked = [_look(path) for path in successors]
+    line = line_of_newest(looked)
+    for candidate in newest_first(looked, line):
         if candidate.state in (CheckpointState.UNMANIFESTED, CheckpointState.MISSING) or candidate.path in but:
             continue
+        successor = successors[candidate.path]
         if successor is not None and successor not in but and _look(successor, verify).ok:
             continue
         report = _look(candidate.path, verify)
         if report.ok:
             if not but:
-                _warn_of_line_left(report, [other for other, _ in candidates], line)
+                _warn_of_line_left(report, looked, line)
             return report.path
         logger.warning("Checkpoint %s is passed over: %s", report.path, _describe(report))
     return None
 
 
-def committed_in(directory: Path) -> list[Report]:
-    """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
-    found = [_look(path) for path, moved_from in _children(directory) if moved_from is None]
-    committed = [report for report in found if report.ok]
-    line = _line_of_reports(committed)
-    return sorted(committed, key=lambda report: _age(report, line), reverse=True)
+def _children(directory: Path) -> Iterator[tuple[Path, Path | None]]:
+    """Candidates, each with the path that it was moved aside from."""
+    try:
+        children = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return
+    for child in children:
+        links_to_sibling = child.is_symlink() and _real(child).parent == directory.resolve()
+        if child.name != META and not links_to_sibling:
+            yield child, None
+    yield from files.asides_in(directory)
 
 
-def line_of_newest(found: Mapping[str, Manifest]) -> frozenset[str]:
-    """Of manifests by digest, the newest commit and, as far as they are there, those before it in its run.
+def line_of_newest(reports: Iterable[Report]) -> frozenset[str]:
+    """The digests of the newest commit's manifest and, as far as they are there, of those before it in its run.
 
     Empty where none says what was before it: early releases did not. Else one that does not is the first of a run.
     """
-    newest = max(found, key=lambda digest: (found[digest].committed_at, found[digest].global_step), default=None)
+    found = {one.manifest_xxh3_128: one.manifest for one in reports if one.manifest_xxh3_128 and one.manifest}
     if all(manifest.parent is None for manifest in found.values()):
         return frozenset()
     line: set[str] = set()
-    digest: str | None = newest
+    digest: str | None = max(found, key=lambda one: (found[one].committed_at, found[one].global_step))
     while digest is not None and digest in found and digest not in line:
         line.add(digest)
         parent = found[digest].parent
@@ -182,9 +144,37 @@ def line_of_newest(found: Mapping[str, Manifest]) -> frozenset[str]:
     return frozenset(line)
 
 
-def age(manifest: Manifest, manifest_xxh3_128: str | None, line: Collection[str]) -> tuple[bool, float, float]:
-    """What orders checkpoints, the oldest first: the line of the newest commit, its step, its time."""
-    return (manifest_xxh3_128 in line, manifest.global_step, manifest.committed_at)
+def newest_first(reports: Iterable[Report], line: Collection[str]) -> list[Report]:
+    """In the order in which a run goes on from them: those of the line, then by step, then by time of commit.
+
+    What cannot be read, or is not committed, might be the newest: it is met, and reported, first.
+    """
+
+    def age(report: Report) -> tuple[bool, float, float]:
+        if report.manifest is None:
+            return True, math.inf, math.inf
+        is_on_line = report.manifest_xxh3_128 in line or not report.ok
+        return is_on_line, report.manifest.global_step, report.manifest.committed_at
+
+    return sorted(reports, key=age, reverse=True)
+
+
+def _warn_of_line_left(chosen: Report, others: Iterable[Report], line: Collection[str]) -> None:
+    left = [other for other in others if other.ok and other.manifest_xxh3_128 not in line]
+    highest = newest_first([chosen, *left], ())[0]
+    if chosen.manifest_xxh3_128 in line and highest is not chosen:
+        logger.warning(
+            "Checkpoint %s (step %d) is on the line of the newest commit and is taken; %s (step %d) is on a line that "
+            "was left. To go on from there, give its path",
+            *(part for one in (chosen, highest) if one.manifest for part in (one.path, one.manifest.global_step)),
+        )
+
+
+def committed_in(directory: Path) -> list[Report]:
+    """The committed children of a folder, the newest first; links to siblings and what lies aside are left out."""
+    found = [_look(path) for path, moved_from in _children(directory) if moved_from is None]
+    committed = [report for report in found if report.ok]
+    return newest_first(committed, line_of_newest(committed))
 
 
 def whole_one_of(path: Path) -> Path:
@@ -192,7 +182,7 @@ def whole_one_of(path: Path) -> Path:
     report = _look(path, "size")
     if report.ok or report.state is CheckpointState.UNMANIFESTED:
         return path
-    asides = [_look(aside, "size") for aside, target in asides_in(path.parent) if target.name == path.name]
+    asides = [_look(aside, "size") for aside, target in files.asides_in(path.parent) if target.name == path.name]
     whole = [(found.manifest.committed_at, found.path) for found in asides if found.ok and found.manifest is not None]
     if not whole:
         return path
@@ -202,7 +192,12 @@ def whole_one_of(path: Path) -> Path:
 
 def asides_without_target(directory: Path) -> list[Path]:
     """Whole checkpoints that a killed save has left aside while there is nothing at their place."""
-    return [path for path, target in asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok]
+    return [
+        path for path, target in files.asides_in(directory) if not os.path.lexists(target) and _look(path, "size").ok
+    ]
+
+
+# -- one checkpoint ----------------------------------------------------------------------------------------------------
 
 
 def verify(path: str | Path, mode: Mode = "full", *, on_bytes: Callable[[int], object] | None = None) -> Report:
@@ -251,7 +246,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """
     if (found := _look(Path(path)).manifest) is not None:
         return found
-    file = meta_folder(_real(Path(path))) / MANIFEST
+    file = files.meta_folder(_real(Path(path))) / MANIFEST
     try:
         return Manifest.from_json(file.read_bytes(), str(file))
     except OSError as error:
@@ -259,72 +254,6 @@ def read_manifest(path: str | Path) -> Manifest:
             f"The checkpoint {path} has no readable manifest: {_reason(error)}. It was not saved through a Resilient "
             "strategy, or is damaged; `state` tells which."
         ) from error
-
-
-def remove(path: str | Path) -> None:
-    """Deletes a checkpoint with its manifest and what saves of it have left; that it is gone already is fine."""
-    path = Path(path)
-    if path.is_symlink():
-        discard(path)
-    elif is_aside(path):
-        remove_tree(path.parent)
-    else:
-        _remove_payload(path)
-        for folder in [*leftovers_of(path, "aside", "draft", "universal"), *in_role(path.parent, "removed")]:
-            remove_tree(folder)
-
-
-def _remove_payload(path: Path) -> None:
-    # The payload goes at once, by one call, so that no reader meets half a checkpoint; then what nobody looks for.
-    if path.is_dir():
-        trash = fresh_beside(path, "removed")
-        trash.parent.mkdir(exist_ok=True)
-        try:
-            path.rename(trash)
-        except FileNotFoundError:
-            return  # another process was faster
-        remove_tree(trash)
-    else:
-        discard(path)
-        remove_tree(meta_folder(path, is_directory=False))
-
-
-def _children(directory: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Candidates, each with the path that it was moved aside from."""
-    try:
-        children = sorted(directory.iterdir())
-    except FileNotFoundError:
-        return
-    for child in children:
-        links_to_sibling = child.is_symlink() and _real(child).parent == directory.resolve()
-        if child.name != META and not links_to_sibling:
-            yield child, None
-    yield from asides_in(directory)
-
-
-def _age(report: Report, line: Collection[str]) -> tuple[bool, float, float]:
-    # What cannot be read, or is not committed, might be the newest, so it is met, and reported, first.
-    if report.manifest is None:
-        return (True, math.inf, math.inf)
-    on_line, step, committed_at = age(report.manifest, report.manifest_xxh3_128, line)
-    return (on_line or not report.ok, step, committed_at)
-
-
-def _line_of_reports(reports: list[Report]) -> frozenset[str]:
-    found = {one.manifest_xxh3_128: one.manifest for one in reports if one.manifest_xxh3_128 and one.manifest}
-    return line_of_newest(found)
-
-
-def _warn_of_line_left(chosen: Report, others: list[Report], line: Collection[str]) -> None:
-    left = [other for other in others if other.ok and line and other.manifest_xxh3_128 not in line]
-    highest = max(left, key=lambda other: _age(other, line), default=None)
-    if highest is None or chosen.manifest_xxh3_128 not in line or _age(highest, ()) <= _age(chosen, ()):
-        return
-    logger.warning(
-        "Checkpoint %s (step %d) is on the line of the newest commit and is taken; %s (step %d) is on a line that was "
-        "left. To go on from there, give its path",
-        *(part for one in (chosen, highest) if one.manifest for part in (one.path, one.manifest.global_step)),
-    )
 
 
 def reference(path: Path) -> dict[str, str] | None:
@@ -338,8 +267,8 @@ def _look(path: Path, mode: Mode | None = None, on_bytes: Callable[[int], object
     for _ in range(_LOOKS):
         before = _whereabouts(path)
         report = _inspect_once(path)
-        if mode is not None:
-            report = _with_files(report, mode, on_bytes)
+        if mode is not None and report.ok and report.manifest is not None:
+            report = replace(report, findings=tuple(_findings(_real(path), report.manifest.files, mode, on_bytes)))
         if _whereabouts(path) == before:
             break
     return report
@@ -351,7 +280,7 @@ def _whereabouts(path: Path) -> tuple[Any, ...]:
         found = real.stat()
     except OSError:
         return ()
-    return (found.st_dev, found.st_ino, found.st_ctime_ns, meta_folder(real))
+    return (found.st_dev, found.st_ino, found.st_ctime_ns, files.meta_folder(real))
 
 
 def _inspect_once(path: Path) -> Report:
@@ -363,7 +292,7 @@ def _inspect_once(path: Path) -> Report:
     real = _real(path)
     if not real.exists():
         return report(CheckpointState.MISSING, path, "a checkpoint", "nothing")
-    meta = meta_folder(real)
+    meta = files.meta_folder(real)
     file, marker, torn = meta / MANIFEST, meta / MARKER, CheckpointState.TORN
     if not (file.is_file() or marker.is_file()):
         stranger = "none (not saved through a Resilient strategy)"
@@ -375,7 +304,7 @@ def _inspect_once(path: Path) -> Report:
         return report(torn, file, "a readable manifest", _reason(error))
     except (CheckpointCorrupt, CheckpointMismatch) as error:
         return report(torn, file, "a manifest of a version known here", str(error))
-    found, digest = _read_marker(marker), bytes_digest(content)
+    found, digest = _read_marker(marker), files.bytes_digest(content)
     if found != digest:
         return report(torn, marker, f"a marker for the manifest {digest}", found, manifest)
     return Report(path, CheckpointState.COMMITTED, manifest, (), found)
@@ -396,21 +325,19 @@ def _read_marker(marker: Path) -> str:
     return str(document.get("manifest_xxh3_128"))
 
 
-def _with_files(report: Report, mode: Mode, on_bytes: Callable[[int], object] | None) -> Report:
-    """Adds the findings about the files to a report that has none yet."""
-    if not report.ok or report.manifest is None:
-        return report
-    real = _real(report.path)
-    entries = report.manifest.files
-    if not real.is_dir() and len(entries) != 1:
-        finding = FileFinding(str(report.path), f"a directory of {len(entries)} files", "a single file")
-        return replace(report, findings=(finding,))
-    checked = (check_file(real / entry.path if real.is_dir() else real, entry, mode, on_bytes) for entry in entries)
-    findings = tuple(finding for finding in checked if finding is not None)
-    return replace(report, findings=findings)
+def _findings(
+    real: Path, entries: Sequence[FileEntry], mode: Mode, on_bytes: Callable[[int], object] | None
+) -> Iterator[FileFinding]:
+    is_folder = real.is_dir()
+    if not is_folder and len(entries) != 1:
+        yield FileFinding(str(real), f"a directory of {len(entries)} files", "a single file")
+        return
+    for entry in entries:
+        if finding := _check_file(real / entry.path if is_folder else real, entry, mode, on_bytes):
+            yield finding
 
 
-def check_file(
+def _check_file(
     file: Path,
     entry: FileEntry,
     mode: Mode,
@@ -424,7 +351,7 @@ def check_file(
         if size_bytes != entry.size_bytes or not file.is_file():
             return FileFinding(str(file), f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
         if mode == "full":
-            digest = digest_file(file, block=block, on_bytes=on_bytes).xxh3_128
+            digest = files.digest_file(file, block=block, on_bytes=on_bytes).xxh3_128
             expected = entry.xxh3_128 if block is None else entry.blocks_64_mib[block]
             if digest != expected:
                 begin = 0 if block is None else block * BLOCK_BYTES
@@ -467,14 +394,10 @@ def check_unmanifested(path: Path) -> tuple[FileFinding, ...]:
     torch writes zip files with a CRC of each member and never reads it back (pytorch issue 126952): it is read here.
     A file whose members all have the CRC 0 was written without (``torch.serialization.set_crc32_options``).
     """
-    if path.is_dir():
-        if not any((path / sign).exists() for sign in _DIRECTORY_SIGNS):
-            return (FileFinding(str(path), f"a folder with {' or '.join(_DIRECTORY_SIGNS)}", "none of them"),)
-        archives = (path / name for name in list_files(path) if name.endswith(".pt"))
-        findings = [_check_archive(file) for file in archives]
-    else:
-        findings = [_check_archive(path)]
-    return tuple(finding for finding in findings if finding is not None)
+    if path.is_dir() and not any((path / sign).exists() for sign in _DIRECTORY_SIGNS):
+        return (FileFinding(str(path), f"a folder with {' or '.join(_DIRECTORY_SIGNS)}", "none of them"),)
+    archives = [path / name for name in files.list_files(path) if name.endswith(".pt")] if path.is_dir() else [path]
+    return tuple(finding for finding in map(_check_archive, archives) if finding is not None)
 
 
 def _check_archive(file: Path) -> FileFinding | None:
@@ -505,13 +428,11 @@ def place_of(path: Path) -> list[Any] | None:
     committed checkpoint whose files have the right sizes.
     """
     try:
-        known = reference(path)
-        if known is None or not verify(path, "size").ok:
-            return None
-        file = (meta_folder(path.resolve()) / MANIFEST).stat()
+        report = _look(path, "size")
+        file = (files.meta_folder(_real(path)) / MANIFEST).stat()
     except OSError:
         return None
-    return [known["manifest_xxh3_128"], file.st_ino, file.st_mtime_ns]
+    return [report.manifest_xxh3_128, file.st_ino, file.st_mtime_ns] if report.ok else None
 
 
 def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: int) -> list[FileFinding]:
@@ -519,16 +440,14 @@ def findings_in_share(path: Path, manifest: Manifest, *, rank: int, num_ranks: i
 
     def check(part: _Part) -> FileFinding | None:
         entry, block = part
-        file = path / entry.path if path.is_dir() else path
-        return check_file(file, entry, "full", block=block)
+        return _check_file(path / entry.path if path.is_dir() else path, entry, "full", block=block)
 
     with ThreadPoolExecutor(_NUM_READERS, "distplus-reader") as readers:
-        found = readers.map(check, _shares(manifest, num_ranks)[rank])
-        return [finding for finding in found if finding is not None]
+        return [finding for finding in readers.map(check, _share(manifest, rank, num_ranks)) if finding is not None]
 
 
-def _shares(manifest: Manifest, num_ranks: int) -> list[list[_Part]]:
-    """For each rank what it reads: about as many bytes each, one run after the other.
+def _share(manifest: Manifest, rank: int, num_ranks: int) -> list[_Part]:
+    """What this rank reads: about as many bytes as the others, one run after the other.
 
     Files are in the order of the numbers in their names, so that the run of a rank is more or less the shard that it
     loads then, which its host has in memory by that time.
@@ -536,13 +455,10 @@ def _shares(manifest: Manifest, num_ranks: int) -> list[list[_Part]]:
     parts: list[_Part] = []
     for entry in sorted(manifest.files, key=_by_numbers):
         parts += [(entry, number) for number in range(len(entry.blocks_64_mib))] or [(entry, None)]
-    shares: list[list[_Part]] = [[] for _ in range(num_ranks)]
-    total_bytes, before_bytes = max(1, sum(map(_size_bytes, parts))), 0
-    for part in parts:
-        middle = 2 * before_bytes + _size_bytes(part)
-        shares[min(middle * num_ranks // (2 * total_bytes), num_ranks - 1)].append(part)
-        before_bytes += _size_bytes(part)
-    return shares
+    ends = list(accumulate(map(_size_bytes, parts)))
+    middles = [2 * end - _size_bytes(part) for part, end in zip(parts, ends, strict=True)]  # times two, in integers
+    readers = [min(middle * num_ranks // max(1, 2 * ends[-1]), num_ranks - 1) for middle in middles]
+    return [part for part, reader in zip(parts, readers, strict=True) if reader == rank]
 
 
 def _by_numbers(entry: FileEntry) -> list[str | int]:
@@ -554,7 +470,31 @@ def _size_bytes(part: _Part) -> int:
     return entry.size_bytes if block is None else min(BLOCK_BYTES, entry.size_bytes - block * BLOCK_BYTES)
 
 
-# -- retention ---------------------------------------------------------------------------------------------------------
+# -- removal, and links as save_last="link" wants them -----------------------------------------------------------------
+
+
+def remove(path: str | Path) -> None:
+    """Deletes a checkpoint with its manifest and what saves of it have left; that it is gone already is fine."""
+    path = Path(path)
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    if files.is_aside(path):
+        files.remove_tree(path.parent)
+        return
+    # The payload goes at once, by one call, so that no reader meets half a checkpoint; then what nobody looks for.
+    if path.is_dir():
+        trash = files.beside(path, "removed")
+        trash.parent.mkdir(exist_ok=True)
+        try:
+            path.rename(trash)
+        except FileNotFoundError:
+            return  # another process was faster
+    else:
+        path.unlink(missing_ok=True)
+        files.remove_tree(files.meta_folder(path, is_directory=False))
+    for folder in [*files.leftovers_of(path, "aside", "draft", "universal"), *files.in_role(path.parent, "removed")]:
+        files.remove_tree(folder)
 
 
 def is_last_valid(path: str | Path) -> bool:
@@ -565,12 +505,8 @@ def is_last_valid(path: str | Path) -> bool:
     path = Path(path)
     if path.is_symlink() or not verify(path, "size").ok:
         return False
-    mine = path.absolute()
-    others = (report for report in committed_in(path.parent) if report.path.absolute() != mine)
-    return not any(verify(other.path, "size").ok for other in others)
-
-
-# -- links, as save_last="link" wants them -----------------------------------------------------------------------------
+    others = (report.path for report in committed_in(path.parent) if report.path.absolute() != path.absolute())
+    return not any(verify(other, "size").ok for other in others)
 
 
 def link(checkpoint: Path, name: Path) -> None:
@@ -584,20 +520,20 @@ def link(checkpoint: Path, name: Path) -> None:
     if not checkpoint.exists():
         logger.warning("%s is not there; %s stays as it is", checkpoint, name)
         return
-    stage = Stage(name.absolute(), new_nonce())
+    stage = Stage(name)
     fresh = stage.draft / name.name
     try:
         for folder in (stage.draft, stage.aside):
             folder.mkdir(parents=True)
         fresh.symlink_to(os.path.relpath(checkpoint, name.parent))
-        put_in_place(fresh, name, stage.aside_payload)
+        files.put_in_place(fresh, name, stage.aside_payload)
     except OSError as error:
         logger.warning("%s cannot be linked to %s (%s); it stays as it is", name, checkpoint, error)
         left = [stage.draft, stage.aside]
     else:
-        left = [meta_folder(name, is_directory=False), *leftovers_of(name, "aside", "draft", "universal")]
+        left = [files.meta_folder(name, is_directory=False), *files.leftovers_of(name, "aside", "draft", "universal")]
     for folder in left:
-        remove_tree(folder)
+        files.remove_tree(folder)
 
 
 # -- going on: the newest one of a folder, or of what a job has saved --------------------------------------------------
@@ -607,12 +543,8 @@ AUTO = "auto"
 _SUFFIX = ".ckpt"  # by which a checkpoint that is not ours is told from other files
 
 
-def newest_in(folder: Path, *, verify: Mode = "full", allow_fresh: bool = False) -> Path | None:
-    """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to be trusted.
-
-    Raises:
-        CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
-    """
+def newest_in(folder: Path, *, verify: Mode, allow_fresh: bool) -> Path | None:
+    """The newest valid checkpoint of a folder; None where there is none yet, or by ``allow_fresh`` none to trust."""
     found = newest_valid(folder, verify=verify)
     if found is not None:
         logger.info("ckpt_path auto: resuming from %s", found)
@@ -668,23 +600,18 @@ class JobSaves:
         named = [(event.get("path"), fit) for fit, event in fits if event["kind"] in ("saved", "preempted")]
         fit_of = {Path(path): fit for path, fit in named if isinstance(path, str) and "://" not in path}
         mine = tuple(path for path, fit in fit_of.items() if fit == number)
-        others = frozenset(path for path, fit in fit_of.items() if fit != number)
-        return cls(mine, others, min((event["time"] for event in events), default=0.0))
+        began_at = min((event["time"] for event in events), default=0.0)
+        return cls(mine, frozenset(fit_of) - frozenset(mine), began_at)
 
     @property
     def folders(self) -> list[Path]:
         """Where they were saved."""
         return list(dict.fromkeys(path.parent for path in self.paths))
 
-    def newest_valid(self, *, verify: Mode = "size") -> Path | None:
-        """The newest one that is valid, those included that a rank has committed and not lived to note.
-
-        Raises:
-            CheckpointCorrupt: Some are there, and none is valid.
-        """
-        found = [newest_valid(folder, verify=verify, but=self.passed_over(folder)) for folder in self.folders]
-        valid = [path for path in found if path is not None]
-        if valid:
+    def newest_valid(self) -> Path | None:
+        """The newest one that is valid, those included that a rank has committed and not lived to note."""
+        found = [newest_valid(folder, verify="size", but=self.passed_over(folder)) for folder in self.folders]
+        if valid := [path for path in found if path is not None]:
             return max(valid, key=lambda path: read_manifest(path).committed_at)
         damaged = [path for path in self.paths if state(path) is not CheckpointState.MISSING]
         if damaged:
@@ -696,7 +623,7 @@ class JobSaves:
 
     def passed_over(self, folder: Path) -> list[Path]:
         """The committed checkpoints of a folder that are another job's, or another fit's."""
-        there = [report.path for report in committed_in(folder)] + [aside for aside, _ in asides_in(folder)]
+        there = [report.path for report in committed_in(folder)] + [aside for aside, _ in files.asides_in(folder)]
         return [path for path in there if path not in self.paths and self._is_of_others(path)]
 
     def _is_of_others(self, path: Path) -> bool:
@@ -711,14 +638,15 @@ def num_fits(home: Path, run_id: str, attempt: int, rank: int) -> int:
     return max((fit for fit, event in numbers if (event["attempt"], event["rank"]) == (attempt, rank)), default=0)
 
 
-def _with_numbers(events: Collection[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _with_numbers(events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each event of a fit with the number of that fit within its process."""
-    processes = sorted(events, key=lambda event: (event["attempt"], event["rank"]))
-    for _, of_process in itertools.groupby(processes, key=lambda event: (event["attempt"], event["rank"])):
-        number, is_fit = 0, False
-        for event in of_process:  # in their order: sorting keeps it
-            if event["kind"] == "start":
-                is_fit = event.get("function") == "fit"
-                number += is_fit
-            if is_fit:
-                yield number, event
+    numbers: Counter[tuple[int, int]] = Counter()
+    in_fit: set[tuple[int, int]] = set()  # processes
+    for event in events:
+        process = (event["attempt"], event["rank"])
+        if event["kind"] == "start":
+            is_fit = event.get("function") == "fit"
+            numbers[process] += is_fit
+            (in_fit.add if is_fit else in_fit.discard)(process)
+        if process in in_fit:
+            yield numbers[process], event

@@ -7,50 +7,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_distplus.checkpoint import files
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
-from lightning_distplus.checkpoint.files import (
-    MANIFEST,
-    MARKER,
-    META,
-    DigestedWrites,
-    Stage,
-    Sync,
-    bytes_digest,
-    discard,
-    fresh_beside,
-    leftovers_of,
-    list_files,
-    list_folders,
-    meta_folder,
-    new_nonce,
-    put_in_place,
-    remove_tree,
-    second_name,
-    sync_folder,
-    write_file,
-)
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, DigestedWrites, Stage, Sync
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
 from lightning_distplus.errors import ExitCode, SaveFailed
 from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
-__all__ = [
-    "Gather",
-    "SaveInfo",
-    "StagedSave",
-    "claim",
-    "commit",
-    "gather_alone",
-    "info_like",
-    "publish",
-    "stage",
-]
-
+logger = logging.getLogger(__name__)
 
 Gather: TypeAlias = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 """Collects one JSON-able value of each rank, on all ranks, in rank order, under a name.
@@ -90,6 +60,9 @@ class SaveInfo:
     not_before: float = 0.0
     committed_at: float | None = None
 
+    def __post_init__(self) -> None:
+        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
+
     def fields(self) -> dict[str, Any]:
         """Those of the manifest, at the moment of the commit."""
         fields = dict(vars(self))
@@ -97,9 +70,6 @@ class SaveInfo:
         if self.committed_at is None:
             fields["committed_at"] = max(time.time(), math.nextafter(not_before, math.inf))
         return fields
-
-    def __post_init__(self) -> None:
-        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
 
 
 def info_like(source: Path, *, is_successor: bool = False) -> SaveInfo:
@@ -120,160 +90,6 @@ def info_like(source: Path, *, is_successor: bool = False) -> SaveInfo:
         parent=reference(source),
         committed_at=math.nextafter(manifest.committed_at, math.inf if is_successor else 0.0),
     )
-
-
-# -- quarantine --------------------------------------------------------------------------------------------------------
-
-_OWNER = "owner.json"
-
-
-def claim(stage: Stage) -> None:
-    """Writes into a stage which process saves there, so that another job in the same folder leaves it alone."""
-    owner = {"host": boot_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
-    folder = stage.folder / META
-    folder.mkdir(exist_ok=True)
-    (folder / _OWNER).write_text(json.dumps(owner))
-
-
-def set_torn_aside(target: Path) -> None:
-    """Moves what is torn or damaged among the leftovers of saves of ``target`` into quarantine.
-
-    A stage stays where it is while its owner lives, or belongs to another host, which cannot be asked.
-    """
-    for folder in leftovers_of(target, "stage"):
-        if not _owner_is_gone(folder):
-            continue
-        if any(child.name != META for child in folder.iterdir()):
-            folder.rename(fresh_beside(target, "torn"))
-        else:
-            remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
-    for folder in leftovers_of(target, "aside"):
-        if is_damaged(folder / target.name):
-            folder.rename(fresh_beside(target, "torn"))
-
-
-def is_damaged(path: Path) -> bool:
-    """Whether a checkpoint of ours is not what its manifest says, as far as sizes tell."""
-    report = verify(path, "size")
-    return not report.ok and report.state in (CheckpointState.COMMITTED, CheckpointState.TORN)
-
-
-def _owner_is_gone(stage: Path) -> bool:
-    try:
-        owner = json.loads((stage / META / _OWNER).read_bytes())
-        host, pid, started = str(owner["host"]), int(owner["pid"]), owner["started"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return True  # killed before it could say who it is
-    return host == boot_id() and process_state(pid, started) is ProcessState.GONE
-
-
-# -- publishing: a finished stage takes its target's place -------------------------------------------------------------
-
-logger = logging.getLogger(__name__)
-_META_OF_NEW, _OLD = "meta", "old"  # in a draft
-
-
-def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
-    """Makes the payload of ``stage``, whose files are on the disk, the committed checkpoint at its target, in one step.
-
-    ``sync`` forces every move to the disk before the next one.
-
-    Raises:
-        OSError: The checkpoint is not committed, and what was at the target is there.
-    """
-    is_directory = stage.payload.is_dir()
-    strays = [] if os.path.lexists(stage.target) else leftovers_of(stage.target, "aside")
-    try:
-        meta = _write_meta(stage, manifest, is_directory, sync)
-        if not os.path.lexists(stage.target):
-            _put_where_nothing_is(stage, None if is_directory else meta)
-            old = None
-        else:
-            old = _put_where_something_is(stage, None if is_directory else meta, sync)
-    except Exception:
-        remove_tree(stage.draft)
-        remove_tree(stage.aside)
-        raise
-    # Committed: whatever goes wrong from here on is left for the next save of this target to clear away.
-    try:
-        for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
-            sync_folder(folder, sync=sync)
-        if old is not None:
-            _move_metas(stage, old, is_directory, sync)
-        _clear(stage, old, strays)
-    except OSError as error:
-        logger.warning("%s is committed; what saves of it have left cannot be cleared away (%s)", stage.target, error)
-
-
-def _write_meta(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> Path:
-    """Makes the stage a committed checkpoint, where nobody looks yet."""
-    meta = meta_folder(stage.payload, is_directory=is_directory)
-    meta.mkdir(parents=True, exist_ok=True)
-    content = manifest.to_json().encode()
-    marker = json.dumps({"version": 1, "manifest_xxh3_128": bytes_digest(content)}) + "\n"
-    write_file(meta / MANIFEST, content, sync=sync)
-    write_file(meta / MARKER, marker.encode(), sync=sync)
-    for folder in (*list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
-        sync_folder(folder, sync=sync)
-    return meta
-
-
-def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
-    """Moves the payload to its target; of a file the manifest goes first, and means nothing until the file is there."""
-    beside = meta_folder(stage.target, is_directory=False)
-    remove_tree(beside)  # of a file that was removed by hand
-    if meta is not None:
-        meta.rename(beside)
-    try:
-        stage.payload.rename(stage.target)
-    except BaseException:
-        remove_tree(beside)
-        raise
-
-
-def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) -> Path | None:
-    """Exchanges the payload for what is at its target; returns where that lies now."""
-    name = stage.target.name
-    (stage.draft / _OLD).mkdir(parents=True)
-    new = stage.aside_payload
-    if meta is not None:
-        new = stage.draft / name
-        second_name(stage.payload, new, sync=sync)
-        (stage.draft / _META_OF_NEW).mkdir()
-        for file in (MANIFEST, MARKER):
-            second_name(meta / file, stage.draft / _META_OF_NEW / file, sync=sync)
-    stage.folder.rename(stage.aside)
-    for folder in (stage.draft, stage.draft / _META_OF_NEW, stage.aside, stage.aside.parent):
-        if folder.is_dir():
-            sync_folder(folder, sync=sync)
-    return put_in_place(new, stage.target, stage.draft / _OLD / name)
-
-
-def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
-    """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
-    beside = meta_folder(stage.target, is_directory=False)
-    if beside.is_dir():
-        (old.parent / META).mkdir(exist_ok=True)
-        beside.rename(old.parent / META / old.name)
-    if not is_directory:
-        (stage.draft / _META_OF_NEW).rename(beside)
-    sync_folder(beside.parent, sync=sync)
-
-
-def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
-    """Clears away what saves of a committed target have left; keeps what is damaged, and what had no successor."""
-    target = stage.target
-    if old is not None and is_damaged(old):
-        old.parent.rename(fresh_beside(target, "torn"))
-    for folder in strays:
-        if verify(folder / target.name, "size").ok:
-            folder.rename(fresh_beside(target, "torn"))
-    set_torn_aside(target)
-    for folder in (stage.folder, *leftovers_of(target, "aside", "draft", "universal")):
-        if folder.exists():
-            trash = fresh_beside(target, "removed")
-            folder.rename(trash)  # at once, so that no reader meets half an aside
-            remove_tree(trash)
 
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
@@ -314,34 +130,35 @@ def commit(
             those that failed it has their own exception as its cause. No checkpoint came into being.
         PeerError: A rank did not answer; raised by ``gather``.
     """
-    return stage(target, write, rank=rank, gather=gather, digested=DigestedWrites(sync)).commit(info)
-
-
-def stage(
-    target: Path, write: Callable[[Path], object], *, rank: int, gather: Gather, digested: DigestedWrites
-) -> StagedSave:
-    """The first half of `commit`: what is saved lies in the stage, and nobody sees it yet.
-
-    Files that ``write`` opens with ``digested`` are not read again for their digests; others get the same kind.
-    """
-    save = StagedSave(target, rank, gather, digested)
-    with save.cleaning_up():
-        save.begin()
-        save.agree("probe", save.probe)
-        save.agree("write", lambda: save.write(write))
-    return save
+    save = StagedSave(target, rank, gather, DigestedWrites(sync))
+    save.fill(write)
+    return save.commit(info)
 
 
 class StagedSave:
     """One save on one rank: its stage, and the phases that all ranks go through together."""
 
     def __init__(self, target: Path, rank: int, gather: Gather, digested: DigestedWrites) -> None:
-        self.stage = Stage(target.absolute(), new_nonce())
+        self.stage = Stage(target)
         self.manifest: Manifest | None = None
         self._rank = rank
         self._gather = gather
         self._digested = digested
-        self._world_size = 1
+
+    def fill(self, write: Callable[[Path], object]) -> None:
+        """The first half of `commit`: what ``write`` saves lies in the stage, and nobody sees it yet.
+
+        Files that it opens with ``digested`` are not read again for their digests; others get the same kind.
+        """
+
+        def write_payload() -> None:
+            write(self.stage.payload)  # what it returns is of no interest to the other ranks
+
+        with self._cleaning_up():
+            first = self.agree("begin", self._make_stage)[0]
+            self.stage = Stage(Path(first["target"]), first["nonce"])
+            self.agree("probe", self._probe)
+            self.agree("write", write_payload)
 
     def commit(
         self,
@@ -353,50 +170,36 @@ class StagedSave:
     ) -> Manifest | None:
         """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
 
-        Args:
-            info: What goes into the manifest; rank 0's is used.
-            finish: Writes what the first half has left to be written.
-            count: Counts what this rank has saved of each tensor.
-            gather: How the ranks exchange their outcomes from now on.
-
-        Raises:
-            SaveFailed, PeerError: As `commit` does.
+        ``finish`` writes what the first half has left to be written.
         """
         self._gather = gather or self._gather
-        is_first = self._rank == 0
-        with self.cleaning_up():
+        with self._cleaning_up():
             if finish is not None:
                 self.agree("finish", finish)
             lists = self.agree("list", self._list_stage)
             sizes = lists[0]["sizes"]
             written = {path: found for one in lists for path, found in one["written"].items()}
-            shares = self.agree("digest", lambda: self._digest_share(sizes, written, count))
-            self.agree("publish", lambda: self._publish(sizes, written, shares, info) if is_first else None)
+            shares = self.agree("digest", lambda: self._digest_share(sizes, written, len(lists), count))
+            self.agree("publish", lambda: self._publish(sizes, written, shares, info))
         return self.manifest
 
     @contextmanager
-    def cleaning_up(self) -> Iterator[None]:
+    def _cleaning_up(self) -> Iterator[None]:
         """Gives the stage up where this block fails."""
         try:
             yield
         except BaseException:
             if self._rank == 0:
-                remove_tree(self.stage.folder)
+                files.remove_tree(self.stage.folder)
             raise
 
     def agree(self, phase: str, action: Callable[[], object]) -> list[Any]:
-        """Runs this rank's part of a phase; returns every rank's result, or raises on every rank if it failed on any.
-
-        Raises:
-            SaveFailed: It failed somewhere.
-        """
+        """Runs this rank's part of a phase: every rank gets the results of all, or `SaveFailed` if it failed on any."""
         failure: BaseException | None = None
-        result: Any = None
         try:
-            result = action()
+            ballot = {"result": action()}
         except BaseException as error:  # whatever it is, the other ranks must hear of it before it leaves
-            failure = error
-        ballot = {"result": result} if failure is None else _lament(failure, self._rank)
+            failure, ballot = error, _lament(error, self._rank)
         try:
             ballots = self._gather(f"checkpoint {phase}", ballot)
         except Exception as lost:
@@ -405,7 +208,7 @@ class StagedSave:
             raise lost from failure
         failed = {rank: ballot for rank, ballot in enumerate(ballots) if "error" in ballot}
         if not failed:
-            return [ballot.get("result") for ballot in ballots]
+            return [ballot["result"] for ballot in ballots]
         if isinstance(failure, KeyboardInterrupt | SystemExit):
             raise failure
         failed = {rank: ballot for rank, ballot in failed.items() if not ballot["is_told"]} or failed
@@ -423,19 +226,12 @@ class StagedSave:
 
     # -- the phases, in their order ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Makes the stage on rank 0 and adopts its place on all ranks."""
-        stages = self.agree("begin", self._make_stage)
-        self.stage = Stage(Path(stages[0]["target"]), stages[0]["nonce"])
-        self._world_size = len(stages)
-
     def _make_stage(self) -> dict[str, str]:
         if self._rank == 0:
-            self.stage.folder.mkdir(parents=True)
             claim(self.stage)
         return {"target": str(self.stage.target), "nonce": self.stage.nonce}
 
-    def probe(self) -> None:
+    def _probe(self) -> None:
         """Writes a byte into the stage and takes it away.
 
         The save itself may have collectives in which the others would wait for a rank that may not write at all.
@@ -443,19 +239,11 @@ class StagedSave:
         """
         if self.stage.folder.exists():
             probe = self.stage.folder / f"{META}.probe-{self._rank}"
-            write_file(probe, b"0", sync=None)
-            discard(probe)
-
-    def write(self, write: Callable[[Path], object]) -> None:
-        """Runs the save itself; what it returns is of no interest to the other ranks."""
-        write(self.stage.payload)
+            files.write_file(probe, b"0", sync=None)
+            probe.unlink(missing_ok=True)
 
     def _list_stage(self) -> dict[str, Any]:
-        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well.
-
-        Raises:
-            FileNotFoundError: The save left nothing.
-        """
+        """The digests that this rank has taken while it wrote; on rank 0 the sizes of all files as well."""
         sizes = self._seen() if self._rank == 0 else {}
         if self._rank == 0 and not sizes:
             raise FileNotFoundError(
@@ -464,16 +252,12 @@ class StagedSave:
             )
         return {"sizes": sizes, "written": self._digested.found(self._root)}
 
-    def _digest_share(self, sizes: dict[str, int], written: dict[str, dict[str, Any]], count: Count) -> dict[str, Any]:
-        """Digests of this rank's share of the other files, as far as it sees them; its fingerprints go into the stage.
+    def _digest_share(
+        self, sizes: Mapping[str, int], written: Collection[str], num_ranks: int, count: Count
+    ) -> dict[str, Any]:
+        """Digests of this rank's share of the files that nobody has digested while they were ``written``.
 
-        Args:
-            sizes: Of the files that rank 0 sees.
-            written: The digests that some rank has taken while it wrote.
-            count: Counts what this rank has saved of each tensor.
-
-        Raises:
-            FileNotFoundError: This rank wrote files that rank 0 does not see.
+        ``sizes`` are those that rank 0 sees. What this rank has counted of each tensor goes into the stage.
         """
         seen = self._seen()
         if strange := sorted(seen.keys() - sizes.keys()):
@@ -482,27 +266,29 @@ class StagedSave:
                 "0 does not see. Save to a folder that all hosts share."
             )
         # Dealt out from the largest to the smallest, so that no rank gets two large files before each has one.
-        others = sorted(sizes.keys() - written.keys(), key=lambda path: (-sizes[path], path))
-        mine = [path for path in others[self._rank :: self._world_size] if path in seen]
-        digests = self._digest(mine, sizes)
+        others = sorted(sizes.keys() - set(written), key=lambda path: (-sizes[path], path))
+        digests = self._digest(path for path in others[self._rank :: num_ranks] if path in seen)
         if counted := count():
-            write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
+            files.write_file(self._tensors_of(self._rank), json.dumps(counted).encode(), sync=None)
         return {"digests": digests, "has_tensors": bool(counted)}
 
     def _publish(
-        self,
-        sizes: dict[str, int],
-        written: dict[str, dict[str, Any]],
-        shares: list[dict[str, Any]],
-        info: SaveInfo,
+        self, sizes: Mapping[str, int], written: dict[str, Any], shares: list[dict[str, Any]], info: SaveInfo
     ) -> None:
         """Writes the manifest and moves the stage in place, on rank 0."""
+        if self._rank != 0:
+            return
         digests = dict(written)
         for share in shares:
             digests.update(share["digests"])
-        digests.update(self._digest([path for path in sizes if path not in digests], sizes))
+        digests.update(self._digest(sizes.keys() - digests.keys()))
         for path, size_bytes in sizes.items():
-            self._require_size(path, size_bytes, digests[path]["size_bytes"])
+            if (found_bytes := digests[path]["size_bytes"]) != size_bytes:
+                raise OSError(
+                    f"{self._root / path} had {size_bytes} bytes when the save ended on all ranks and has "
+                    f"{found_bytes} bytes now. Something still writes to it: remove a checkpoint plugin that writes in "
+                    "the background."
+                )
         self.manifest = Manifest(
             **info.fields(),
             world_size=len(shares),
@@ -526,28 +312,17 @@ class StagedSave:
         return self.stage.folder / META / f"tensors-{rank}.json"
 
     def _seen(self) -> dict[str, int]:
-        return list_files(self.stage.payload) if self.stage.payload.exists() else {}
+        return files.list_files(self.stage.payload) if self.stage.payload.exists() else {}
 
     @property
     def _root(self) -> Path:
         """To which the paths of the files are relative."""
         return self.stage.payload if self.stage.payload.is_dir() else self.stage.folder
 
-    def _digest(self, paths: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
-        """By path the digest of the file, and those of its blocks."""
-        digests: dict[str, dict[str, Any]] = {}
-        for path in paths:
-            found = self._digested.read(self._root / path)
-            self._require_size(path, sizes[path], found.size_bytes)
-            digests[path] = asdict(found)
-        return digests
-
-    def _require_size(self, path: str, listed_bytes: int, found_bytes: int) -> None:
-        if found_bytes != listed_bytes:
-            raise OSError(
-                f"{self._root / path} had {listed_bytes} bytes when the save ended on all ranks and has {found_bytes} "
-                "bytes now. Something still writes to it: remove a checkpoint plugin that writes in the background."
-            )
+    def _digest(self, paths: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """By path the digests of files that something else has written; they are forced to the disk."""
+        sync = self._digested.sync
+        return {path: asdict(files.digest_file(self._root / path, sync=sync, with_blocks=True)) for path in paths}
 
 
 def _lament(error: BaseException, rank: int) -> dict[str, Any]:
@@ -562,3 +337,155 @@ def _lament(error: BaseException, rank: int) -> dict[str, Any]:
         error = failures[rank][0]
     text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
     return {"error": text, "failed_at": time.time(), "is_told": is_told}
+
+
+# -- publishing: a finished stage takes its target's place -------------------------------------------------------------
+
+_META_OF_NEW, _OLD = "meta", "old"  # in a draft
+
+
+def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
+    """Makes the payload of ``stage``, whose files are on the disk, the committed checkpoint at its target, in one step.
+
+    ``sync`` forces every move to the disk before the next one.
+
+    Raises:
+        OSError: The checkpoint is not committed, and what was at the target is there.
+    """
+    is_directory, is_first = stage.payload.is_dir(), not os.path.lexists(stage.target)
+    strays = files.leftovers_of(stage.target, "aside") if is_first else []
+    old = None
+    try:
+        meta = _write_meta(stage, manifest, is_directory, sync)
+        if is_first:
+            _put_where_nothing_is(stage, None if is_directory else meta)
+        else:
+            old = _put_where_something_is(stage, None if is_directory else meta, sync)
+    except Exception:
+        files.remove_tree(stage.draft)
+        files.remove_tree(stage.aside)
+        raise
+    # Committed: whatever goes wrong from here on is left for the next save of this target to clear away.
+    try:
+        for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
+            files.sync_folder(folder, sync=sync)
+        if old is not None:
+            _move_metas(stage, old, is_directory, sync)
+        _clear(stage, old, strays)
+    except OSError as error:
+        logger.warning("%s is committed; what saves of it have left cannot be cleared away (%s)", stage.target, error)
+
+
+def _write_meta(stage: Stage, manifest: Manifest, is_directory: bool, sync: Sync | None) -> Path:
+    """Makes the stage a committed checkpoint, where nobody looks yet."""
+    meta = files.meta_folder(stage.payload, is_directory=is_directory)
+    meta.mkdir(parents=True, exist_ok=True)
+    content = manifest.to_json().encode()
+    marker = json.dumps({"version": 1, "manifest_xxh3_128": files.bytes_digest(content)}) + "\n"
+    files.write_file(meta / MANIFEST, content, sync=sync)
+    files.write_file(meta / MARKER, marker.encode(), sync=sync)
+    for folder in (*files.list_folders(stage.payload), meta, stage.folder, stage.folder.parent, stage.target.parent):
+        files.sync_folder(folder, sync=sync)
+    return meta
+
+
+def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
+    """Moves the payload to its target; of a file the manifest goes first, and means nothing until the file is there."""
+    beside_target = files.meta_folder(stage.target, is_directory=False)
+    files.remove_tree(beside_target)  # of a file that was removed by hand
+    if meta is not None:
+        meta.rename(beside_target)
+    try:
+        stage.payload.rename(stage.target)
+    except BaseException:
+        files.remove_tree(beside_target)
+        raise
+
+
+def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) -> Path | None:
+    """Exchanges the payload for what is at its target; returns where that lies now."""
+    name = stage.target.name
+    (stage.draft / _OLD).mkdir(parents=True)
+    new = stage.aside_payload
+    if meta is not None:
+        new = stage.draft / name
+        files.second_name(stage.payload, new, sync=sync)
+        (stage.draft / _META_OF_NEW).mkdir()
+        for file in (MANIFEST, MARKER):
+            files.second_name(meta / file, stage.draft / _META_OF_NEW / file, sync=sync)
+    stage.folder.rename(stage.aside)
+    for folder in (stage.draft, stage.draft / _META_OF_NEW, stage.aside, stage.aside.parent):
+        if folder.is_dir():
+            files.sync_folder(folder, sync=sync)
+    return files.put_in_place(new, stage.target, stage.draft / _OLD / name)
+
+
+def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
+    """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
+    beside_target = files.meta_folder(stage.target, is_directory=False)
+    if beside_target.is_dir():
+        (old.parent / META).mkdir(exist_ok=True)
+        beside_target.rename(old.parent / META / old.name)
+    if not is_directory:
+        (stage.draft / _META_OF_NEW).rename(beside_target)
+    files.sync_folder(beside_target.parent, sync=sync)
+
+
+def _clear(stage: Stage, old: Path | None, strays: list[Path]) -> None:
+    """Clears away what saves of a committed target have left; keeps what is damaged, and what had no successor."""
+    target = stage.target
+    if old is not None and _is_damaged(old):
+        old.parent.rename(files.beside(target, "torn"))
+    for folder in strays:
+        if verify(folder / target.name, "size").ok:
+            folder.rename(files.beside(target, "torn"))
+    _set_torn_aside(target)
+    for folder in (stage.folder, *files.leftovers_of(target, "aside", "draft", "universal")):
+        if folder.exists():
+            trash = files.beside(target, "removed")
+            folder.rename(trash)  # at once, so that no reader meets half an aside
+            files.remove_tree(trash)
+
+
+# -- quarantine --------------------------------------------------------------------------------------------------------
+
+_OWNER = "owner.json"
+
+
+def claim(stage: Stage) -> None:
+    """Makes the folder of a stage, and says in it which process saves there: other jobs leave it alone."""
+    owner = {"host": boot_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    (stage.folder / META).mkdir(parents=True)
+    (stage.folder / META / _OWNER).write_text(json.dumps(owner))
+
+
+def _set_torn_aside(target: Path) -> None:
+    """Moves what is torn or damaged among the leftovers of saves of ``target`` into quarantine.
+
+    A stage stays where it is while its owner lives, or belongs to another host, which cannot be asked.
+    """
+    for folder in files.leftovers_of(target, "stage"):
+        if not _owner_is_gone(folder):
+            continue
+        if any(child.name != META for child in folder.iterdir()):
+            folder.rename(files.beside(target, "torn"))
+        else:
+            files.remove_tree(folder)  # killed before it wrote anything, or after it was moved in place
+    for folder in files.leftovers_of(target, "aside"):
+        if _is_damaged(folder / target.name):
+            folder.rename(files.beside(target, "torn"))
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether a checkpoint of ours is not what its manifest says, as far as sizes tell."""
+    report = verify(path, "size")
+    return not report.ok and report.state in (CheckpointState.COMMITTED, CheckpointState.TORN)
+
+
+def _owner_is_gone(stage: Path) -> bool:
+    try:
+        owner = json.loads((stage / META / _OWNER).read_bytes())
+        host, pid, started = str(owner["host"]), int(owner["pid"]), owner["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # killed before it could say who it is
+    return host == boot_id() and process_state(pid, started) is ProcessState.GONE

@@ -14,22 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
-from lightning_distplus.checkpoint.catalog import age, line_of_newest, read_manifest, reference
-from lightning_distplus.checkpoint.commit import claim, publish
-from lightning_distplus.checkpoint.files import (
-    MANIFEST,
-    MARKER,
-    META,
-    Stage,
-    bytes_digest,
-    digest_file,
-    meta_folder,
-    new_nonce,
-    remove_tree,
+from lightning_distplus.checkpoint import files
+from lightning_distplus.checkpoint.catalog import (
+    CheckpointState,
+    Report,
+    line_of_newest,
+    newest_first,
+    read_manifest,
+    reference,
 )
+from lightning_distplus.checkpoint.commit import claim, publish
+from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError
 
@@ -79,16 +75,14 @@ class Copies:
             CheckpointCorrupt: It is not committed.
             FileNotFoundError: It was removed or replaced meanwhile.
         """
-        before, manifest = reference(path), read_manifest(path)
-        meta = meta_folder(path)
+        before, manifest, meta = reference(path), read_manifest(path), files.meta_folder(path)
         documents = {name: (meta / name).read_bytes() for name in (MANIFEST, MARKER)}
         copy = _Copy(self._root, path.name, path.is_dir())
         self._unmark(copy)
         for entry in manifest.files:
-            source = path / entry.path if path.is_dir() else path
             there = copy.file(entry.path)
             self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
-            self._fs.put_file(str(source), there)
+            self._fs.put_file(str(path / entry.path if path.is_dir() else path), there)
             if self._fs.size(there) != entry.size_bytes:
                 raise OSError(f"{there} has {self._fs.size(there)} bytes after it was copied, not {entry.size_bytes}")
         if before is None or reference(path) != before:
@@ -96,18 +90,14 @@ class Copies:
         self._fs.makedirs(copy.meta, exist_ok=True)
         for document, content in documents.items():  # the marker last
             self._fs.pipe_file(f"{copy.meta}/{document}", content)
-        for old, *_ in self._committed()[self._kept :]:
+        for old, _ in self._committed()[self._kept :]:
             self._unmark(old)
             for place in (old.meta, f"{self._root}/{old.name}"):
                 if self._fs.exists(place):
                     self._fs.rm(place, recursive=True)
 
-    def ensure(self, path: Path, manifest_xxh3_128: str) -> dict[str, Any]:
-        """Copies a checkpoint now where the URL has no copy of it; there is nothing to tell the other ranks then.
-
-        Raises:
-            CheckpointCorrupt: It cannot be copied.
-        """
+    def ensure(self, path: Path, manifest_xxh3_128: str) -> None:
+        """Copies a checkpoint now where the URL has no copy of it, or raises `CheckpointCorrupt`."""
         try:
             if self._find(path.name, manifest_xxh3_128) is None:
                 self.put(path)
@@ -116,63 +106,61 @@ class Copies:
                 f"{path} is not on all nodes, and cannot be copied to {self.url} for the others: "
                 f"{type(error).__name__}: {error}. Resume from a checkpoint that has a copy there."
             ) from error
-        return {}
 
     def fetch(self, path: Path, manifest_xxh3_128: str) -> list[str]:
         """Makes the copy of one checkpoint the committed one at ``path``; returns what went wrong, if anything."""
         try:
-            found = self._find(path.name, manifest_xxh3_128)
-            if found is None:
+            if (found := self._find(path.name, manifest_xxh3_128)) is None:
                 return [f"{self.url} has no copy of {path.name} with the manifest {manifest_xxh3_128}"]
             self._fetch(*found, path.parent)
         except Exception as error:  # whatever a file system raises: all ranks hear of it
             return [f"{path} cannot be fetched from {self.url}: {type(error).__name__}: {error}"]
         return []
 
-    def _find(self, name: str, manifest_xxh3_128: str) -> tuple[_Copy, Manifest] | None:
-        wanted = (name, manifest_xxh3_128)
-        return next(((copy, one) for copy, one, digest in self._committed() if (copy.name, digest) == wanted), None)
-
     def fetch_newest(self, folder: Path) -> Path | None:
         """Makes the newest copy whose bytes are right a committed checkpoint in ``folder``; None: there is none."""
-        for copy, manifest, _ in self._committed():
+        for copy, report in self._committed():
             try:
-                return self._fetch(copy, manifest, folder)
+                return self._fetch(copy, report, folder)
             except (CheckpointCorrupt, FileNotFoundError) as error:
                 logger.warning("The copy of %s at %s is passed over: %s", copy.name, self.url, error)
         return None
 
-    def _fetch(self, copy: _Copy, manifest: Manifest, folder: Path) -> Path:
-        stage = Stage(folder.absolute() / copy.name, new_nonce())
-        stage.folder.mkdir(parents=True)
+    def _find(self, name: str, manifest_xxh3_128: str) -> tuple[_Copy, Report] | None:
+        for copy, report in self._committed():
+            if (copy.name, report.manifest_xxh3_128) == (name, manifest_xxh3_128):
+                return copy, report
+        return None
+
+    def _fetch(self, copy: _Copy, report: Report, folder: Path) -> Path:
+        assert report.manifest is not None
+        stage = Stage(folder / copy.name)
         claim(stage)
         try:
-            for entry in manifest.files:
-                here = stage.payload / entry.path if copy.is_directory else stage.payload
+            for entry in report.manifest.files:
+                here, there = stage.payload / entry.path if copy.is_directory else stage.payload, copy.file(entry.path)
                 here.parent.mkdir(parents=True, exist_ok=True)
-                there = copy.file(entry.path)
                 self._fs.get_file(there, str(here))
-                found = digest_file(here, sync=os.fsync)
-                if found.xxh3_128 != entry.xxh3_128:
-                    raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found.xxh3_128}")
-            publish(stage, manifest, sync=os.fsync)
+                found = files.digest_file(here, sync=os.fsync).xxh3_128
+                if found != entry.xxh3_128:
+                    raise CheckpointCorrupt(f"{there}: expected digest {entry.xxh3_128}, found {found}")
+            publish(stage, report.manifest, sync=os.fsync)
         except BaseException:
-            remove_tree(stage.folder)
+            files.remove_tree(stage.folder)
             raise
         return stage.target
 
-    def _committed(self) -> list[tuple[_Copy, Manifest, str]]:
-        """Each copy with a marker, its manifest and the digest of that, the newest first."""
-        found = []
+    def _committed(self) -> list[tuple[_Copy, Report]]:
+        """Each copy with a marker, and what its manifest says, the newest first."""
+        copies, reports = {}, []
         for copy in self._all():
-            try:
+            with suppress(OSError, DistplusError):  # it is not committed
                 content = self._fs.cat_file(f"{copy.meta}/{MANIFEST}")
-                if (digest := bytes_digest(content)).encode() in self._fs.cat_file(f"{copy.meta}/{MARKER}"):
-                    found.append((copy, Manifest.from_json(content, f"{copy.meta}/{MANIFEST}"), digest))
-            except (OSError, DistplusError):
-                continue  # not committed
-        line = line_of_newest({digest: manifest for _, manifest, digest in found})
-        return sorted(found, key=lambda one: age(one[1], one[2], line), reverse=True)
+                if (digest := files.bytes_digest(content)).encode() in self._fs.cat_file(f"{copy.meta}/{MARKER}"):
+                    manifest = Manifest.from_json(content, f"{copy.meta}/{MANIFEST}")
+                    reports.append(Report(Path(copy.meta), CheckpointState.COMMITTED, manifest, (), digest))
+                    copies[Path(copy.meta)] = copy
+        return [(copies[report.path], report) for report in newest_first(reports, line_of_newest(reports))]
 
     def _all(self) -> Iterator[_Copy]:
         for folder, is_directory in ((self._root, True), (f"{self._root}/{META}", False)):
@@ -188,7 +176,7 @@ class Copies:
 
 
 class Copier:
-    """A thread that copies checkpoints as they are committed; what is replaced by a newer one in the queue is left out.
+    """Copies checkpoints in a thread as they are committed; one that waits when a newer one comes is left out.
 
     Args:
         copies: Where they go.
@@ -198,38 +186,37 @@ class Copier:
     def __init__(self, copies: Copies, on_result: Callable[[Path, str | None], object]) -> None:
         self._copies = copies
         self._on_result = on_result
-        self._waiting: SimpleQueue[Path | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._next: Path | None = None
+        self._thread: threading.Thread | None = None  # None: there is nothing to copy
 
     def submit(self, path: Path) -> None:
         """Has a checkpoint copied; returns at once."""
-        self._waiting.put(path)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="distplus-copier", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._next = path
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="distplus-copier", daemon=True)
+                self._thread.start()
 
     def close(self, deadline: timedelta) -> bool:
         """Waits for the last copy; whether it has ended in time."""
-        if self._thread is None:
-            return True
-        self._waiting.put(None)
-        self._thread.join(deadline.total_seconds())
-        return not self._thread.is_alive()
+        if (thread := self._thread) is not None:
+            thread.join(deadline.total_seconds())
+        return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        found: list[Path | None] = []
-        while None not in found:
-            found = [self._waiting.get()]
-            while not self._waiting.empty():
-                found.append(self._waiting.get())
-            if newest := [path for path in found if path is not None][-1:]:
-                self._copy(newest[0])
+        while (path := self._take()) is not None:
+            error = None
+            try:
+                self._copies.put(path)
+            except Exception as caught:  # whatever a file system raises: the next commit is the retry
+                error = f"{type(caught).__name__}: {caught}"
+                logger.warning("%s is not copied to %s (%s); the next one is the retry", path, self._copies.url, error)
+            self._on_result(path, error)
 
-    def _copy(self, path: Path) -> None:
-        error = None
-        try:
-            self._copies.put(path)
-        except Exception as caught:  # whatever a file system raises: the next commit is the retry
-            error = f"{type(caught).__name__}: {caught}"
-            logger.warning("%s is not copied to %s (%s); the next one is the retry", path, self._copies.url, error)
-        self._on_result(path, error)
+    def _take(self) -> Path | None:
+        with self._lock:
+            path, self._next = self._next, None
+            if path is None:
+                self._thread = None
+            return path

@@ -39,34 +39,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-__all__ = [
-    "BLOCK_BYTES",
-    "MANIFEST",
-    "MARKER",
-    "META",
-    "DigestedWrites",
-    "Stage",
-    "Sync",
-    "asides_in",
-    "bytes_digest",
-    "digest_file",
-    "discard",
-    "exchange",
-    "fresh_beside",
-    "in_role",
-    "is_aside",
-    "leftovers_of",
-    "list_files",
-    "list_folders",
-    "meta_folder",
-    "new_nonce",
-    "put_in_place",
-    "remove_tree",
-    "second_name",
-    "sync_folder",
-    "write_file",
-]
-
 logger = logging.getLogger(__name__)
 Sync: TypeAlias = Callable[[int], None]
 """Forces what an open file or folder holds to the disk, given its descriptor: ``os.fsync``, or a seam of a test."""
@@ -75,22 +47,101 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, linux/fcntl.h and linux/fs.h
 
+# -- where the parts of a checkpoint lie -------------------------------------------------------------------------------
+
+META = ".distplus"
+MANIFEST = "manifest.json"
+MARKER = "commit"
+_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed|torn|universal)-[0-9a-f]{8}")
+
+
+class Stage:
+    """The places that one save of ``target`` uses; ``nonce`` tells it from other saves of the same target.
+
+    ``folder`` holds ``payload``, the file or folder that the save writes under the target's own name. ``aside`` is what
+    it is called from just before it replaces what is at the target: ``aside_payload`` is the new checkpoint, loadable
+    until it is at the target; a folder gives way to the old one then. ``draft`` holds a second name of a file that is
+    to be moved to the target, and what was there before.
+    """
+
+    def __init__(self, target: Path, nonce: str | None = None) -> None:
+        self.target = target.absolute()
+        self.nonce = nonce or _new_nonce()
+        roles = ("stage", "aside", "draft")
+        self.folder, self.aside, self.draft = (beside(self.target, role, self.nonce) for role in roles)
+        self.payload, self.aside_payload = self.folder / target.name, self.aside / target.name
+
+
+def beside(target: Path, role: str, nonce: str | None = None) -> Path:
+    """A folder of ours for what belongs to ``target``, in one of the roles above; a new one without a ``nonce``."""
+    return target.parent / META / f"{target.name}.{role}-{nonce or _new_nonce()}"
+
+
+def _new_nonce() -> str:
+    return secrets.token_hex(4)
+
+
+def meta_folder(path: Path, *, is_directory: bool | None = None) -> Path:
+    """The folder of manifest and marker of the checkpoint at ``path``, of what lies there now or of a kind to come."""
+    if path.is_dir() if is_directory is None else is_directory:
+        return path / META
+    if is_directory is None:
+        for folder in leftovers_of(path, "aside"):
+            meta = folder / META / path.name
+            with suppress(OSError):
+                if meta.is_dir() and path.samefile(folder / path.name):
+                    return meta
+    return path.parent / META / path.name
+
+
+def asides_in(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """Pairs of a checkpoint that was moved aside and the target that it was moved from."""
+    for folder, name, role in _work_folders(directory):
+        if role == "aside":
+            yield folder / name, directory / name
+
+
+def is_aside(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint that was moved aside."""
+    match = _WORK_FOLDER.fullmatch(path.parent.name)
+    return path.parent.parent.name == META and match is not None and match["role"] == "aside"
+
+
+def leftovers_of(target: Path, *roles: str) -> list[Path]:
+    """What lies beside ``target`` in these roles."""
+    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
+
+
+def in_role(directory: Path, role: str) -> list[Path]:
+    """Everything in ``directory`` in one role: "torn" is in quarantine, "removed" is what somebody began to delete."""
+    return [folder for folder, _, found in _work_folders(directory) if found == role]
+
+
+def _work_folders(directory: Path) -> Iterator[tuple[Path, str, str]]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for folder in sorted((directory / META).iterdir()):
+            if match := _WORK_FOLDER.fullmatch(folder.name):
+                yield folder, match["name"], match["role"]
+
+
+# -- reading, writing and moving ---------------------------------------------------------------------------------------
+
 
 def list_files(payload: Path) -> dict[str, int]:
     """Sizes in bytes by posix path relative to the payload, sorted by path; a single file stands under its own name."""
     if payload.is_file():
         return {payload.name: payload.stat().st_size}
-    paths = sorted(
-        Path(folder, name).relative_to(payload).as_posix()
-        for folder, _, names in os.walk(payload, onerror=_raise)
-        for name in names
-    )
-    return {path: (payload / path).stat().st_size for path in paths}
+    files = [Path(folder, name) for folder, _, names in os.walk(payload, onerror=_raise) for name in names]
+    return dict(sorted((file.relative_to(payload).as_posix(), file.stat().st_size) for file in files))
 
 
 def list_folders(payload: Path) -> list[Path]:
     """The payload's folders, itself included; none for a single file."""
     return [Path(folder) for folder, _, _ in os.walk(payload, onerror=_raise)] if payload.is_dir() else []
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def write_file(path: Path, content: bytes, *, sync: Sync | None) -> None:
@@ -116,7 +167,7 @@ def sync_folder(folder: Path, *, sync: Sync | None) -> None:
         os.close(descriptor)
 
 
-def exchange(one: Path, other: Path) -> None:
+def _exchange(one: Path, other: Path) -> None:
     """Swaps two names in one step: at no instant is there nothing at either of them.
 
     Raises:
@@ -124,10 +175,10 @@ def exchange(one: Path, other: Path) -> None:
     """
     sys.audit("distplus.exchange", str(one), str(other))
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one), None, str(other))
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+    names = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
+    if rename is None or rename(*names, _RENAME_EXCHANGE) != 0:
+        number = errno.ENOSYS if rename is None else ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def put_in_place(new: Path, target: Path, old: Path) -> Path | None:
@@ -145,7 +196,7 @@ def put_in_place(new: Path, target: Path, old: Path) -> Path | None:
         new.rename(target)
         return None
     try:
-        exchange(new, target)
+        _exchange(new, target)
     except OSError as error:
         if error.errno not in _NO_EXCHANGE:
             raise
@@ -155,8 +206,7 @@ def put_in_place(new: Path, target: Path, old: Path) -> Path | None:
 
 def _replace(new: Path, target: Path, old: Path) -> Path | None:
     """What `put_in_place` does on a file system that does not exchange names."""
-    is_folder = [path.is_dir() and not path.is_symlink() for path in (new, target)]
-    if not any(is_folder):
+    if not any(path.is_dir() and not path.is_symlink() for path in (new, target)):
         if not target.is_symlink():
             second_name(target, old, sync=None)
         new.replace(target)
@@ -183,135 +233,17 @@ def second_name(source: Path, destination: Path, *, sync: Sync | None) -> None:
                 sync(copied.fileno())
 
 
-def discard(path: Path) -> None:
-    """Deletes one file or link; that it is gone already is fine."""
-    path.unlink(missing_ok=True)
-
-
 def remove_tree(path: Path) -> None:
     """Deletes a file or a folder as far as possible; says so when something stays. Never raises."""
     try:
         if path.is_symlink() or path.is_file():
-            discard(path)
+            path.unlink(missing_ok=True)
             return
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             logger.warning("%s cannot be deleted completely. Delete it by hand.", path)
     except OSError as error:  # it cannot even be looked at
         logger.warning("%s cannot be deleted (%s). Delete it by hand.", path, error)
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-# -- where the parts of a checkpoint lie -------------------------------------------------------------------------------
-
-
-META = ".distplus"
-MANIFEST = "manifest.json"
-MARKER = "commit"
-_WORK_FOLDER = re.compile(r"(?P<name>.+)\.(?P<role>stage|aside|draft|removed|torn|universal)-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The places that one save of ``target`` uses; ``nonce`` tells it from other saves of the same target."""
-
-    target: Path
-    nonce: str
-
-    @property
-    def folder(self) -> Path:
-        """Holds the payload until it is moved to the target."""
-        return self._work_folder("stage")
-
-    @property
-    def payload(self) -> Path:
-        """What the save writes: a file or a directory, under the target's own name."""
-        return self.folder / self.target.name
-
-    @property
-    def aside(self) -> Path:
-        """What the stage is called from just before it replaces what is at the target."""
-        return self._work_folder("aside")
-
-    @property
-    def aside_payload(self) -> Path:
-        """The new checkpoint, loadable until it is at the target; a folder gives way to the old one then."""
-        return self.aside / self.target.name
-
-    @property
-    def draft(self) -> Path:
-        """Holds a second name of a file that is to be moved to the target, and what was there before."""
-        return self._work_folder("draft")
-
-    def _work_folder(self, role: str) -> Path:
-        return self.target.parent / META / f"{self.target.name}.{role}-{self.nonce}"
-
-
-def meta_folder(path: Path, *, is_directory: bool | None = None) -> Path:
-    """The folder of manifest and marker of the checkpoint at ``path``.
-
-    Args:
-        path: The checkpoint.
-        is_directory: Its kind, for who is to write there; by default, what lies at ``path`` now is to be read.
-    """
-    if path.is_dir() if is_directory is None else is_directory:
-        return path / META
-    if is_directory is None:
-        for folder in leftovers_of(path, "aside"):
-            meta = folder / META / path.name
-            with suppress(OSError):
-                if meta.is_dir() and path.samefile(folder / path.name):
-                    return meta
-    return path.parent / META / path.name
-
-
-def new_nonce() -> str:
-    """Eight random hex digits."""
-    return secrets.token_hex(4)
-
-
-def asides_in(directory: Path) -> Iterator[tuple[Path, Path]]:
-    """Pairs of a checkpoint that was moved aside and the target that it was moved from."""
-    for folder, name, role in _work_folders(directory):
-        if role == "aside":
-            yield folder / name, directory / name
-
-
-def is_aside(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint that was moved aside."""
-    match = _WORK_FOLDER.fullmatch(path.parent.name)
-    return path.parent.parent.name == META and match is not None and match["role"] == "aside"
-
-
-def leftovers_of(target: Path, *roles: str) -> list[Path]:
-    """What lies beside ``target`` in these roles: "stage", "draft", "aside", "universal"."""
-    return [folder for folder, name, role in _work_folders(target.parent) if name == target.name and role in roles]
-
-
-def fresh_beside(target: Path, role: str) -> Path:
-    """A new folder of ours for what belongs to ``target``, in one of the roles "torn", "removed" and "universal".
-
-    A bad checkpoint, or a torn save, is kept as "torn"; what is to be deleted file by file is "removed" before.
-    """
-    return target.parent / META / f"{target.name}.{role}-{new_nonce()}"
-
-
-def in_role(directory: Path, role: str) -> list[Path]:
-    """Everything in ``directory`` in one role: "torn" is in quarantine, "removed" is what somebody began to delete."""
-    return [folder for folder, _, found in _work_folders(directory) if found == role]
-
-
-def _work_folders(directory: Path) -> Iterator[tuple[Path, str, str]]:
-    try:
-        folders = sorted((directory / META).iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for folder in folders:
-        if match := _WORK_FOLDER.fullmatch(folder.name):
-            yield folder, match["name"], match["role"]
 
 
 # -- digests, of files that are read or written ------------------------------------------------------------------------
@@ -366,9 +298,9 @@ class _Running:
 
     def result(self) -> FileDigest:
         """Of all of it."""
-        blocks = list(self._blocks) if self.size_bytes > BLOCK_BYTES else []
+        blocks = self._blocks if self.size_bytes > BLOCK_BYTES else []
         if blocks and self.size_bytes % BLOCK_BYTES:
-            blocks.append(self._block.hexdigest())
+            blocks = [*blocks, self._block.hexdigest()]
         return FileDigest(self.size_bytes, self._whole.hexdigest(), tuple(blocks))
 
 
@@ -436,11 +368,7 @@ class DigestedStream:
 
 
 class DigestedWrites:
-    """Digests of the files of one save, taken while this rank writes them, or where it cannot, when it reads them.
-
-    Args:
-        sync: Forces each of them to the disk; None is for tests.
-    """
+    """Digests of the files of one save, taken while this rank writes them and forces them to the disk."""
 
     def __init__(self, sync: Sync | None) -> None:
         self.sync = sync
@@ -456,10 +384,6 @@ class DigestedWrites:
             yield stream
             stream.close()
         self._found[path] = digest.result()
-
-    def read(self, path: Path) -> FileDigest:
-        """Reads what something else has written, and forces it to the disk."""
-        return digest_file(path, sync=self.sync, with_blocks=True)
 
     def found(self, root: Path) -> dict[str, dict[str, Any]]:
         """By path below a folder the digests of what is there and has the size that was written."""

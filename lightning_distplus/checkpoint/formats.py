@@ -1,15 +1,7 @@
 """Checkpoints in other forms: shards as one file, safetensors, DeepSpeed's universal layout, and those of strangers.
 
-Checkpoints of other programs are read key by key as those of ``recipes.model.TinyLlama``, and written for them:
-
-| origin | what is read |
-|---|---|
-| hf | a folder of Hugging Face's Llama: config.json, and weights as .safetensors or .bin, whole or in shards |
-| litgpt | ``{"model", "optimizer", "iter_num", ...}`` of lit-gpt, TinyLlama or litgpt: a file, or Fabric's shards |
-| lightning | a .ckpt of stock Lightning, or its folder of shards of FSDP or FSDP2 |
-| deepspeed | a folder of ZeRO 1, 2 or 3, of Lightning or of DeepSpeed's own ``save_checkpoint`` |
-
-No pickle of theirs runs code: everything is read with ``weights_only``. Weights and moments come in 32 bits.
+Checkpoints of other programs are read key by key as those of ``recipes.model.TinyLlama``, and written for them. No
+pickle of theirs runs code: everything is read with ``weights_only``. Weights and moments come in 32 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +12,7 @@ import os
 import re
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -32,47 +24,15 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import FileFinding, verify
 from lightning_distplus.checkpoint.commit import commit, gather_alone, info_like
-from lightning_distplus.checkpoint.files import discard, fresh_beside, leftovers_of, new_nonce
+from lightning_distplus.checkpoint.files import beside, leftovers_of
 from lightning_distplus.checkpoint.tensors import Piece, Sums, differing, named_tensors, sums_of_pieces
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
-
-__all__ = [
-    "CONFIG",
-    "FILE_BYTES",
-    "META",
-    "PREFIX",
-    "Foreign",
-    "config_in",
-    "convert",
-    "converted_beside",
-    "hf_config",
-    "is_sharded",
-    "is_universal",
-    "litgpt_config",
-    "num_shards",
-    "origin_of",
-    "parameter_order",
-    "read_foreign",
-    "read_sharded",
-    "read_shards",
-    "refuse_foreign",
-    "tensor_findings",
-    "to_litgpt",
-    "to_universal",
-    "weights_for",
-    "weights_of_file",
-    "weights_of_shards",
-    "weights_of_zero",
-    "write_in_files",
-    "write_safetensors",
-    "write_whole",
-]
 
 # -- shards, and safetensors -------------------------------------------------------------------------------------------
 
@@ -151,37 +111,42 @@ def _by_index(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {index[name]: state for name, state in optimizer.get("state", {}).items()}, "param_groups": groups}
 
 
-def weights_of_shards(path: Path) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
-    """The weights of such a folder: all of them on the meta device, and the same with content, some at a time.
+def weights_of(path: Path, *, weights_only: bool = True) -> _Parts:
+    """The weights of a checkpoint: names and shapes, and the same with content, some at a time.
 
-    At most 256 MB, or the largest tensor, are in memory at once.
+    Of shards of FSDP at most 256 MB, or the largest tensor, are in memory at once; a file is mapped into it.
     """
-    metadata = FileSystemReader(path).read_metadata()
-    keys = {
-        key: ".".join(map(str, metadata.planner_data[key][1:]))
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and metadata.planner_data[key][0] in _WEIGHTS
-    }
-    empty = {name: _empty(metadata.state_dict_metadata[key], "meta") for key, name in keys.items()}
-    parts = _read_in_parts(path, metadata, list(keys))
-    return empty, ({keys[key]: tensor for key, tensor in part.items()} for part in parts)
-
-
-def _read_in_parts(path: Path, metadata: Metadata, keys: list[str]) -> Iterator[dict[str, Tensor]]:
-    batch: dict[str, Any] = {}
-    for number, key in enumerate(keys, start=1):
-        batch[key] = _empty(metadata.state_dict_metadata[key])
-        if number == len(keys) or sum(tensor.nbytes for tensor in batch.values()) >= _BATCH_BYTES:
-            load(batch, storage_reader=FileSystemReader(path), no_dist=True)
-            yield batch
-            batch = {}
-
-
-def weights_of_file(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
-    """The weights of a single-file checkpoint, mapped into memory, as `weights_of_shards` gives them."""
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    weights: dict[str, Tensor] = checkpoint["state_dict"]
+    if is_sharded(path):
+        return _in_parts(path, lambda first, *inner: ".".join(map(str, inner)) if first in _WEIGHTS else None)
+    if path.is_dir():
+        converter = import_module("deepspeed.utils.zero_to_fp32")
+        with redirect_stdout(io.StringIO()):
+            weights: dict[str, Tensor] = converter.get_fp32_state_dict_from_zero_checkpoint(path, _TAG)
+    else:
+        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)["state_dict"]
     return weights, ({name: tensor} for name, tensor in weights.items())
+
+
+_Parts = tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]
+
+
+def _in_parts(path: Path, name_of: Callable[..., str | None]) -> _Parts:
+    """The tensors in a folder of shards that get a name from their places: without content, and then with it."""
+    metadata = FileSystemReader(path).read_metadata()
+    entries, places = metadata.state_dict_metadata, metadata.planner_data
+    tensors = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    names = {key: name for key in tensors if (name := name_of(*places[key])) is not None}
+
+    def parts() -> Iterator[dict[str, Tensor]]:
+        batch: dict[str, Any] = {}
+        for number, key in enumerate(names, start=1):
+            batch[key] = _empty(entries[key])
+            if number == len(names) or sum(tensor.nbytes for tensor in batch.values()) >= _BATCH_BYTES:
+                load(batch, storage_reader=FileSystemReader(path), no_dist=True)
+                yield {names[key]: tensor for key, tensor in batch.items()}
+                batch = {}
+
+    return {name: _empty(entries[key], "meta") for key, name in names.items()}, parts()
 
 
 def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -195,11 +160,7 @@ def config_in(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
-    """Writes a safetensors file, whole or not at all, of weights without content and then with it, in one order.
-
-    Raises:
-        ValueError: The format has no such dtype.
-    """
+    """Writes a safetensors file, whole or not at all, of weights without content and then with it, in one order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in weights.items():
@@ -209,7 +170,7 @@ def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterat
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    fresh = target.with_name(f".{target.name}.{new_nonce()}")
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with fresh.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
@@ -221,7 +182,7 @@ def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterat
             os.fsync(file.fileno())
         fresh.replace(target)
     finally:
-        discard(fresh)
+        fresh.unlink(missing_ok=True)
 
 
 def write_in_files(folder: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
@@ -265,19 +226,19 @@ def tensor_findings(path: Path, expected: Mapping[str, str], *, weights_only: bo
 
 
 def _named(path: Path, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+    """As `tensors.named_tensors` has it."""
     if path.is_file():
         yield from named_tensors(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         return
-    metadata = FileSystemReader(path).read_metadata()
-    entries = metadata.state_dict_metadata
-    keys = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
-    for key, tensor in (item for part in _read_in_parts(path, metadata, keys) for item in part.items()):
-        first, *inner = metadata.planner_data[key]
+
+    def name_of(first: str, *inner: str) -> str | None:
         number = str(first).removeprefix("optimizer_")
         if number == first:
-            yield f"weights/{'.'.join(map(str, inner))}", tensor
-        elif inner[0] == "state":
-            yield f"optimizer {number}/{'/'.join(map(str, inner[1:]))}", tensor
+            return f"weights/{'.'.join(map(str, inner))}"
+        return f"optimizer {number}/{'/'.join(map(str, inner[1:]))}" if inner[0] == "state" else None
+
+    for part in _in_parts(path, name_of)[1]:
+        yield from part.items()
 
 
 # -- DeepSpeed's universal checkpoints ---------------------------------------------------------------------------------
@@ -314,16 +275,11 @@ def convert(source: Path, target: Path) -> None:
 
 
 def converted_beside(source: Path) -> Path:
-    """The universal form of a checkpoint, made where it is not there yet; it goes when the checkpoint is removed.
-
-    Raises:
-        CheckpointUnsafe: A pickle in it might run code.
-        SaveFailed: As `convert` does.
-    """
+    """The universal form of a checkpoint, made where it is not there yet; it goes when the checkpoint is removed."""
     for folder in leftovers_of(source, "universal"):
         if verify(folder / source.name).ok:
             return folder / source.name
-    target = fresh_beside(source, "universal") / source.name
+    target = beside(source, "universal") / source.name
     with _compat.refusing_code(
         source, f"If you trust whoever wrote it: distplus export --universal --trust {source} OUT"
     ):
@@ -336,14 +292,6 @@ def write_whole(source: Path, file: Path) -> None:
     converter = import_module("lightning.pytorch.utilities.deepspeed")
     with redirect_stdout(io.StringIO()):
         converter.convert_zero_checkpoint_to_fp32_state_dict(source, file, tag=_TAG)
-
-
-def weights_of_zero(source: Path) -> dict[str, Tensor]:
-    """The weights that ZeRO has sharded, in 32 bits."""
-    converter = import_module("deepspeed.utils.zero_to_fp32")
-    with redirect_stdout(io.StringIO()):
-        weights: dict[str, Tensor] = converter.get_fp32_state_dict_from_zero_checkpoint(source, _TAG)
-    return weights
 
 
 def to_universal(shards: Path, target: Path) -> None:
@@ -417,11 +365,7 @@ def origin_of(path: Path) -> Origin | None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuses, with the command to run, what Lightning would end on with a bare KeyError.
-
-    Raises:
-        CheckpointMismatch: It is a checkpoint, and not one of Lightning.
-    """
+    """Refuses, with the command to run, what Lightning would end on with a bare KeyError."""
     is_of_lightning = path.is_dir() and (path / "checkpoint").is_dir()  # DeepSpeed's, by the name of its only tag
     origin = None if is_of_lightning else origin_of(path)
     file = path / META if is_sharded(path) else path
@@ -463,13 +407,10 @@ def _origin_of_keys(keys: list[str]) -> Origin | None:
 
 
 def read_foreign(source: Path, origin: Origin, *, config: Mapping[str, Any], remedy: str) -> Foreign:
-    """Reads the checkpoint of another program, all of it that this one can use.
+    """Reads the checkpoint of another program, not Lightning's, all of it that this one can use.
 
-    Args:
-        source: A file or a folder.
-        origin: Which program has written it; not Lightning, whose checkpoints need no translation.
-        config: Arguments of ``LlamaConfig``, for what the source does not say.
-        remedy: How to go past a pickle that is refused.
+    ``config`` holds arguments of ``LlamaConfig``, for what the source does not say; ``remedy`` how to go past a pickle
+    that is refused.
 
     Raises:
         CheckpointCorrupt: A file is missing or damaged.
@@ -544,11 +485,7 @@ _KEPT_OF_CONFIG = (
 
 
 def weights_for(model: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a folder of Hugging Face, or of what ``distplus import`` wrote, for transformers' Llama.
-
-    Raises:
-        CheckpointMismatch: They are of another model.
-    """
+    """The weights of a folder of Hugging Face, or of what ``distplus import`` wrote, for transformers' Llama."""
     with _compat.refusing_code(source, "Give another init_from."):
         is_hf = origin_of(source) == "hf"
         found = _read_hf(source, {}).weights if is_hf else _load(source).get("state_dict", {})

@@ -39,6 +39,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import metadata
@@ -127,8 +128,8 @@ class Manifest:
         # Early manifests have not all of the fields.
         added: dict[str, Any] = {
             "layout": {},
-            "configuration": None,
             "deadlines_s": {},
+            "configuration": None,
             "parent": None,
             "tensors": None,
         }
@@ -146,10 +147,8 @@ def installed_packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for name in _RECORDED_PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -19,6 +19,7 @@ is faster, but does not add up.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,20 +32,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_distplus import _compat
-
-__all__ = [
-    "Piece",
-    "Sums",
-    "add_up",
-    "describe",
-    "differing",
-    "is_current",
-    "named_tensors",
-    "parameters_of_optimizers",
-    "pieces_of_live",
-    "pieces_of_saved",
-    "sums_of_pieces",
-]
 
 _OURS = "lightning_distplus"  # where a checkpoint holds what we add, the names of the parameters among it
 _IS_OPTIMIZER = re.compile(r"optimizer_\d+")
@@ -69,12 +56,12 @@ def named_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 # -- saved -------------------------------------------------------------------------------------------------------------
+
+
 def pieces_of_saved(state: Mapping[str, Any], *, is_first: bool) -> Iterator[Piece]:
     """This rank's part of what is handed to a writer: a single-file checkpoint, or the shards of FSDP and FSDP2.
 
-    Args:
-        state: What is written.
-        is_first: Whether this rank answers for what all ranks hold alike.
+    The first rank answers for what all ranks hold alike.
     """
     for name, value in named_tensors(state):
         if hasattr(value, "local_shards"):  # of FSDP1
@@ -109,12 +96,12 @@ def parameters_of_optimizers(strategy: Any) -> list[list[str]]:
 
 
 # -- live --------------------------------------------------------------------------------------------------------------
+
+
 def pieces_of_live(strategy: Any, *, is_first: bool = True) -> Iterator[Piece]:
     """What this rank holds of weights, persistent buffers and the optimizers' state. No rank waits for another one.
 
-    Args:
-        strategy: Of ours.
-        is_first: Whether this rank answers for the weights that all ranks hold alike.
+    The first rank answers for the weights that all ranks hold alike.
     """
     module, model = strategy.lightning_module, strategy.model
     units = _compat.flat_units(model) if isinstance(model, torch.nn.Module) else []
@@ -210,13 +197,12 @@ _COLUMNS = 1 << 10  # the sum of a row is below 2^31 * 2^20, the sum of the odd 
 _ROW_BYTES = _COLUMNS * _LANE_BYTES
 _CPU_ROWS, _GPU_ROWS = 64, 1 << 12  # at once: 512 KiB of doubles, in a second cache; 32 MiB of integers, in a GPU's
 _KNOWN_ROWS = 1 << 14  # whose numbers are kept: those of 64 MiB
-_PART_ELEMENTS = 1 << 20  # at once, where each element needs its own index
+_WIDENED_ELEMENTS = 1 << 22  # at once, of a tensor that is sharded by another axis than the first
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64, as signed 64-bit numbers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _SHIFTS = (30, 27)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Sums = dict[str, tuple[str, int, int, int, int]]
 """By name: dtype, elements of the whole tensor, elements counted so far, and the two sums."""
@@ -224,14 +210,7 @@ Sums = dict[str, tuple[str, int, int, int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor.
-
-    Args:
-        name: Of the whole tensor, the same on all ranks.
-        tensor: The part.
-        offsets: Where the part begins in the whole, for each axis.
-        shape: Of the whole tensor.
-    """
+    """What one rank holds of a tensor: where it begins in the whole, on each axis, and the name and shape of that."""
 
     name: str
     tensor: Tensor
@@ -274,14 +253,8 @@ def add_up(parts: Iterable[Mapping[str, Any]]) -> Sums:
     total: Sums = {}
     for part in parts:
         for name, (dtype, numel, counted, first, second) in part.items():
-            before = total.get(name, (dtype, numel, 0, 0, 0))
-            total[name] = (
-                dtype,
-                numel,
-                before[2] + counted,
-                (before[3] + first) & _MASK,
-                (before[4] + second) & _MASK,
-            )
+            _, _, before, one, two = total.get(name, (dtype, numel, 0, 0, 0))
+            total[name] = (dtype, numel, before + counted, (one + first) & _MASK, (two + second) & _MASK)
     return total
 
 
@@ -327,9 +300,23 @@ def _sums(piece: Piece) -> Tensor:
         tensor, offsets, shape = torch.view_as_real(tensor.resolve_conj()), (*offsets, 0), (*shape, 2)
     if tensor.numel() == 0:
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    if tuple(tensor.shape[1:]) != tuple(shape[1:]):
-        return _sums_of_scattered(tensor, offsets, shape)
-    start = offsets[0] * (tensor.numel() // tensor.shape[0]) if tensor.dim() else 0
+    num_inner = math.prod(shape[1:])
+    if tuple(tensor.shape[1:]) == tuple(shape[1:]):
+        return _sums_of_run(tensor, offsets[0] * num_inner if offsets else 0)
+    # Sharded by another axis than the first. What other ranks hold is zeros here, which add nothing.
+    inner = zip(offsets[1:], tensor.shape[1:], strict=True)
+    mine = (slice(None), *(slice(begin, begin + length) for begin, length in inner))
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    first = offsets[0]
+    for part in torch.split(tensor, max(1, _WIDENED_ELEMENTS // num_inner)):
+        wide = part.new_zeros((len(part), *shape[1:]))
+        wide[mine] = part
+        sums, first = sums + _sums_of_run(wide, first * num_inner), first + len(part)
+    return sums
+
+
+def _sums_of_run(tensor: Tensor, start: int) -> Tensor:
+    """The two sums of elements that follow each other in the flat view of the whole, from element ``start`` on."""
     raw, begin = tensor.contiguous().view(-1).view(torch.uint8), start * tensor.element_size()
     # A row of which this is not all has zeros in the place of the rest.
     head = min(raw.numel(), -begin % _ROW_BYTES)
@@ -409,40 +396,3 @@ def _mixed(numbers: Tensor) -> Tensor:
         # A right shift of int64 copies the sign; the mask takes that back.
         mixed = (mixed ^ (mixed >> shift & (1 << (64 - shift)) - 1)) * factor
     return mixed ^ (mixed >> 31 & (1 << 33) - 1)
-
-
-def _sums_of_elements(values: Tensor, places: Tensor) -> Tensor:
-    """The sums of elements at any ``places`` in the flat view of the whole, both (n,)."""
-    size = values.element_size()
-    integers = values.contiguous().view(_INTEGERS[size]).to(torch.int64)
-    if size > _LANE_BYTES:
-        integers = torch.stack([integers << 32 >> 32, integers >> 32], 1).view(-1)
-        lanes = torch.stack([places * 2, places * 2 + 1], 1).view(-1)
-    else:
-        first_byte = places * size
-        shift = first_byte % _LANE_BYTES * 8
-        # Only the last bytes of a lane have its sign.
-        integers = torch.where(shift + size * 8 == 32, integers, integers & ((1 << 8 * size) - 1)) << shift
-        lanes = first_byte // _LANE_BYTES
-    integers = integers * _column_factors().to(values.device)[lanes % _COLUMNS]
-    return (integers * _row_factors(lanes // _COLUMNS)).sum(1)
-
-
-def _sums_of_scattered(tensor: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The sums of a part that does not lie in one run in the whole: sharded by another axis than the first."""
-    stride = 1
-    strides: list[int] = []
-    for length in reversed(shape):
-        strides.insert(0, stride)
-        stride *= length
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    rows_at_once = max(1, _PART_ELEMENTS // max(1, tensor.numel() // tensor.shape[0]))
-    for first in range(0, tensor.shape[0], rows_at_once):
-        part = tensor[first : first + rows_at_once]
-        places = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for axis, length in enumerate(part.shape):
-            begin = offsets[axis] + (first if axis == 0 else 0)
-            along = torch.arange(begin, begin + length, device=tensor.device) * strides[axis]
-            places = places + along.view(-1, *[1] * (part.dim() - axis - 1))
-        sums = sums + _sums_of_elements(part.reshape(-1), places.reshape(-1))
-    return sums

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -246,7 +246,7 @@ def _export(arguments: argparse.Namespace) -> None:
     elif arguments.to in ("hf", "litgpt"):
         _export_for(arguments.to, source, target, weights_only, arguments.config)
     elif arguments.to == "safetensors" or target.suffix == _WEIGHTS:
-        formats.write_safetensors(target, *_weights_of(source, weights_only))
+        formats.write_safetensors(target, *formats.weights_of(source, weights_only=weights_only))
     elif not source.is_dir():
         raise CheckpointMismatch(f"{source} is one file already. Export its weights to FILE{_WEIGHTS}, or copy it.")
     else:
@@ -291,18 +291,6 @@ def _check(source: Path) -> None:
     print(f"{source} was not committed by lightning_distplus; it is exported unverified", file=sys.stderr)
 
 
-def _weights_of(source: Path, weights_only: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """Names and shapes, and the same with content, some at a time."""
-    from lightning_distplus.checkpoint import formats
-
-    if not source.is_dir():
-        return formats.weights_of_file(source, weights_only=weights_only)
-    if formats.is_sharded(source):
-        return formats.weights_of_shards(source)
-    weights = formats.weights_of_zero(source)
-    return weights, iter([weights])
-
-
 def _export_for(program: str, source: Path, target: Path, weights_only: bool, named: str | None) -> None:
     """Writes the folder of another program; it is there whole or not at all.
 
@@ -315,7 +303,7 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
     from lightning_distplus.checkpoint import formats
 
     config = configuration(named).get("config") if named else formats.config_in(source, weights_only=weights_only)
-    weights, parts = _weights_of(source, weights_only)
+    weights, parts = formats.weights_of(source, weights_only=weights_only)
     if not config or not all(name.startswith(formats.PREFIX) for name in weights):
         raise CheckpointMismatch(
             f"{source} does not say how its model is configured, or it is not TinyLlama of the recipes. Name the run's "

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.launch.agent import Signals
+from lightning_distplus.process import Signals
 from lightning_distplus.timeouts import parse_duration
 
 __all__ = ["main"]
@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Signals) -> int:
     from lightning_distplus.launch.agent import Hosts
-    from lightning_distplus.launch.supervisor import Job, RestartPolicy, supervise
+    from lightning_distplus.launch.supervisor import Job, RestartPolicy, Supervisor
 
     min_nodes, max_nodes = arguments.nnodes
-    return supervise(
+    return Supervisor(
         Job(
             command=command,
             hosts=Hosts(
@@ -92,7 +92,7 @@ def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Si
             resumes=arguments.resume,
         ),
         signals,
-    )
+    ).run()
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
-from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS, Interface, interface_towards
+from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS
 from lightning_distplus.timeouts import parse_duration
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_C
 CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
 AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
-BETWEEN_HOSTS = ("network", "mtu", "clock")
+BETWEEN_HOSTS = ("network", "clock")
 """The names of what it finds between hosts."""
 _COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
 
@@ -168,7 +168,8 @@ def run_preflight(argv: Sequence[str]) -> int:
     from lightning_distplus.control import connect, disconnect
     from lightning_distplus.preflight.agreement import as_message, disagreements, merged, spans_hosts, state_of_process
     from lightning_distplus.strategies import ResilientDDP
-    from lightning_distplus.strategies.start import address_of, facts_of, world_of
+    from lightning_distplus.strategies.start import address_of, facts_of
+    from lightning_distplus.world import World
 
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -186,13 +187,12 @@ def run_preflight(argv: Sequence[str]) -> int:
     facts = replace(facts_of(strategy), folder=arguments.folder)
     deadline = parse_duration(arguments.deadline, field="deadline")
     begin = time.monotonic()
-    plane = connect(world_of(strategy), address_of(strategy), deadline, arguments.folder)
+    plane = connect(World.of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
         facts = replace(facts, spans_hosts=spans_hosts(plane))
         of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)
-        interface = interface_towards(strategy.cluster_environment.main_address)
-        place = {"clock": time.time(), "local_rank": strategy.local_rank, "interface": asdict(interface)}
+        place = {"clock": time.time(), "local_rank": strategy.local_rank}
         ranks = plane.gather_json("preflight", {**as_message(facts.host, of_host), **place}, deadline)
         findings = merged(ranks) + disagreements(plane, state_of_process(facts), deadline, settings)
         findings += run_checks(_between_hosts(plane, ranks, deadline), facts, settings)
@@ -222,7 +222,7 @@ def _tasks_per_node(facts: Facts) -> int | None:
 
 def _between_hosts(plane: ControlPlane, ranks: Sequence[dict[str, Any]], deadline: timedelta) -> dict[str, Check]:
     """What only several hosts together can find; made by all ranks, with the same result."""
-    from lightning_distplus.preflight.network import mtu_findings, try_pairs
+    from lightning_distplus.preflight.network import try_pairs
 
     leaders = [rank for rank, message in enumerate(ranks) if message["local_rank"] == 0]
     hosts = [str(ranks[rank]["host"]) for rank in leaders]
@@ -231,13 +231,10 @@ def _between_hosts(plane: ControlPlane, ranks: Sequence[dict[str, Any]], deadlin
         places = {rank: place for place, rank in enumerate(leaders)}
         return try_pairs(plane, places, hosts, deadline) if len(hosts) > 1 else ()
 
-    def mtu(facts: Facts) -> Iterable[Finding]:
-        return mtu_findings([Interface(**ranks[rank]["interface"]) for rank in leaders], hosts)
-
     def clock(facts: Facts) -> Iterable[Finding]:
         return _skew(ranks)
 
-    return {"network": network, "mtu": mtu, "clock": clock}
+    return {"network": network, "clock": clock}
 
 
 def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:

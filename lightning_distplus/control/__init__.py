@@ -5,9 +5,9 @@ calls of all ranks), ``exchange`` (small records of all ranks: the gate of each 
 of Lightning in which all ranks take part), ``first_error``, and ``secret`` (who may say what ends a job).
 """
 
-from lightning_distplus.control.collective_check import Point, Points, Waits, WatchedGate, active_points, beat_key
+from lightning_distplus.control.collective_check import Point, Points, Waits, active_points, beat_key
 from lightning_distplus.control.exchange import GateRecord, StepGate, Wish
-from lightning_distplus.control.plane import ControlPlane, end_together, part
+from lightning_distplus.control.plane import ControlPlane, Watcher, end_together, part
 from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect, has_own_store
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "Points",
     "StepGate",
     "Waits",
-    "WatchedGate",
+    "Watcher",
     "Wish",
     "active_points",
     "beat_key",

@@ -14,25 +14,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
-from lightning_distplus.control.exchange import GateRecord, SharedTally, StepGate, Tally
+from lightning_distplus.control.exchange import GateRecord, SharedTally, Tally
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError, DivergenceError
 from lightning_distplus.process import running_time
 from lightning_distplus.world import name_ranks
-
-__all__ = [
-    "Place",
-    "Point",
-    "Points",
-    "WatchedGate",
-    "Whereabouts",
-    "active_points",
-    "beat_key",
-    "disagreement",
-    "ended_early",
-    "sides",
-]
 
 _SHOWN_SIDES = 8
 _SHOWN_STRUCTURE = 600
@@ -306,28 +293,24 @@ class Points:
         self._backward = ("", 0)
         """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
         self._place: Place | None = None  # None: this rank does not wait
-        self._point: Callable[[], Point] = lambda: _AT_END
+        self._point: Point | GateRecord = _AT_END
         self._look_at_s = _ALONE_S
         self._own: Whereabouts | None = None
         self._excluded_since: float | None = None
 
     def begin(self) -> None:
-        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process.
-
-        Raises:
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-        """
+        """Meets all ranks, so that every key is empty before the first point; watches the waits of this process."""
         global _active
         self._tally = SharedTally.share(self._plane, f"points-{self.name}", self._waits.patience) or self._tally
-        self._plane.on_wait = self._while_waiting
+        self._plane.watcher = self
         _active = self
 
     def end(self, point: Point = _AT_END) -> None:
         """Says that this rank takes part in nothing any more, and where it has ended; never raises."""
         global _active
         _active = None
-        self._plane.on_wait = None
-        self._enter(Place.END, lambda: point)
+        self._plane.watcher = None
+        self._enter(Place.END, point)
         try:
             self._publish()
         except (DistplusError, RuntimeError):  # the store is gone, or the job has failed: nobody asks any more
@@ -350,7 +333,7 @@ class Points:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         self.num_calls += 1
-        self._enter(Place.POINT, lambda: point)
+        self._enter(Place.POINT, point)
         self._tally.enter(self.num_calls, point.digest)
         try:
             self._plane.poll(self._all_agree, self._waits.patience, what=str(point), arrived=self._arrived)
@@ -362,7 +345,7 @@ class Points:
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
         self._gates += 1
-        self._enter(Place.GATE, lambda: Point(operation=f"the step gate of batch {record.micro_batch}"))
+        self._enter(Place.GATE, record)
 
     def begin_backward(self, operation: str) -> None:
         """Says that this rank is about to enter a backward in which the gradients of all ranks meet."""
@@ -398,13 +381,13 @@ class Points:
 
     # -- where the others are ------------------------------------------------------------------------------------------
 
-    def _enter(self, place: Place, point: Callable[[], Point]) -> None:
+    def _enter(self, place: Place, point: Point | GateRecord) -> None:
         self._place, self._point = place, point
         self._look_at_s = _ALONE_S
         self._own = self._excluded_since = None
 
-    def _while_waiting(self, elapsed_s: float) -> None:
-        """Runs between two looks of every wait on the control plane."""
+    def while_waiting(self, elapsed_s: float) -> None:
+        """Says, once a wait lasts, where this rank stands, and looks where the others do."""
         if self._place is None or elapsed_s < self._look_at_s:
             return
         pause_s = min(_LOOK_EVERY_S + _LOOK_SHARE * elapsed_s, _LOOK_AT_LEAST_EVERY_S)
@@ -501,13 +484,15 @@ class Points:
     def _publish(self) -> Whereabouts:
         if self._own is None:
             assert self._place is not None
-            rank = self._plane.world.rank
+            rank, point = self._plane.world.rank, self._point
+            if isinstance(point, GateRecord):
+                point = Point(operation=f"the step gate of batch {point.micro_batch}")
             self._own = Whereabouts(
                 rank=rank,
                 place=self._place,
                 points=self.num_calls,
                 gates=self._gates,
-                point=self._point(),
+                point=point,
                 backward_gate=self._backward[1],
                 location=self._locate() if self._place is Place.POINT else None,
             )
@@ -520,24 +505,3 @@ class Points:
 
     def _at(self, rank: int) -> str:
         return f"points/{self.name}/at/{rank}"
-
-
-class WatchedGate(StepGate):
-    """A step gate at which a rank that waits is seen by those that wait at a point, and sees them."""
-
-    def __init__(self, plane: ControlPlane, *, points: Points, **arguments: object) -> None:
-        super().__init__(plane, **arguments)  # type: ignore[arg-type]
-        self._points = points
-
-    def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
-        """Posts this rank's record and collects everybody's; see ``StepGate.exchange``.
-
-        Raises:
-            DivergenceError: The records differ, or a peer waits at a point to which this rank has not come.
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-        """
-        self._points.enter_gate(record)
-        try:
-            return super().exchange(record, deadline)
-        finally:
-            self._points.leave_gate()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
@@ -29,18 +29,6 @@ from lightning_distplus.process import boot_id
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = [
-    "HEAD_BYTES",
-    "RECORD_BYTES",
-    "GateRecord",
-    "SharedRecords",
-    "SharedTally",
-    "Slots",
-    "StepGate",
-    "Tally",
-    "Wish",
-]
 
 # -- the record of a step ----------------------------------------------------------------------------------------------
 
@@ -129,6 +117,16 @@ RECORD_BYTES = _LAYOUT.size
 # -- the gate of a step ------------------------------------------------------------------------------------------------
 
 
+class GateWatcher(Protocol):
+    """Hears that this rank waits at a gate: ``Points``."""
+
+    def enter_gate(self, record: GateRecord) -> None:
+        """This rank is about to wait."""
+
+    def leave_gate(self) -> None:
+        """It has passed the gate, or has given up."""
+
+
 class StepGate:
     """Exchanges one record per rank and step.
 
@@ -136,10 +134,11 @@ class StepGate:
     survives a time-out. Up to 64 ranks everybody reads all records; more ranks count equal ones.
 
     Args:
-        plane: The control plane. All ranks create the gate with the same name, at the same point.
-        name: Keeps the gates of several runs in one process apart.
+        plane: The control plane.
+        name: Keeps the gates of several runs in one process apart; alike on all ranks.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
         direct_ranks: Up to so many ranks read all records in any case.
+        points: Lets those that wait at a point see who waits here, and ends a wait for one of them.
     """
 
     def __init__(
@@ -149,15 +148,17 @@ class StepGate:
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
         direct_ranks: int = DIRECT_RANKS,
+        points: GateWatcher | None = None,
     ) -> None:
         self._plane = plane
+        self._points = points
         self._name = name
         self._must_agree = tuple(must_agree)
         self._number = 0
         self._posted: GateRecord | None = None
         self.reads_all = plane.world.size <= direct_ranks
-        self._gate: CountedGate | _DirectGate = (
-            _DirectGate(plane, f"gate/{name}")
+        self._slots: Slots | SharedRecords | CountedGate = (
+            Slots(plane, f"gate/{name}", is_owner=plane.world.rank == 0)
             if self.reads_all
             else CountedGate(plane, f"gate/{name}", digest=self._digest)
         )
@@ -165,13 +166,13 @@ class StepGate:
     def open(self, deadline: timedelta) -> None:
         """Meets all ranks, so that every key is empty before the first record comes.
 
-        Raises:
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
+        Those of one host show each other their records in memory from now on.
         """
-        if isinstance(self._gate, CountedGate):
-            self._plane.barrier(f"gate-{self._name}", deadline)
+        name = f"gate-{self._name}"
+        if isinstance(self._slots, CountedGate):
+            self._plane.barrier(name, deadline)
         else:
-            self._gate.open(f"gate-{self._name}", deadline)
+            self._slots = SharedRecords.share(self._plane, name, deadline) or self._slots
 
     def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
         """Posts this rank's record and collects everybody's, in rank order.
@@ -181,24 +182,50 @@ class StepGate:
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-            DivergenceError: A peer runs another version of this package.
+            DivergenceError: A peer runs another version of this package, or waits at a point to which this rank has
+                not come.
         """
-        self.post(record)
-        return self.collect(deadline)
+        if self._points is None:
+            self.post(record)
+            return self.collect(deadline)
+        self._points.enter_gate(record)
+        try:
+            self.post(record)
+            return self.collect(deadline)
+        finally:
+            self._points.leave_gate()
 
     def post(self, record: GateRecord) -> None:
         """Enters the next gate with this rank's record; never waits."""
         self._number += 1
         self._posted = record
-        self._gate.post(self._number, record.pack())
+        self._slots.post(self._number, record.pack())
 
     def collect(self, deadline: timedelta) -> list[GateRecord]:
         """Waits until all ranks have entered the gate, and returns their records; may be called again if it raised."""
-        packed = self._gate.collect(self._number, deadline, what=f"step gate {self._number} of {self._name}")
+        what = f"step gate {self._number} of {self._name}"
+        if isinstance(self._slots, CountedGate):
+            packed = self._slots.collect(self._number, deadline, what=what)
+        else:
+            packed = self._collect_all(self._slots, self._number, deadline, what)
         mine = packed[self._plane.world.rank]
         if self._posted is not None and packed.count(mine) == len(packed):  # the common case
             return [self._posted] * len(packed)
         return [GateRecord.unpack(data, rank=rank) for rank, data in enumerate(packed)]
+
+    def _collect_all(self, slots: Slots | SharedRecords, number: int, deadline: timedelta, what: str) -> list[bytes]:
+        ranks = self._plane.world.ranks
+        self._plane.raise_if_launcher_gone()
+        posted = slots.linger(number)
+
+        def is_complete() -> bool:
+            posted.update(slots.read(number))
+            return len(posted) == len(ranks)
+
+        if len(posted) < len(ranks):
+            self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
+        slots.passed(number)
+        return [posted[rank] for rank in ranks]
 
     def _digest(self, packed: bytes) -> str:
         """What must be equal in a record; all of it, where another version of this package packed it."""
@@ -207,37 +234,6 @@ class StepGate:
         record = GateRecord.unpack(packed, rank=self._plane.world.rank)
         equal = [record.wishes, *(getattr(record, field) for field in self._must_agree)]
         return xxhash.xxh3_64_hexdigest(repr(equal).encode())
-
-
-class _DirectGate:
-    """Lets all ranks through when all have come; everybody reads the records of all."""
-
-    def __init__(self, plane: ControlPlane, name: str) -> None:
-        self._plane = plane
-        self._slots: Slots | SharedRecords = Slots(plane, name, is_owner=plane.world.rank == 0)
-
-    def open(self, name: str, deadline: timedelta) -> None:
-        """Meets all ranks; those of one host show each other their records in memory from now on."""
-        self._slots = SharedRecords.share(self._plane, name, deadline) or self._slots
-
-    def post(self, number: int, packed: bytes) -> None:
-        """Enters the gate with this rank's record; never waits."""
-        self._slots.post(number, packed)
-
-    def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
-        """The records of all ranks, in rank order; the errors are those of ``ControlPlane.poll``."""
-        size = self._plane.world.size
-        self._plane.raise_if_launcher_gone()
-        posted = self._slots.linger(number)
-
-        def is_complete() -> bool:
-            posted.update(self._slots.read(number))
-            return len(posted) == size
-
-        if len(posted) < size:
-            self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
-        self._slots.passed(number)
-        return [posted[rank] for rank in range(size)]
 
 
 # -- equal records of many ranks, counted ------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ class CountedGate:
 
     def __init__(self, plane: ControlPlane, name: str, *, digest: Callable[[bytes], str]) -> None:
         self._plane = plane
-        self._name = name
+        self._name, self._total, self._opened = name, f"{name}/total", f"{name}/opened"
         self._digest = digest
         size = plane.world.size
         per_group = min(_LARGEST_GROUP, max(1, size // plane.world.num_nodes))
@@ -286,9 +282,6 @@ class CountedGate:
 
         Returns:
             The records in rank order; this rank's own for all, where all digests are equal.
-
-        Raises:
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         are_equal = False
         records: dict[int, bytes] = {}
@@ -331,14 +324,6 @@ class CountedGate:
 
     def _read_all(self, number: int) -> dict[int, bytes]:
         return {rank: packed for slots in self._slots for rank, packed in slots.read(number).items()}
-
-    @property
-    def _total(self) -> str:
-        return f"{self._name}/total"
-
-    @property
-    def _opened(self) -> str:
-        return f"{self._name}/opened"
 
     def _agreed(self, number: int, digest: str) -> str:
         return f"{self._name}/agreed/{number}/{digest}"
@@ -440,11 +425,7 @@ class SharedRecords:
 
     @classmethod
     def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> Self | None:
-        """Meets all ranks; None on all alike, where they run on several hosts, may not look at each other, or are many.
-
-        Raises:
-            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-        """
+        """Meets all ranks; None on all alike, where they are many, on several hosts, or may not look at each other."""
         memory = _share_memory(plane, name, _NUM_SETS * plane.world.size * cls.PLACE_BYTES + _FUTEX_BYTES, deadline)
         return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -31,8 +32,6 @@ from lightning_distplus.errors import (
 )
 from lightning_distplus.process import running_time
 from lightning_distplus.world import World
-
-__all__ = ["FirstError", "Listener"]
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +161,10 @@ class Listener:
                 self._store.delete_key(bell)
         self._thread = None
 
-    def report(self, error: FirstError, *, is_host: bool) -> FirstError:
+    def report(self, error: FirstError, *, to: Iterable[int]) -> FirstError:
         """Tells all ranks, and returns the error that won: the first one.
 
-        A process that serves the store (``is_host``) stays until the others have heard.
+        A process that serves the store stays until those ``to`` whom it matters have heard.
         """
         winner = SignedStore(self._store, self._secret).claim(_KEY, json.dumps(asdict(error)).encode())
         self.heard = FirstError(**words_of(winner))
@@ -176,9 +175,8 @@ class Listener:
             self._store.check([_KEY])  # a round trip: what was set before it has arrived
         else:  # it has heard now, and may end before its thread can say so
             self._say_heard(self._store)
-        if is_host:
-            culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
-            self._await_listeners(set(self._world.ranks) - {self._world.rank, self.heard.rank, *culprits})
+        culprits = () if self.heard.differs else self.heard.ranks  # they may be gone; ranks that differ are there
+        self._await_listeners(set(to) - {self._world.rank, self.heard.rank, *culprits})
         return self.heard
 
     def _bell(self, rank: int, number: int) -> str:
@@ -203,6 +201,8 @@ class Listener:
         store.append(_HEARD_BY, self._secret.entries(_HEARD_BY).entry(b"%d" % self._world.rank))
 
     def _await_listeners(self, ranks: set[int]) -> None:
+        if not ranks:
+            return
         end = running_time() + _HEARD_BY_ALL_S
         self._store.append(_HEARD_BY, "")  # so that it is there
         while running_time() < end:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -33,8 +33,6 @@ from lightning_distplus.process import (
     start_time,
 )
 from lightning_distplus.world import LAUNCHER, World
-
-__all__ = ["DIRECT_RANKS", "MAX_MESSAGE_BYTES", "ControlPlane", "Peer", "end_together", "part"]
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +121,20 @@ class Peer:
         return f"host {self.host}, pid {self.pid}"
 
 
+class Watcher(Protocol):
+    """Looks around while this rank waits for others."""
+
+    def while_waiting(self, elapsed_s: float) -> None:
+        """Called between two looks of every wait; what it raises ends the wait."""
+
+
+class Locator(Protocol):
+    """Knows where this rank is in its run."""
+
+    def place_of(self, error: BaseException) -> dict[str, Any]:
+        """Where it has failed: ``FirstError.place``; never raises."""
+
+
 class ControlPlane:
     """One process's end of the control plane. One thread at a time calls it; the first error is heard on a second one.
 
@@ -144,10 +156,8 @@ class ControlPlane:
         self._parent = os.getppid()
         self._ask_launcher_at = 0.0
         self._peers: dict[int, Peer] = {}
-        self.on_wait: Callable[[float], None] | None = None
-        """Called between two looks of every wait, with the seconds that it has lasted."""
-        self.place_of: Callable[[BaseException], dict[str, Any]] = lambda error: {}
-        """Tells where this rank was when it failed: ``FirstError.place``; never raises."""
+        self.watcher: Watcher | None = None
+        self.locator: Locator | None = None
         # A store serves one call at a time, so that the listener has a connection of its own.
         self._listener = Listener(store, world, self.secret)
         self.is_attended = False
@@ -319,11 +329,7 @@ class ControlPlane:
         return int(self._call(f"counting {key!r}", self._store.add, key, number))
 
     def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
-        """Calls the store; a broken connection is the loss of the rank that serves it.
-
-        Raises:
-            PeerLost: The connection broke.
-        """
+        """Calls the store; a broken connection is the loss of the rank that serves it."""
         try:
             return method(*arguments)
         except dist.DistNetworkError as error:
@@ -343,18 +349,21 @@ class ControlPlane:
         """The first error of the job, as far as this process has heard; never waits."""
         return self._listener.heard
 
-    def report_failure(self, error: BaseException) -> FirstError | None:
+    def report_failure(self, error: BaseException, *, to: Iterable[int] | None = None) -> FirstError | None:
         """Tells all ranks that this one failed; the first report of a job wins, and is returned. Never raises.
 
+        Where this process serves the store, it stays until those ``to`` whom it matters have heard: all, by default.
         None: the store is out of reach.
         """
         with suppress(RuntimeError):
-            return self._listener.report(self.own_error(error), is_host=self.world.rank == self.host_rank)
+            return self._listener.report(
+                self.own_error(error), to=(to or self.world.ranks) if self.world.rank == self.host_rank else ()
+            )
         return self.first_error
 
     def own_error(self, error: BaseException) -> FirstError:
         """This rank's error, as it would tell it."""
-        return FirstError.of(error, self.world, self.place_of(error))
+        return FirstError.of(error, self.world, {} if self.locator is None else self.locator.place_of(error))
 
     def raise_if_peer_failed(self) -> None:
         """Raises when a peer has reported an error.
@@ -386,8 +395,8 @@ class ControlPlane:
             if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
                 self.raise_if_peer_failed()
             elapsed = running_time() - start
-            if self.on_wait is not None:
-                self.on_wait(elapsed)
+            if self.watcher is not None:
+                self.watcher.while_waiting(elapsed)
             if elapsed >= look_at_s:
                 look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
                 self.raise_if_gone(what, arrived)

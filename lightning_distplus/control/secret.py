@@ -29,8 +29,6 @@ import xxhash
 from lightning_distplus import env
 from lightning_distplus._compat import Store
 
-__all__ = ["ENTRY_BYTES", "Entries", "Secret", "SignedStore", "escaped", "leave_secret", "secrets_here", "words_of"]
-
 log = logging.getLogger(__name__)
 
 _MAC_BYTES = 16

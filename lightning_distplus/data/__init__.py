@@ -30,18 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ORDER_VERSION": "order",
-    "MegatronTokens": "token_files",
-    "MegatronWriter": "token_files",
-    "Mixture": "order",
-    "ResumableDataModule": "datamodule",
-    "SampleAudit": "audit",
-    "Source": "token_files",
-    "TokenDataModule": "token_datamodule",
-    "TokenSource": "token_files",
-    "document_mask": "token_datamodule",
-    "dtype_for": "token_files",
-    "permute": "order",
+    "audit": "SampleAudit",
+    "datamodule": "ResumableDataModule",
+    "order": "ORDER_VERSION Mixture permute",
+    "token_datamodule": "TokenDataModule document_mask",
+    "token_files": "MegatronTokens MegatronWriter Source TokenSource dtype_for",
 }
 
 
@@ -49,6 +42,7 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: this package alone imports neither torch nor Lightning."""
     if name == "samplers":
         return importlib.import_module(f"{__name__}.samplers")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_distplus.data.batches import Quarantine, Request
-from lightning_distplus.data.dataloader import LoaderResume
+from lightning_distplus.data.batches import Geometry, Quarantine, Request
+from lightning_distplus.data.dataloader import LoaderResume, MapOrder
 from lightning_distplus.data.datamodule import ExactDataModule
+from lightning_distplus.data.iterable import StreamOrder
 from lightning_distplus.data.order import EpochOrder, order_of
-from lightning_distplus.data.progress import Position
+from lightning_distplus.data.progress import Position, data_parallel
 from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
 from lightning_distplus.run_access import gather_bytes
 
@@ -155,11 +157,7 @@ class AuditFile:
 
 
 def read_audit(path: Path) -> AuditFile:
-    """Reads a file up to its first torn record.
-
-    Raises:
-        ValueError: It does not begin with a header.
-    """
+    """Reads a file up to its first torn record; a ValueError says that it has no header."""
     records = _records(path.read_bytes())
     first = next(records, None)
     if first is None or first[0] != _HEADER:
@@ -243,18 +241,14 @@ class _Run:
         self.facts = self.files[0].facts
         self.quarantine = Quarantine()
         self.quarantine.add(self.facts.get("quarantine", []))
-
-    def last_finished_step(self) -> float:
-        """Later steps may lack the records of some ranks, or some micro-batches."""
-        if all(file.has_ended for file in self.files):
-            return float("inf")
-        return min(max((batch.step for batch in file.batches), default=-1) for file in self.files) - 1
+        # Later steps may lack the records of some ranks, or some micro-batches.
+        last_steps = [max((batch.step for batch in file.batches), default=-1) for file in files]
+        self.last_step = float("inf") if all(file.has_ended for file in files) else min(last_steps) - 1
 
     def batches(self) -> Iterator["_Kept"]:
         """Of tensor-parallel peers, which get the same samples, those of the first."""
         of_place = {file.facts["data_parallel"][0]: file for file in reversed(self.files)}
-        for file in of_place.values():
-            yield from (_Kept(self, file.facts["rank"], batch) for batch in file.batches)
+        return (_Kept(self, file.facts["rank"], batch) for file in of_place.values() for batch in file.batches)
 
 
 class _Kept(NamedTuple):
@@ -281,10 +275,10 @@ def audit_folder(folder: str | Path) -> AuditReport:
     report = AuditReport(num_runs=len(runs), problems=list(_missing_ranks(runs, folder)))
     kept: list[_Kept] = []
     for run in runs:
-        undone = [one for one in kept if one.batch.step >= run.facts["first_step"]]
-        kept = [one for one in kept if one.batch.step < run.facts["first_step"]]
+        first, last = run.facts["first_step"], run.last_step if run is runs[-1] else float("inf")
+        undone = [one for one in kept if one.batch.step >= first]
+        kept = [one for one in kept if one.batch.step < first]
         report.problems += _other_sum(run, kept)
-        last = run.last_finished_step() if run is runs[-1] else float("inf")
         for one in run.batches():
             (kept if one.batch.step <= last else undone).append(one)
         report.num_undone += _num_samples(undone)
@@ -347,10 +341,8 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
             ids = _expected_ids(identity, epoch, places)
             rows = [()] * len(places) if ids is None else map(tuple, ids.tolist())
             report.missed += [(epoch, place, row) for place, row in zip(places.tolist(), rows, strict=True)]
-        report.repeated += _sightings(batches, set(values[counts > 1].tolist()))
-        again, never = _drawn_otherwise(batches)
-        report.repeated += again
-        report.missed += [(epoch, -1, (sample,)) for sample in never]
+        report.repeated += _sightings(batches, "position", values[counts > 1])
+        _check_drawn(batches, epoch, report)
         for one in batches:
             expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
             if expected is not None:
@@ -358,48 +350,40 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
             report.problems += _other_ids(one, expected)
 
 
-def _sightings(batches: list[_Kept], doubled: set[int]) -> list[list[Sighting]]:
-    """All sightings of each of these positions."""
-    found: dict[int, list[Sighting]] = defaultdict(list)
-    for one in batches if doubled else ():
-        for row in np.flatnonzero(np.isin(one.batch.positions, list(doubled))).tolist():
-            found[int(one.batch.positions[row])].append(_sighting(one, row))
-    return [found[position] for position in sorted(found)]
-
-
-def _drawn_otherwise(batches: list[_Kept]) -> tuple[list[list[Sighting]], list[int]]:
+def _check_drawn(batches: list[_Kept], epoch: int, report: AuditReport) -> None:
     """Where the sampler draws each sample once: those that two places of an epoch hold, and those that none holds.
 
     What pads an epoch does not count; nothing is missed where not all places have been seen.
     """
     once = [one for one in batches if one.run.facts["identity"].get("draws_each_once")]
     if not once:
-        return [], []
+        return
     place_and_id = np.concatenate([np.stack([one.batch.positions, one.batch.ids[:, 0]], axis=1) for one in once])
     num_samples = once[0].run.facts["identity"]["num_samples"]
     pairs = np.unique(place_and_id[place_and_id[:, 0] < num_samples], axis=0)
     ids, counts = np.unique(pairs[:, 1], return_counts=True)
-    doubled = ids[counts > 1]
+    report.repeated += _sightings(once, "sample", ids[counts > 1], num_samples)
+    if len(pairs) == num_samples:
+        report.missed += [(epoch, -1, (sample,)) for sample in np.setdiff1d(np.arange(num_samples), ids).tolist()]
+
+
+def _sightings(batches: list[_Kept], by: str, doubled: Numbers, end: float = float("inf")) -> list[list[Sighting]]:
+    """All sightings of each of these positions, or samples, at positions before ``end``."""
     found: dict[int, list[Sighting]] = defaultdict(list)
-    for one in once if len(doubled) else ():
-        is_again = np.isin(one.batch.ids[:, 0], doubled) & (one.batch.positions < num_samples)
-        for row in np.flatnonzero(is_again).tolist():
-            found[int(one.batch.ids[row, 0])].append(_sighting(one, row))
-    never = np.setdiff1d(np.arange(num_samples), ids) if len(pairs) == num_samples else ids[:0]
-    return [found[sample] for sample in sorted(found)], never.tolist()
-
-
-def _sighting(one: _Kept, row: int) -> Sighting:
-    batch = one.batch
-    return Sighting(
-        epoch=batch.epoch,
-        position=int(batch.positions[row]),
-        sample_id=tuple(batch.ids[row].tolist()),
-        step=batch.step,
-        rank=one.rank,
-        run=one.run.number,
-        at=batch.at,
-    )
+    for run, rank, batch in batches if len(doubled) else ():
+        keys = batch.positions if by == "position" else batch.ids[:, 0]
+        for row in np.flatnonzero(np.isin(keys, doubled) & (batch.positions < end)).tolist():
+            sighting = Sighting(
+                epoch=batch.epoch,
+                position=int(batch.positions[row]),
+                sample_id=tuple(batch.ids[row].tolist()),
+                step=batch.step,
+                rank=rank,
+                run=run.number,
+                at=batch.at,
+            )
+            found[int(keys[row])].append(sighting)
+    return [found[key] for key in sorted(found)]
 
 
 def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, Any], Numbers]]:
@@ -417,26 +401,23 @@ def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, 
 def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:
     """What a micro-batch held against its order; a data set, or what collates, may give others than were asked for."""
     run, rank, batch = one
-    where = f"run {run.number}, rank {rank}, step {batch.step}: "
 
-    def place(row: int) -> str:
-        return f"position {batch.positions[row]} of epoch {batch.epoch}"
-
-    def sample(ids: Numbers, row: int) -> str:
-        return f"sample {tuple(ids[row].tolist())}"
+    def at(row: int) -> str:
+        place = f"position {batch.positions[row]} of epoch {batch.epoch}"
+        return f"run {run.number}, rank {rank}, step {batch.step}: {place}"
 
     if batch.arrived is not None:
         for row in np.flatnonzero((batch.arrived != batch.ids).any(axis=1)).tolist():
-            came = f"{tuple(batch.arrived[row].tolist())} reached training_step"
-            yield f"{where}for {place(row)} the data was asked for {sample(batch.ids, row)}, and {came}"
+            asked, came = tuple(batch.ids[row].tolist()), tuple(batch.arrived[row].tolist())
+            yield f"{at(row)}: the data was asked for sample {asked}, and {came} reached training_step"
     if expected is None:
         return
-    for row in np.flatnonzero(run.quarantine.holds(batch.ids)).tolist():
-        yield f"{where}{place(row)} held {sample(batch.ids, row)}, which is in quarantine"
     is_other = (expected != batch.ids).any(axis=1) & ~run.quarantine.holds(expected)
+    for row in np.flatnonzero(run.quarantine.holds(batch.ids)).tolist():
+        yield f"{at(row)} held sample {tuple(batch.ids[row].tolist())}, which is in quarantine"
     for row in np.flatnonzero(is_other).tolist():
-        says = tuple(expected[row].tolist())
-        yield f"{where}{place(row)} held {sample(batch.ids, row)}, and the order says {says}"
+        held, says = tuple(batch.ids[row].tolist()), tuple(expected[row].tolist())
+        yield f"{at(row)} held sample {held}, and the order says {says}"
 
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: Numbers) -> Numbers | None:
@@ -481,7 +462,7 @@ class SampleAudit(Callback):
         self._folder = folder
         self._place_of_ids = ids
         self._writer: AuditWriter | None = None
-        self._data: ExactDataModule | LoaderResume | None = None
+        self._data: ExactDataModule | _PlainLoader | None = None
         self._loaded: dict[str, Any] | None = None
         self._request: Request | None = None
         self._step = 0
@@ -509,11 +490,9 @@ class SampleAudit(Callback):
         self._window = []
         position, geometry = data.position() or Position(), data.geometry
         self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
-        if isinstance(data, LoaderResume):
-            identity, epoch_samples, quarantine = data.audit_identity, data.epoch_samples, []
-        else:
-            identity, quarantine = data.identity, data.quarantine.ids
-            epoch_samples = int(trainer.num_training_batches) * geometry.micro_step
+        num_samples, identity = int(trainer.num_training_batches) * geometry.micro_batch, data.identity
+        if isinstance(data, _PlainLoader):  # whose last batch may be a part of one
+            num_samples = min(num_samples, len(data.order.sampler))
         self._is_stream = "sources" in identity
         facts = {
             "version": _VERSION,
@@ -522,9 +501,9 @@ class SampleAudit(Callback):
             "data_parallel": [geometry.ranks.rank, geometry.ranks.size],
             "first_step": trainer.global_step,
             "first": [0, position.consumed_samples] if self._is_stream else [position.epoch, position.offset],
-            "epoch_samples": epoch_samples,
+            "epoch_samples": num_samples * geometry.ranks.size,
             "identity": identity,
-            "quarantine": quarantine,
+            "quarantine": data.quarantine.ids,
             "loaded": loaded,
         }
         folder = self._folder or Path(trainer.default_root_dir) / "distplus" / "audit"
@@ -577,11 +556,7 @@ class SampleAudit(Callback):
         return {"version": _VERSION, "sum": f"{sum(sums) % _MODULUS:016x}", "num_samples": sum(counts)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the sum of a checkpoint over.
-
-        Raises:
-            DatasetMismatch: It is of a version that this package does not know.
-        """
+        """Takes the sum of a checkpoint over; refuses one of an unknown version."""
         if state_dict and state_dict.get("version") != _VERSION:
             raise DatasetMismatch(
                 f"The checkpoint's SampleAudit has version {state_dict.get('version')!r}; this lightning_distplus "
@@ -612,22 +587,59 @@ class SampleAudit(Callback):
         return ids.reshape(len(ids), -1) if ids.ndim else ids.reshape(1, 1)
 
 
-def _data_of(trainer: Any) -> ExactDataModule | LoaderResume:
+class _PlainLoader:
+    """One DataLoader over map-style data, as an audit sees a data module."""
+
+    def __init__(self, fit: LoaderResume, order: MapOrder) -> None:
+        self.order, self.trainer, self.position = order, fit.trainer, fit.position
+        accumulation, ranks = fit.trainer.accumulate_grad_batches, fit.ranks_of(order.sampler)
+        self.geometry = Geometry(micro_batch=order.batch_size or 1, accumulation=accumulation, ranks=ranks)
+        self.quarantine = Quarantine()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """With whether the samples of an epoch differ, over all ranks, but for those that pad it."""
+        sampler, size = self.order.sampler, data_parallel(self.trainer).size
+        is_once = type(sampler) is DistributedSampler or (type(sampler) is SequentialSampler and size == 1)
+        if type(sampler) is RandomSampler:
+            is_once = size == 1 and not sampler.replacement and len(sampler) <= len(sampler.data_source)
+        return {**self.order.identity(), "draws_each_once": is_once}
+
+    @property
+    def delivered(self) -> Request | None:
+        """The samples that have left last, by their indices and their places in the epoch of all ranks."""
+        if self.order.delivered is None:
+            return None
+        epoch, index, before = self.order.delivered
+        try:
+            ids = np.array(index, dtype=np.int64).reshape(-1, 1)
+        except (TypeError, ValueError) as error:
+            name = type(self.order.sampler).__qualname__
+            raise ValueError(f"{name} draws {index!r}, and an audit holds integers ({error}).") from None
+        ranks = self.geometry.ranks
+        return Request(ids, np.arange(before, before + len(ids)) * ranks.size + ranks.rank, epoch)
+
+
+def _data_of(trainer: Any) -> ExactDataModule | _PlainLoader:
     """Who knows the samples of a fit: a data module of ours, or what resumes the user's DataLoader."""
     data: Any = getattr(trainer, "datamodule", None)
-    loader = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
-    why = f"not of {type(data).__name__} under {type(trainer.strategy).__name__}"
+    fit = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
+    why = f"{type(data).__name__} under {type(trainer.strategy).__name__}"
     if isinstance(data, ExactDataModule):
         if not data.is_iterable:
             return data
-        why = "not of iterable data"
-    elif loader is not None:
-        if (what := loader.why_no_audit()) is None:
-            return loader
-        why = f"not of {what}"
+        why = "iterable data"
+    elif fit is not None and not fit.is_exact:
+        why = "a DataLoader that cannot be resumed exactly"
+    elif fit is not None:
+        (order, *others) = fit.orders
+        if isinstance(order, MapOrder) and order.batch_size is not None and not others:
+            return _PlainLoader(fit, order)
+        why = "iterable data" if isinstance(order, StreamOrder) else "a batch sampler of your own"
+        why = "several DataLoaders" if others else why
     raise ValueError(
         "SampleAudit knows the samples of ResumableDataModule, of TokenDataModule, and, under a Resilient strategy, of "
-        f"one DataLoader over map-style data, {why}. Fit with one of them, or leave SampleAudit out."
+        f"one DataLoader over map-style data, not of {why}. Fit with one of them, or leave SampleAudit out."
     )
 
 

@@ -86,11 +86,7 @@ class Geometry:
 
 
 def num_global_batches(num_samples: int, geometry: Geometry, uneven: Uneven) -> int:
-    """Global batches in an epoch of ``num_samples``.
-
-    Raises:
-        ValueError: There is none, or samples remain and ``uneven`` is "error".
-    """
+    """Global batches in an epoch of ``num_samples``: one at least, and nothing remains where ``uneven`` is "error"."""
     whole, rest = divmod(num_samples, geometry.global_batch)
     if rest and uneven == "error":
         raise ValueError(

@@ -4,13 +4,7 @@ A Resilient strategy gives the Trainer a copy of each training loader, in whose 
 begin inside a pass. What torch draws in a pass over map-style data follows from the sampler and from the random
 generators as they are when the pass begins. A checkpoint holds those, and how many batches the completed steps have
 used. A resume sets them, draws the same indices again, leaves out those that are done, and reads no data for them. What
-workers have fetched ahead does not count.
-
-Of iterable data a checkpoint holds the state after a batch, in each worker. A pass begins as torch begins it: with
-``iter()`` of the data where they are, in workers that persist or in the training process; with the data as the
-training process has them, in workers that do not. A resume inside a pass gives each worker its state. A resume between
-two passes reads the last batch before it once more and drops it: that leaves the data as the process had them that was
-ended.
+workers have fetched ahead does not count. Of iterable data a checkpoint holds the state after a batch, in each worker.
 """
 
 from __future__ import annotations
@@ -25,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -41,7 +36,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    default_collate,
     get_worker_info,
 )
 
@@ -49,20 +43,15 @@ from lightning_distplus import env
 from lightning_distplus.data.batches import (
     AUGMENT,
     Geometry,
-    Request,
-    as_it_is,
     fetch_seeded,
     generators_kept,
-    isolated,
     seed_generators,
 )
 from lightning_distplus.data.iterable import (
-    Item,
-    Stateful,
-    StreamReader,
-    StreamState,
-    WorkerState,
+    ShownDataset,
+    StreamOrder,
     has_state,
+    iterate_with,
     pack,
     takes_the_position,
     unpack,
@@ -82,7 +71,7 @@ from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.world import DataParallel
 
-__all__ = ["LoaderResume", "after"]
+__all__ = ["LoaderResume", "MapOrder", "after"]
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +123,7 @@ class ExactLoader(DataLoader[Any]):
         distplus_order: What decides about the order, and how far it has come.
     """
 
-    distplus_order: _Order | StreamOrder
+    distplus_order: MapOrder | StreamOrder
 
     def __iter__(self) -> Any:
         return ExactBatches(self, super().__iter__)
@@ -149,7 +138,7 @@ class ExactLoader(DataLoader[Any]):
         for name in [name for name, value in vars(exact).items() if name[0] == "_" and isinstance(value, Iterator)]:
             del vars(exact)[name]  # what runs over the original, with its workers, where they persist
         is_stream = isinstance(loader.dataset, IterableDataset)
-        exact.distplus_order = StreamOrder(exact, fit) if is_stream else _Order(exact, fit)
+        exact.distplus_order = (StreamOrder if is_stream else MapOrder)(exact, fit)
         return exact  # type: ignore[no-any-return]
 
 
@@ -161,7 +150,7 @@ class ExactBatches(Iterator[Any]):
         self._iterate = iterate
         self._is_first = True
         self.batches: Iterator[Any] | None = None
-        """Torch's iterator, once it has begun."""
+        """Those of a pass that has begun."""
         if not loader.distplus_order.fit.hold(self):
             self.begin(None)
 
@@ -173,39 +162,8 @@ class ExactBatches(Iterator[Any]):
         if self._is_first:
             self.loader.distplus_order.fit.begin(self)
             self._is_first = False
-            self.loader.distplus_order.deliver()
         assert self.batches is not None
-        batch = next(self.batches)
-        self.loader.distplus_order.note_batch()
-        return batch
-
-
-def _iterate_with(
-    used: dict[str, Any], loader: ExactLoader, iterate: Callable[[], Iterator[Any]], *, keeps_generators: bool
-) -> Iterator[Any]:
-    """Makes torch's iterator, which reads the loader's attributes once, with others than those that the user sees."""
-    shown = {name: vars(loader).get(name) for name in used}
-    with generators_kept() if keeps_generators else nullcontext():
-        vars(loader).update(used)
-        try:
-            return iterate()
-        finally:
-            vars(loader).update(shown)
-
-
-class _ShownDataset(Dataset[Any]):
-    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
-
-    def __init__(self, dataset: Any, **own: Any) -> None:
-        vars(self).update(dataset=dataset, **own)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # asked for while it is copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
+        return next(self.batches)
 
 
 # -- map-style data ----------------------------------------------------------------------------------------------------
@@ -230,8 +188,7 @@ class _Pass:
     num_drawn: int = 0  # how often the sampler, or batch sampler, has been asked for more
     digest: int = 0  # of what it gave
     saved: Mapping[str, Any] | None = None  # this pass in the checkpoint, if it began in an earlier process
-    rewinds_to: States = field(default_factory=dict)  # before torch drew the seed of persistent workers started anew
-    has_delivered: bool = False  # a batch; Lightning makes iterators that it does not use
+    has_delivered: bool = False  # or is about to
     asked: deque[tuple[Any, int]] = field(default_factory=deque)  # not delivered yet: an index, the samples before it
 
     @property
@@ -243,7 +200,7 @@ class _Pass:
         return index
 
 
-class _Order:
+class MapOrder:
     """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
 
     Attributes:
@@ -252,7 +209,7 @@ class _Order:
         is_computed: Whether its indices can be left out without a look at them.
     """
 
-    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
+    def __init__(self, loader: DataLoader[Any], fit: LoaderResume) -> None:
         self.loader = loader
         self.fit = fit
         self.batch_size: int | None
@@ -275,7 +232,8 @@ class _Order:
         self._seeds: Callable[[int], int] | None = None
         self._has_begun = False  # a pass, in this process
         self._has_begun_before = False  # in an earlier one
-        self._delivered: tuple[int, Any, int] | None = None  # epoch, index, samples before it
+        self.delivered: tuple[int, Any, int] | None = None
+        """Of what has left last: the epoch, the index that was drawn, and this rank's samples before it."""
 
     def identity(self) -> dict[str, Any]:
         """What has to be equal inside an epoch."""
@@ -327,55 +285,31 @@ class _Order:
                 self._passes.pop(0)  # no checkpoint can stand there any more
         epoch, before = self.fit.epoch, self._passes[-1] if self._passes else None
         this = _Pass(epoch, before.number + 1 if before is not None and before.epoch == epoch else 0, saved=saved)
-        self._passes.append(this)
         if saved is not None:
             this.number, this.skip = saved["number"], saved["batch"]
-            if this.skip >= len(self.loader):
-                return iter(())
-        if self.loader.persistent_workers and self._has_begun_before and not self._has_begun:
-            this.rewinds_to = _states_of(self._own | {"torch": torch.default_generator})
-        self._has_begun = True
+        self._passes.append(this)
+        return self._batches_of(this, self._iterator(this, iterate))
+
+    def _iterator(self, this: _Pass, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        loader = self.loader
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        self._seeds = self.fit.sample_seeds(self.loader, this.epoch, this.number)
+        if this.skip and this.skip >= len(loader):
+            return iter(())
+        if loader.persistent_workers and self._has_begun_before and not self._has_begun:
+            used["generator"] = torch.Generator()  # the seed of these workers was drawn in an earlier process
+        self._has_begun = True
+        self._seeds = self.fit.sample_seeds(loader, self.sampler, this.epoch, this.number)
         if self._seeds is not None:
-            used["dataset"] = _SeededDataset(self.loader.dataset)
-        return _iterate_with(used, self.loader, iterate, keeps_generators=saved is not None)
+            used["dataset"] = _SeededDataset(loader.dataset)
+        with generators_kept() if this.saved is not None else nullcontext():
+            return iterate_with(used, loader, iterate)
 
-    def deliver(self) -> None:
-        """The first batch of the latest pass is about to leave it."""
-        this = self._passes[-1]
+    def _batches_of(self, this: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
+        """Runs from the first batch on: Lightning makes iterators that it does not use."""
         this.first_batch, this.has_delivered = self.fit.batch - this.skip, True
-
-    def note_batch(self) -> None:
-        """A batch has left; torch delivers in the order in which it has asked."""
-        this = self._passes[-1]
-        self._delivered = this.epoch, *this.asked.popleft()
-
-    @property
-    def delivered(self) -> Request | None:
-        """The samples that have left last, by their indices and their places in the epoch of all ranks.
-
-        Raises:
-            ValueError: The sampler draws something else than integers.
-        """
-        if self._delivered is None:
-            return None
-        epoch, index, before = self._delivered
-        try:
-            ids = np.array(index, dtype=np.int64).reshape(-1, 1)
-        except (TypeError, ValueError) as error:
-            name = type(self.sampler).__qualname__
-            raise ValueError(f"{name} draws {index!r}, and an audit holds integers ({error}).") from None
-        ranks = self.fit.ranks_of(self.sampler)
-        return Request(ids, np.arange(before, before + len(ids)) * ranks.size + ranks.rank, epoch)
-
-    @property
-    def draws_each_once(self) -> bool:
-        """Whether the samples of an epoch differ, over all ranks, but for those that pad it."""
-        kind, size = type(self.sampler), data_parallel(self.fit.trainer).size
-        if kind is RandomSampler:
-            return size == 1 and not self.sampler.replacement and len(self.sampler) <= len(self.sampler.data_source)
-        return kind is DistributedSampler or (kind is SequentialSampler and size == 1)
+        for batch in batches:
+            self.delivered = this.epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
+            yield batch
 
     def __len__(self) -> int:
         return len(self.sampler if self._batches is None else self._batches)
@@ -385,7 +319,6 @@ class _Order:
         this, saved = self._passes[-1], self._passes[-1].saved
         this.num_drawn = this.digest = 0  # with workers torch asks twice
         this.asked.clear()
-        _set_states(self._own | {"torch": torch.default_generator}, this.rewinds_to)
         if saved is not None:
             _set_states(self._drawn_from, saved["at_iter"])
         this.at_iter = _states_of(self._drawn_from)
@@ -448,7 +381,7 @@ class _Drawn(NamedTuple):
     seeds: list[int]
 
 
-class _SeededDataset(_ShownDataset):
+class _SeededDataset(ShownDataset):
     """The data set as a worker sees it: the generators are seeded before each sample. All else is the user's."""
 
     def __len__(self) -> int:
@@ -488,274 +421,24 @@ def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _states_of(generators: Mapping[str, Any]) -> States:
-    return {name: _state_of(one) for name, one in generators.items()}
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state(legacy=False)
+    return {name: _accessors(one)[0]() for name, one in generators.items()}
 
 
 def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     for name in generators.keys() & states.keys():
-        generator = generators[name]
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = states[name]
-        else:
-            getattr(generator, "setstate" if hasattr(generator, "setstate") else "set_state")(states[name])
+        _accessors(generators[name])[1](states[name])
 
 
-# -- iterable data -----------------------------------------------------------------------------------------------------
-
-
-class _AsItIs(Stateful):
-    """Data whose pass begins with ``iter()`` and nothing else."""
-
-    def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
-        """An iterator from a state, or from where the data are."""
-        if state is not None:
-            self.data.load_state_dict(self.opened(state))
-        return iter(self.data)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Reader(StreamReader):
-    """Reads a share of the data, one pass for each ``iter()``."""
-
-    is_over: bool
-    """Whether the states of ``begin`` stand before the last batch of a pass that is over."""
-    _epoch: int | None = field(default=None, init=False)  # of the latest pass in this process
-
-    def __iter__(self) -> Iterator[Item]:
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        start = self.begin.workers[worker]
-        if self._epoch is not None:
-            start = WorkerState(epoch=self._epoch + 1)
-        elif self.is_over or start.is_ended:
-            num_samples = None if start.is_ended else self.batch_size or 1
-            for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
-                pass
-            if self.is_over:
-                start = WorkerState(epoch=start.epoch + 1)
-        elif worker <= self.begin.last_worker:
-            yield Item("skip", worker, start)
-        self._epoch = start.epoch
-        if start.is_ended:
-            return
-        for item in self._read(worker, start):
-            is_whole = item.kind == "batch" and self.batch_size is None
-            yield item._replace(batch=(self.collate or default_collate)(item.batch)) if is_whole else item
-
-    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
-        samples = super()._samples
-        if self.source.has_state:
-            return samples(worker, start)
-        return islice(samples(worker, WorkerState(epoch=start.epoch)), start.num_taken, None)
-
-
-class _ShownReader(_ShownDataset):
-    def __iter__(self) -> Iterator[Item]:
-        return iter(vars(self)["_reader"])
-
-
-class _Share(NamedTuple):
-    """Of one worker: its state before the last batch, behind it, and behind all that it has read.
-
-    ``here.is_ended`` says of the state before the last batch that only this batch is left of the pass.
-    """
-
-    before: WorkerState
-    here: WorkerState
-    last: WorkerState
-
-    @classmethod
-    def at(cls, state: WorkerState) -> _Share:
-        return cls(state, state, state)
-
-    def after(self, item: Item, batch_size: int | None) -> _Share:
-        is_end = item.kind == "end"
-        if is_end or (batch_size and item.state.num_taken % batch_size):  # data may begin anew where they end
-            before = self.before if is_end else self.here
-            here = self.here if self.here.is_ended else before._replace(is_ended=True)
-            return _Share(before, here, item.state)
-        return self if item.kind == "skip" else _Share(self.here, item.state, item.state)
-
-
-class _Place(NamedTuple):
-    """A place between two batches."""
-
-    shares: tuple[_Share, ...]  # of the workers
-    last_worker: int = -1  # the worker that gave the batch before it; -1: none in this pass
-    number: int = 0  # of the passes in this epoch
-
-    def saved(self, at: tuple[int, int]) -> dict[str, Any]:
-        return _saved(at, StreamState(tuple(one.here for one in self.shares), self.last_worker), self.number)
-
-
-class StreamOrder:
-    """How far a loader has come in iterable data, and what of it goes into a checkpoint.
-
-    Attributes:
-        batch_size: Samples of a batch; None where the data give batches.
-        is_computed: False: no order is known before it is read.
-        sampler: None: nothing draws.
-    """
-
-    is_computed = False
-    sampler = None
-
-    def __init__(self, loader: ExactLoader, fit: LoaderResume) -> None:
-        self.loader = loader
-        self.fit = fit
-        self.batch_size = loader.batch_size
-        self._source = _AsItIs(loader.dataset, allow_stateless=True)
-        self._here: _Place | None = None  # None: nothing has been read
-        self._at = (-1, 0)  # the epoch of the next batch, and its number there
-        self._places: dict[tuple[int, int], dict[str, Any]] = {}  # of the batches that a checkpoint may stand before
-        self._over_epoch = -1  # of which nothing is left
-        self._begins: tuple[tuple[int, int], _Place] | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """What has to be equal, because only the data know how they are divided."""
-        return {
-            "data": type(self.loader.dataset).__qualname__,
-            "batch_size": self.batch_size,
-            "drop_last": self.loader.drop_last,
-            "num_workers": self.loader.num_workers,
-        }
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """What a resume at a position needs."""
-        is_over, passes = self.fit.is_over(position), []
-        here = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
-        found = max((at for at in self._places if at[0] == here[0] and at <= here), default=None)
-        saved = self._over(here[0]) if found is None else self._places[found]
-        if is_over or saved["number"]:  # a ``CombinedLoader`` has to notice that an earlier pass is over
-            passes.append({**saved, "epoch": position.epoch, "number": -1, "stream": None, "is_over": is_over})
-        stream = None if saved["stream"] is None else saved["stream"].opened()
-        return {**self.identity(), "passes": [*passes, {**saved, "stream": stream}]}
-
-    def note_batch(self) -> None:
-        """A batch has left: ``_batches`` has counted it."""
-
-    def place(self, state: Mapping[str, Any]) -> None:
-        """Takes over from a checkpoint what lasts longer than a pass: nothing."""
-
-    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begins a pass as torch does, or one of a checkpoint."""
-        loader, self._begins = self.loader, None
-        if saved is not None and saved["number"] < 0:
-            self._over_epoch = saved["epoch"] if saved["is_over"] else -1
-            return iter(())
-        if self._over_epoch == self.fit.epoch:
-            return iter(())
-        is_over = saved is not None and saved["stream"] is not None and saved["is_over"]
-        at, place, start = self._next_pass() if saved is None else self._saved_pass(saved)
-        self._begins = at, place
-        seed = self.fit.stream_seed(loader)
-        reader = _Reader(
-            source=self._source,
-            batch_size=self.batch_size,
-            collate=loader.collate_fn,
-            rest="drop" if loader.drop_last else "keep",
-            seed=seed,
-            begin=start,
-            is_over=is_over,
-        )
-        used = {
-            "dataset": _ShownReader(loader.dataset, _reader=reader),
-            "batch_sampler": None,
-            "drop_last": False,
-            "collate_fn": as_it_is,
-            "_IterableDataset_len_called": None,
-        }
-        is_seeded = saved is not None and saved["is_seeded"]
-        if saved is not None and not is_seeded and loader.generator is None:
-            self.fit.note_seed()
-        items = _iterate_with(used, loader, iterate, keeps_generators=is_seeded)
-        batches = self._batches(isolated(items, loader.num_workers == 0 and seed is not None))
-        return batches if saved is None or not saved["number"] else self._or_next_pass(batches, iterate)
-
-    def deliver(self) -> None:
-        """The first batch of the latest pass is about to leave it; Lightning makes iterators that it does not use."""
-        if self._begins is None:
-            return
-        (at, place), self._begins = self._begins, None
-        if at not in self._places:
-            is_first = place.last_worker < 0 and not at[1]
-            self._places[at] = {**(self._over(at[0]) if is_first else place.saved(at)), "is_seeded": True}
-        self._at, self._here = at, place
-
-    def _next_pass(self) -> tuple[tuple[int, int], _Place, StreamState]:
-        here, epoch = self._here, self.fit.epoch
-        at = self._at if self._at[0] == epoch else (epoch, 0)
-        if here is None:
-            start = StreamState.at_beginning(self.loader.num_workers)
-            return at, _Place(tuple(map(_Share.at, start.workers))), start
-        anew = tuple(WorkerState(epoch=one.last.epoch + 1) for one in here.shares)
-        begins = [one.last.begin_again() for one in here.shares] if self._goes_on else anew
-        return at, _Place(tuple(map(_Share.at, begins)), number=here.number + 1 if at[1] else 0), StreamState(anew)
-
-    def _saved_pass(self, saved: Mapping[str, Any]) -> tuple[tuple[int, int], _Place, StreamState]:
-        if saved["stream"] is None:
-            before = _Share.at(WorkerState(epoch=saved["num_passes"] - 1))
-            self._here = _Place((before,) * max(1, self.loader.num_workers)) if saved["num_passes"] else None
-            return self._next_pass()
-        start = StreamState.closed(saved["stream"])
-        shares = tuple(map(_Share.at, start.workers))
-        if saved["is_over"]:
-            self._here = _Place(shares)
-            return (*self._next_pass()[:2], start)
-        return (saved["epoch"], saved["batch"]), _Place(shares, start.last_worker, saved["number"]), start
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether a pass begins where the one before has left the data."""
-        return self.loader.num_workers == 0 or self.loader.persistent_workers
-
-    def _over(self, epoch: int) -> dict[str, Any]:
-        """The place before the first batch of an epoch."""
-        here, stream, num_passes = self._here, None, 0
-        if here is not None:
-            num_passes = here.shares[0].last.epoch + 1
-            before = [one.here if one.here.is_ended else one.before for one in here.shares]
-            stream = StreamState(tuple(before)) if self._goes_on else None
-        persist = here is not None and self.loader.persistent_workers
-        return {**_saved((epoch, 0), stream), "is_over": True, "num_passes": num_passes, "is_seeded": persist}
-
-    def _or_next_pass(self, batches: Iterator[Any], iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """A ``CombinedLoader`` that begins a pass again ends where it has nothing."""
-        first = list(islice(batches, 1))
-        if not first:
-            batches = self.begin(iterate, None)
-            self.deliver()
-        yield from first
-        yield from batches
-
-    def _batches(self, items: Iterator[Item]) -> Iterator[Any]:
-        for item in items:
-            assert self._here is not None
-            shares = list(self._here.shares)
-            shares[item.worker] = shares[item.worker].after(item, self.batch_size)
-            self._here = self._here._replace(shares=tuple(shares))
-            if item.kind == "batch":
-                self._here = self._here._replace(last_worker=item.worker)
-                self._at = (self._at[0], self._at[1] + 1)
-                self._places[self._at] = self._here.saved(self._at)
-                if (position := self.fit.position()) is not None:
-                    here = position.epoch, position.batches
-                    oldest = max((at for at in self._places if at <= here), default=self._at)
-                    self._places = {at: one for at, one in self._places.items() if at >= oldest}
-                yield item.batch
-
-
-def _saved(at: tuple[int, int], stream: StreamState | None, number: int = 0) -> dict[str, Any]:
-    place = {"epoch": at[0], "batch": at[1], "number": number, "stream": stream}
-    return {**place, "is_over": False, "is_seeded": True}
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How the state of a generator is asked for, and how it is set."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state")
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    return partial(generator.get_state, legacy=False), generator.set_state
 
 
 # -- loaders and loops in step -----------------------------------------------------------------------------------------
@@ -863,11 +546,11 @@ class LoaderResume(InStep):
             if start is not None or is_resumed or one.batches is None:
                 one.begin(start)
 
-    def sample_seeds(self, loader: ExactLoader, epoch: int, number: int) -> Callable[[int], int] | None:
+    def sample_seeds(self, loader: Any, sampler: Any, epoch: int, number: int) -> Callable[[int], int] | None:
         """The seed of each of this rank's samples in a pass; the same for a sample on any number of ranks."""
         if not self._seeds_samples:
             return None
-        ranks = self.ranks_of(loader.distplus_order.sampler)
+        ranks = self.ranks_of(sampler)
         key = derive_key(self._seed, AUGMENT, epoch, self._place_of(loader), number)
         return lambda place: splitmix64(key ^ (place * ranks.size + ranks.rank))
 
@@ -877,7 +560,7 @@ class LoaderResume(InStep):
             return DataParallel(rank=sampler.rank, size=sampler.num_replicas)
         return data_parallel(self.trainer)
 
-    def stream_seed(self, loader: ExactLoader) -> int | None:
+    def stream_seed(self, loader: Any) -> int | None:
         """The seed of a loader's iterable data on this rank."""
         ranks = data_parallel(self.trainer)
         return derive_key(self._seed, AUGMENT, self._place_of(loader), ranks.rank) if self._seeds_samples else None
@@ -886,54 +569,17 @@ class LoaderResume(InStep):
         """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
         self._num_seeds += self._loaded is not None
 
-    # -- what SampleAudit asks for, of one loader over map-style data
-
-    @property
-    def delivered(self) -> Request | None:
-        """The micro-batch that has left the loader last."""
-        return self._audited.delivered
-
-    @property
-    def geometry(self) -> Geometry:
-        """How samples are cut into batches, and those into steps."""
-        size, accumulation = self._audited.batch_size or 1, self.trainer.accumulate_grad_batches
-        return Geometry(micro_batch=size, accumulation=accumulation, ranks=self.ranks_of(self._audited.sampler))
-
-    @property
-    def audit_identity(self) -> dict[str, Any]:
-        """What an audit has to know of the order, which is the sampler's own."""
-        order = self._audited
-        return {**order.identity(), "draws_each_once": order.draws_each_once}
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        size = min(int(self.trainer.num_training_batches) * (self._audited.batch_size or 1), len(self._audited.sampler))
-        return size * self.geometry.ranks.size
-
-    @property
-    def _audited(self) -> _Order:
-        (loader,) = self._exact()
-        assert isinstance(loader.distplus_order, _Order)
-        return loader.distplus_order
-
-    def why_no_audit(self) -> str | None:
-        """Why the samples of this fit cannot be told one by one."""
-        orders = [one.distplus_order for one in self._exact()]
-        if not self.is_exact:
-            return "a DataLoader that cannot be resumed exactly"
-        if len(orders) != 1:
-            return "several DataLoaders"
-        if isinstance(orders[0], StreamOrder):
-            return "iterable data"
-        return "a batch sampler of your own" if orders[0].batch_size is None else None
-
     def is_over(self, position: Position) -> bool:
         """Whether nothing is left to fetch in the epoch of a position."""
         return position.is_epoch_done or bool(position.batches >= self.trainer.num_training_batches)
 
-    def _place_of(self, loader: ExactLoader) -> int:
+    def _place_of(self, loader: Any) -> int:
         return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
+
+    @property
+    def orders(self) -> list[MapOrder | StreamOrder]:
+        """Those of the loaders that resume exactly."""
+        return [one.distplus_order for one in self._exact()]
 
     def _exact(self) -> list[ExactLoader]:
         return [one for one in _leaves(self.trainer.train_dataloader) if isinstance(one, ExactLoader)]
@@ -947,11 +593,7 @@ class LoaderResume(InStep):
         return self._cursor
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does.
-
-        Raises:
-            DatasetMismatch: It is of a version that this package does not know.
-        """
+        """Takes a state over, and opens its epoch again. Without one the fit goes on as Lightning's does."""
         state = checkpoint.get(_KEY)
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
         self._has_foreign_states = state is None and bool(loop.get("state_dict", {}).get("combined_loader"))
@@ -982,6 +624,7 @@ class LoaderResume(InStep):
             if trainer.is_global_zero:
                 _log.warning("saved in the middle of a batch, without a place in the data; save in on_train_batch_end")
         else:
+            self._tell_of_windows(trainer)
             position = self.cursor.position()
             ranks = gather_bytes(trainer.strategy, "state of the DataLoader", self._packed(position))
             if not all(ranks):
@@ -998,7 +641,7 @@ class LoaderResume(InStep):
 
     def _packed(self, position: Position) -> bytes:
         """The state of this rank's loaders; empty where a checkpoint cannot hold it."""
-        states = [one.distplus_order.state(position) for one in self._exact()]
+        states = [one.state(position) for one in self.orders]
         for place, starts in self._starts.items():
             if starts and position == self._position:  # nothing has been fetched since the resume
                 states[place]["passes"] = list(starts)
@@ -1011,11 +654,7 @@ class LoaderResume(InStep):
             return b""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Puts the loops at a loaded position; warns where a later resume would not be exact.
-
-        Raises:
-            DatasetMismatch: The checkpoint stands inside an epoch of other data, or of another order.
-        """
+        """Puts the loops at a loaded position, or refuses other data; warns where a later resume would not be exact."""
         self._cursor, self._begun_epoch = None, -1
         loaded, self._loaded = self._loaded, None
         if (why := self._why_not()) is not None:
@@ -1025,13 +664,9 @@ class LoaderResume(InStep):
                 has_state = any(hasattr(one, "load_state_dict") for one in _leaves(trainer.train_dataloader))
                 _log.warning("a run that is resumed inside an epoch %s. %s", _OF_RANK_0 if has_state else _ANEW, why)
             return
-        orders = [one.distplus_order for one in self._exact()]
-        geometry = Geometry(
-            micro_batch=orders[0].batch_size or 1,
-            accumulation=trainer.accumulate_grad_batches,
-            ranks=data_parallel(trainer),
-        )
-        has_stream = any(isinstance(one, StreamOrder) for one in orders)
+        micro_batch, accumulation = self.orders[0].batch_size or 1, trainer.accumulate_grad_batches
+        geometry = Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=data_parallel(trainer))
+        has_stream = any(isinstance(one, StreamOrder) for one in self.orders)
         self._cursor = Cursor(trainer, geometry, is_end=(lambda number: number == self._end) if has_stream else None)
         if loaded is not None:
             if not self._has_found:
@@ -1055,6 +690,7 @@ class LoaderResume(InStep):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes where the data have ended."""
         self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        super().on_train_epoch_end(trainer, pl_module)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None
@@ -1064,7 +700,7 @@ class LoaderResume(InStep):
         trainer = self.trainer
         if why := next(filter(None, map(why_not, _leaves(trainer.train_dataloader))), None):
             return why
-        are_streams = {isinstance(one.distplus_order, StreamOrder) for one in self._exact()}
+        are_streams = {isinstance(one, StreamOrder) for one in self.orders}
         if len(are_streams) == 2 and trainer.num_training_batches == float("inf"):
             return "Of one of several loaders no length is known, and another one is of map-style data."
         if True in are_streams and trainer.reload_dataloaders_every_n_epochs:
@@ -1080,12 +716,8 @@ class LoaderResume(InStep):
     # -- going on at a checkpoint
 
     def _find_starts(self, state: Mapping[str, Any]) -> None:
-        """Finds where each loader begins, and where the Trainer will be placed.
-
-        Raises:
-            DatasetMismatch: The data or their order are others; or only the data know how they are divided.
-        """
-        self._has_found, exact = True, self._exact()
+        """Finds where each loader begins, and where the Trainer will be placed; or refuses other data."""
+        self._has_found = True
         position, cut = Position(**state["position"]), self._cut()
         ranks = state["ranks"]
         saved = unpack(ranks[self.trainer.global_rank if len(ranks) == self.trainer.world_size else 0])
@@ -1106,26 +738,22 @@ class LoaderResume(InStep):
             for one in chain(*passes.values()):
                 one["batch"] = one["batch"] // before * now
             self.receipt = f"; {_text(cut)}, before {_text(state['cut'])}"
-        if len(exact) == len(saved):
-            for loader, one in zip(exact, saved, strict=True):
-                loader.distplus_order.place(one)
+        if len(self.orders) == len(saved):
+            for order, one in zip(self.orders, saved, strict=True):
+                order.place(one)
         self._starts, self._is_placed, self._position = passes, True, position
 
     def _cut(self) -> dict[str, Any]:
         """How samples are cut into batches, and those into steps."""
         return {
-            "batch_sizes": [one.distplus_order.batch_size for one in self._exact()],
+            "batch_sizes": [one.batch_size for one in self.orders],
             "ranks": data_parallel(self.trainer).size,
             "accumulation": self.trainer.accumulate_grad_batches,
         }
 
     def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
-        """Compares what the rest of an epoch depends on.
-
-        Raises:
-            DatasetMismatch: It differs; the message has both sides.
-        """
-        ours = [one.distplus_order.identity() for one in self._exact()]
+        """Refuses another order than that of the checkpoint, with both sides."""
+        ours = [one.identity() for one in self.orders]
         lines = [
             f"{name}: {before.get(name)!r} in the checkpoint, {value!r} in this run"
             for before, now in zip(saved, ours, strict=False)
@@ -1139,10 +767,9 @@ class LoaderResume(InStep):
 
     def _other_cut(self, before: Mapping[str, Any], now: Mapping[str, Any], *, num_states: int) -> str:
         """How the order is cut in another way, in which a run cannot go on inside an epoch; empty: it can."""
-        orders = [one.distplus_order for one in self._exact()]
-        is_global = all(type(one.sampler) is DistributedSampler for one in orders)
-        may_change = is_global or (before["ranks"] == now["ranks"] and all(one.is_computed for one in orders))
-        if any(isinstance(one, StreamOrder) for one in orders):
+        is_global = all(type(one.sampler) is DistributedSampler for one in self.orders)
+        may_change = is_global or (before["ranks"] == now["ranks"] and all(one.is_computed for one in self.orders))
+        if any(isinstance(one, StreamOrder) for one in self.orders):
             before, now = {**before, "accumulation": 1}, {**now, "accumulation": 1}
         if before != now and not (may_change and _global_batches(before) == _global_batches(now)):
             return f"{_text(before)} in the checkpoint, {_text(now)} in this run"
@@ -1163,11 +790,11 @@ def _refuse(why: str) -> None:
 
 def _leaves(tree: Any) -> list[Any]:
     """The loaders in what a ``CombinedLoader`` combines."""
-    if tree is None:
-        return []
     if isinstance(tree, Mapping):
-        return [leaf for one in tree.values() for leaf in _leaves(one)]
-    return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list | tuple) else [tree]
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for one in tree for leaf in _leaves(one)]
+    return [] if tree is None else [tree]
 
 
 def _global_batches(cut: Mapping[str, Any]) -> list[Any]:

@@ -8,7 +8,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,6 +31,7 @@ from lightning_distplus.data.batches import (
     num_global_batches,
 )
 from lightning_distplus.data.iterable import (
+    STREAM,
     IterableTraining,
     Stateful,
     StreamPasses,
@@ -39,8 +39,9 @@ from lightning_distplus.data.iterable import (
     StreamState,
     is_iterable,
     require_data,
+    stateful,
 )
-from lightning_distplus.data.order import ORDER_VERSION, EpochOrder
+from lightning_distplus.data.order import ORDER_VERSION, EpochOrder, derive_key
 from lightning_distplus.data.progress import (
     Cursor,
     InStep,
@@ -54,7 +55,6 @@ from lightning_distplus.data.progress import (
     read_state,
     refuse_changing_windows,
     refuse_past_end,
-    require_same_batch,
     require_same_data,
     state_of,
 )
@@ -76,27 +76,48 @@ class ExactDataModule(pl.LightningDataModule):
     The position counts completed optimizer steps. It is computed from the Trainer's progress whenever it is asked
     for, so that a checkpoint may be written at any moment; micro-batches of an unfinished accumulation window are
     replayed. The state is the same on all ranks and is made without communication.
+
+    Args:
+        micro_batch: Samples of one micro-batch on one rank.
+        seed: Of the order and of the augmentation.
+        num_workers: As in ``torch.utils.data.DataLoader``.
+        pin_memory: None means: when the Trainer runs on CUDA.
+        persistent_workers: As in ``DataLoader``.
+        prefetch_factor: Micro-batches that each worker reads ahead; None means 2.
+        allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
+            one global batch more.
+        ignore_fingerprint: Resume although data, seed or order differ.
+        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
+            with 0 the data begins. A checkpoint with a position goes on there.
     """
 
     def __init__(
         self,
         *,
         micro_batch: int,
-        seed: int,
-        options: WorkerOptions,
-        pin_memory: bool | None,
-        allow_global_batch_change: bool,
-        ignore_fingerprint: bool,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        allow_global_batch_change: bool = False,
+        ignore_fingerprint: bool = False,
         start_sample: int | None = None,
+        **removed: Any,
     ) -> None:
         super().__init__()
+        if removed:
+            kinds = [kind for kind in type(self).__mro__ if issubclass(kind, ExactDataModule)]
+            known = {name for kind in kinds for name in inspect.signature(kind).parameters} - {"micro_batch", "common"}
+            refuse_unknown_arguments(type(self).__name__, removed, known - {"removed"})
         if micro_batch < 1:
             raise ValueError(f"The batch size is {micro_batch}; it is at least 1.")
         self.micro_batch = micro_batch
-        """Samples of one micro-batch on one rank."""
         self._seed = seed
-        self._options = options
         self._pin_memory = pin_memory
+        self._options = WorkerOptions(
+            num_workers=num_workers, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
+        )
         self._allow_global_batch_change = allow_global_batch_change
         self._ignore_fingerprint = ignore_fingerprint
         self._start_sample = start_sample
@@ -190,11 +211,7 @@ class ExactDataModule(pl.LightningDataModule):
         return state_of(self.position(), self._cursor.geometry, self._known_identity, records)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a saved position over; ``require_fit`` compares it, once all of the checkpoint is known.
-
-        Raises:
-            DatasetMismatch: It is of a version that this package does not know.
-        """
+        """Takes a saved position over; ``require_fit`` compares it, once all of the checkpoint is known."""
         if self.trainer is not None and not is_fitting(self.trainer):
             return  # validate and test read weights only
         self.timer = Timer()
@@ -204,11 +221,7 @@ class ExactDataModule(pl.LightningDataModule):
         self.timer.pause()
 
     def begin_without_state(self, num_steps: int) -> bool:
-        """Goes on at ``start_sample`` after the steps of a checkpoint without a position; False where that is not set.
-
-        Raises:
-            ValueError: No optimizer step begins there.
-        """
+        """Goes on at ``start_sample`` behind a checkpoint without a position; False where that is not set."""
         if self._start_sample is None:
             return False
         geometry, sample = self.geometry, self._start_sample
@@ -329,8 +342,13 @@ class ExactDataModule(pl.LightningDataModule):
         )
         if state["order_version"] != ORDER_VERSION:  # the run goes on in the order in which it began
             self._known_identity = {**self._known_identity, "order_version": state["order_version"]}
-        require_same_batch(state, geometry, allow_change=self._allow_global_batch_change)
         position, global_batch = read_state(state), int(state["global_batch"])
+        if global_batch != geometry.global_batch and not self._allow_global_batch_change:
+            raise DatasetMismatch(
+                f"The checkpoint was written with a global batch of {global_batch} samples; this run has {geometry}. "
+                "Choose batch size, ranks and accumulation with the same product, or pass "
+                "allow_global_batch_change=True."
+            )
         self._require_reachable(position, global_batch)
         self._changes = [list(change) for change in state["global_batch_changes"]]
         if global_batch != geometry.global_batch:
@@ -413,9 +431,9 @@ class ExactDataModule(pl.LightningDataModule):
     def _order(self, position: Position) -> tuple[Order, int]:
         """The order of the epoch at ``position``, and the place of the next sample in that order."""
 
-    @abstractmethod
     def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        """The requests of a plan."""
+        for positions, ids in plan:
+            yield Request(ids, positions, epoch)
 
     @abstractmethod
     def _fetcher(self, stage: str) -> Any:
@@ -430,11 +448,7 @@ class ExactDataModule(pl.LightningDataModule):
         """One validation request."""
 
     def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
-        """Micro-batches of an optimizer step.
-
-        Raises:
-            ValueError: The batch sizes that were asked for contradict each other, or do not fit the number of ranks.
-        """
+        """Micro-batches of an optimizer step; refuses batch sizes that contradict each other, or the ranks."""
         return int(trainer.accumulate_grad_batches)
 
     def _end_of_data(self) -> Callable[[int], bool] | None:
@@ -502,28 +516,19 @@ class ResumableDataModule(ExactDataModule):
         batch_size: Samples per data-parallel rank and micro-batch.
         val_batch_size: The same for validation; None means ``batch_size``.
         shuffle: False reads the training data in its own order.
-        seed: Of the order and of the augmentation.
-        num_workers: As in ``torch.utils.data.DataLoader``.
         uneven: What happens to the last global batch of an epoch when it is not full: "drop" leaves it out; "pad"
             fills it with repeats, and then every batch is the pair (batch, weights), weights being float32 of shape
             (batch_size,) with 0 for repeats; "error" refuses at setup. For validation the same words hold for the
             samples that do not divide by the number of ranks.
         collate_fn: As in ``DataLoader``.
-        pin_memory: None means: when the Trainer runs on CUDA.
-        persistent_workers: As in ``DataLoader``.
-        prefetch_factor: As in ``DataLoader``.
         seed_samples: Seed python's, numpy's and torch's generators for each sample from (seed, epoch, position), so
             that augmentation is exact too; costs 7 microseconds per sample, and 100 per batch with ``num_workers=0``.
-        allow_global_batch_change: Resume with another global batch. The epoch in which it changes may leave out up to
-            one global batch more.
-        ignore_fingerprint: Resume although data, seed or order differ.
-        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
-            with 0 the data begins. A checkpoint with a position goes on there.
         sampler: A function (seed, epoch) -> dataset indices of the epoch, of shape (num_samples,), or of shape
             (num_batches, batch_size), whose rows are micro-batches. It must depend on its arguments alone.
             ``samplers.weighted(...)`` and ``samplers.by_length(...)`` make some.
         batched: The iterable yields batches of ``batch_size`` samples, which are passed on as they are.
         allow_stateless: Take iterable training data that has no state; a resumed run then begins it anew.
+        common: Seed, workers and what a resume allows: see ``ExactDataModule``.
     """
 
     def __init__(
@@ -534,34 +539,15 @@ class ResumableDataModule(ExactDataModule):
         batch_size: int,
         val_batch_size: int | None = None,
         shuffle: bool = True,
-        seed: int = 0,
-        num_workers: int = 0,
         uneven: Uneven = "drop",
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool | None = None,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
         seed_samples: bool = True,
-        allow_global_batch_change: bool = False,
-        ignore_fingerprint: bool = False,
-        start_sample: int | None = None,
         sampler: Callable[[int, int], Any] | None = None,
         batched: bool = False,
         allow_stateless: bool = False,
-        **removed: Any,
+        **common: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(ResumableDataModule).parameters)
-        super().__init__(
-            micro_batch=batch_size,
-            seed=seed,
-            options=WorkerOptions(
-                num_workers=num_workers, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
-            ),
-            pin_memory=pin_memory,
-            allow_global_batch_change=allow_global_batch_change,
-            ignore_fingerprint=ignore_fingerprint,
-            start_sample=start_sample,
-        )
+        super().__init__(micro_batch=batch_size, **common)
         require_choice("uneven", uneven, Uneven)
         if sampler is not None and not shuffle:
             raise ValueError("shuffle is False and sampler decides about the order. Leave one of them out.")
@@ -570,7 +556,8 @@ class ResumableDataModule(ExactDataModule):
         self._shuffle = shuffle
         self._uneven = uneven
         self._collate_fn = collate_fn
-        self._sample_seed = seed if seed_samples else None
+        self.sample_seed = self._seed if seed_samples else None
+        """Of the random numbers of each sample; None leaves the generators alone."""
         self._sampler = sampler
         self._sampling: OwnSampler | None = None
         self._batched = batched
@@ -594,11 +581,7 @@ class ResumableDataModule(ExactDataModule):
         return self._given["val"]
 
     def setup(self, stage: str) -> None:
-        """Asks for the data sets anew and checks them against the batch sizes.
-
-        Raises:
-            ValueError: The Trainer would ask for other training data later.
-        """
+        """Asks for the data sets anew and checks them against the batch sizes."""
         self._datasets = {}
         if stage == "fit":
             every = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[union-attr]
@@ -630,7 +613,7 @@ class ResumableDataModule(ExactDataModule):
         return OwnSampler(sampler, size=len(dataset), seed=self._seed, batch_size=self.micro_batch)
 
     def _fetcher(self, stage: str) -> SampleFetcher:
-        return SampleFetcher(self._dataset(stage), collate=self._collate_fn, seed=self._sample_seed)
+        return SampleFetcher(self._dataset(stage), collate=self._collate_fn, seed=self.sample_seed)
 
     # -- the order of map-style data -----------------------------------------------------------------------------------
 
@@ -728,7 +711,12 @@ class ResumableDataModule(ExactDataModule):
             return super()._validation_loader(stage)
         if isinstance(dataset, DataLoader | CombinedLoader):
             return dataset
-        return StreamPasses(partial(self._validation_reader, dataset), workers=self._worker_options())
+        batch_size = None if self._batched else self._val_batch_size
+
+        def make_reader() -> StreamReader:
+            return self._reader(Stateful(dataset, allow_stateless=True), batch_size, rest="keep", seed=self._seed)
+
+        return StreamPasses(make_reader, workers=self._worker_options())
 
     def _validation_plan(self, ranks: DataParallel, stage: str) -> SequentialPlan | None:
         dataset = self._dataset(stage)
@@ -740,16 +728,6 @@ class ResumableDataModule(ExactDataModule):
     def _validation_request(self, plan: SequentialPlan, positions: Any) -> Request:
         size = plan.num_samples
         return Request(positions % size, positions, 0, self._weights(positions, size))
-
-    def _validation_reader(self, dataset: Any) -> StreamReader:
-        return StreamReader(
-            source=Stateful(dataset, allow_stateless=True),
-            batch_size=None if self._batched else self._val_batch_size,
-            collate=self._collate_fn,
-            rest="pad" if self._uneven == "pad" else "keep",
-            seed=self._seed,
-            begin=StreamState.at_beginning(self._options.num_workers),
-        )
 
     # -- iterable data -------------------------------------------------------------------------------------------------
 
@@ -763,18 +741,38 @@ class ResumableDataModule(ExactDataModule):
                 "overfit_batches takes the same batches in every epoch, and iterable training data goes on. Overfit on "
                 "a list of its first samples."
             )
-        return IterableTraining(
+        if self._uneven == "error":
+            raise ValueError(
+                'uneven is "error" and the training data is iterable: where it ends is known only when it does. Use '
+                '"drop" or "pad".'
+            )
+        if self._uneven == "pad" and self._batched:
+            raise ValueError('uneven is "pad" and the data yields batches, passed on as they are. Use "drop".')
+        ranks, workers, seed = data_parallel(trainer), self._worker_options(), self.sample_seed
+        source, is_batched = stateful(
             dataset,
-            self,
-            ranks=data_parallel(trainer),
-            workers=self._worker_options(),
-            before=before,
             batch_size=self.micro_batch,
+            num_workers=workers.num_workers,
             batched=self._batched,
-            uneven=self._uneven,
-            collate_fn=self._collate_fn,
-            seed=self._sample_seed,
+            ranks=ranks,
             allow_stateless=self._allow_stateless,
+        )
+        reader = self._reader(
+            source,
+            None if is_batched else self.micro_batch,
+            rest="drop",
+            seed=None if seed is None else derive_key(seed, STREAM, ranks.rank),
+        )
+        return IterableTraining(dataset, self, reader, workers, before)
+
+    def _reader(self, source: Stateful, batch_size: int | None, *, rest: Any, seed: int | None) -> StreamReader:
+        return StreamReader(
+            source=source,
+            batch_size=batch_size,
+            collate=self._collate_fn,
+            rest="pad" if self._uneven == "pad" else rest,
+            seed=seed,
+            begin=StreamState.at_beginning(self._options.num_workers),
         )
 
     def _training_loader(self) -> Any:
@@ -825,11 +823,7 @@ class ResumableDataModule(ExactDataModule):
             checkpoint[_STATES] = self._iterable.to_checkpoint(states)
 
     def read_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes this rank's state of iterable data.
-
-        Raises:
-            DatasetMismatch: There is none, or it was saved by another number of ranks or workers.
-        """
+        """Takes this rank's state of iterable data, if the checkpoint has one of as many ranks and workers."""
         if self._iterable is not None:
             trainer = self.cursor.trainer
             self._iterable.from_checkpoint(checkpoint.get(_STATES), trainer.global_rank, trainer.world_size)

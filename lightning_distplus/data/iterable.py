@@ -1,8 +1,10 @@
-"""Iterable training data with a state: how it is read, numbered, saved, and begun again where it was.
+"""Iterable training data with a state: how it is read, saved, and begun again where it was.
 
 Workers and Lightning run ahead of the training. So each batch comes with the state after it, which is kept until the
 optimizer step that it belongs to is complete. A checkpoint holds the states of all ranks, as bytes that
-``torch.load(weights_only=True)`` reads.
+``torch.load(weights_only=True)`` reads. The passes of a plain loader begin as torch begins them: with ``iter()`` of the
+data where they are, in workers that persist or in the training process; with the data as the training process has
+them, in workers that do not.
 
 ``torchdata.StatefulDataLoader`` (0.11) cannot take the place of what runs in the workers. A worker whose share has
 ended is asked once more after a resume, so that data which begins anew by itself repeats samples. Workers that do not
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
 from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
@@ -34,18 +36,22 @@ from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 if TYPE_CHECKING:
+    from lightning_distplus.data.dataloader import LoaderResume
     from lightning_distplus.data.datamodule import ResumableDataModule
+    from lightning_distplus.data.progress import Position
 
 __all__ = [
-    "Item",
+    "STREAM",
     "IterableTraining",
+    "ShownDataset",
     "Stateful",
+    "StreamOrder",
     "StreamPasses",
     "StreamReader",
     "StreamState",
-    "WorkerState",
     "has_state",
     "is_iterable",
+    "iterate_with",
     "pack",
     "require_data",
     "stateful",
@@ -55,7 +61,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
-_STREAM = -5  # separates the keys of iterable data from those of map-style data
+STREAM = -5  # separates the keys of iterable data from those of map-style data
 
 # -- states as plain values --------------------------------------------------------------------------------------------
 
@@ -135,27 +141,22 @@ def is_iterable(data: Any) -> bool:
 
 
 def require_data(dataset: Any, stage: str) -> None:
-    """Checks what a user gives to train or to validate on.
-
-    Raises:
-        ValueError: It is no data set, or there is none to train on.
-    """
-    if stage == "train" and (type(dataset) is dict or isinstance(dataset, CombinedLoader)):
-        raise ValueError(
-            f"The training data is a {type(dataset).__name__}, and training reads one data set. Pass one whose samples "
-            "are dicts with a sample of each: docs/guides/data.md, Several data sets."
-        )
-    if isinstance(dataset, Mapping) and type(dataset) is not dict:
-        raise ValueError(
-            f"The {stage} data is a {type(dataset).__name__} of {', '.join(map(str, dataset))}. Pass one of them, or a "
-            "plain dict of several."
-        )
+    """Refuses what a user gives to train or to validate on, and is no data set, or none to train on."""
+    name = type(dataset).__name__
     if dataset is None and stage == "train":
         raise ValueError(
             "There is no training data: pass train_dataset=... to ResumableDataModule or override train_dataset()."
         )
+    if stage == "train" and (type(dataset) is dict or isinstance(dataset, CombinedLoader)):
+        raise ValueError(
+            f"The training data is a {name}, and training reads one data set. Pass one whose samples are dicts with a "
+            "sample of each: docs/guides/data.md, Several data sets."
+        )
+    if isinstance(dataset, Mapping) and type(dataset) is not dict:
+        parts = ", ".join(map(str, dataset))
+        raise ValueError(f"The {stage} data is a {name} of {parts}. Pass one of them, or a plain dict of several.")
     if dataset is not None and not is_iterable(dataset) and not hasattr(dataset, "__len__"):
-        raise ValueError(f"The {stage} data {type(dataset).__name__} has no __len__. Define it.")
+        raise ValueError(f"The {stage} data {name} has no __len__. Define it.")
 
 
 class Stateful:
@@ -176,11 +177,13 @@ class Stateful:
     def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
         """An iterator from a state, or from the beginning of the ``epoch``-th pass."""
         for owner in (self.data, getattr(self.data, "sampler", None)):
-            set_epoch = getattr(owner, "set_epoch", None)
-            if callable(set_epoch):
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
-        if state is None:
-            state = self._of_first_start()
+        if state is None and self.has_state and not isinstance(self.data, DataLoader):
+            # Data of a second fit begin anew: with the state that they had at their first start in this process.
+            state = self._first
+            with suppress(AttributeError):  # some have a state only once they have been iterated
+                self._first = state or self.state()
         if state is not None:
             self.data.load_state_dict(self.opened(state))
         return iter(self.data)
@@ -188,14 +191,6 @@ class Stateful:
     def begin_where(self, other: Stateful) -> None:
         """Takes the beginning of the same data from an earlier reader of it."""
         self._first = other._first
-
-    def _of_first_start(self) -> bytes | None:
-        """The state at the first start in this process, for a later one: data of a second fit begins anew."""
-        if self._first is not None or not self.has_state or isinstance(self.data, DataLoader):
-            return self._first
-        with suppress(AttributeError):  # some have a state only once they have been iterated
-            self._first = self.state()
-        return None
 
     def state(self) -> bytes | None:
         """The state after what has been yielded; None where there is none."""
@@ -215,7 +210,7 @@ class Stateful:
 def stateful(
     data: Any, *, batch_size: int, num_workers: int, batched: bool, ranks: DataParallel, allow_stateless: bool
 ) -> tuple[Stateful, bool]:
-    """Checks iterable training data, and says whether it yields batches.
+    """Checks iterable training data, and says whether it yields batches, or is said to.
 
     Args:
         data: An iterable data set, a ``StatefulDataLoader``, a node or ``Loader`` of torchdata, a litdata data set.
@@ -251,7 +246,7 @@ def stateful(
 
 
 def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ranks: DataParallel) -> None:
-    name = _name(loader)
+    name, own_workers = _name(loader), loader.num_workers
     if not has_state(loader):
         raise ValueError(
             f"The training data is a {name}, which has no state: it shuffles and counts where nobody can follow, and a "
@@ -267,29 +262,27 @@ def _check_loader(loader: DataLoader[Any], batch_size: int, num_workers: int, ra
         raise ValueError(
             f"batch_size is {batch_size} and the {name} makes batches of {loader.batch_size}. Give both the same."
         )
-    is_combined = type(loader.dataset).__name__ == "CombinedStreamingDataset"
-    if is_combined and loader.num_workers > 1:
+    if type(loader.dataset).__name__ == "CombinedStreamingDataset" and own_workers > 1:
         raise ValueError(
-            f"A litdata CombinedStreamingDataset with {loader.num_workers} workers does not go on where it was "
-            "(litdata 0.2.76 divides what was read evenly over workers). Use at most one worker, or "
-            "TokenDataModule over token files, which it mixes exactly."
+            f"A litdata CombinedStreamingDataset with {own_workers} workers does not go on where it was (litdata "
+            "0.2.76). Use at most one worker, or TokenDataModule over token files, which it mixes exactly."
         )
     sampler = getattr(loader, "sampler", None)
-    is_indexed = not isinstance(loader.dataset, IterableDataset)
-    if not is_indexed and loader.num_workers > 1 and name == "StatefulDataLoader" and ranks.rank == 0:
-        _log.warning(
-            "a StatefulDataLoader with %d workers asks a worker whose data has ended once more after a resume "
-            "(torchdata 0.11), so that samples may repeat: pass ResumableDataModule its data set and num_workers=%d "
-            "instead",
-            loader.num_workers,
-            loader.num_workers,
-        )
-    if is_indexed and ranks.size > 1 and getattr(sampler, "num_replicas", None) != ranks.size:
+    if isinstance(loader.dataset, IterableDataset):
+        if own_workers > 1 and name == "StatefulDataLoader" and ranks.rank == 0:
+            _log.warning(
+                "a StatefulDataLoader with %d workers asks a worker whose data has ended once more after a resume "
+                "(torchdata 0.11), so that samples may repeat: pass ResumableDataModule its data set and "
+                "num_workers=%d instead",
+                own_workers,
+                own_workers,
+            )
+    elif ranks.size > 1 and getattr(sampler, "num_replicas", None) != ranks.size:
         what = "reads in order" if isinstance(sampler, SequentialSampler) else "draws with no regard to ranks"
         raise ValueError(
-            f"The {name} {what}, so that each of {ranks.size} ranks would see every sample. Pass its data set "
-            "instead of the loader: ResumableDataModule(loader.dataset, batch_size=...) divides it exactly; or give "
-            f"the loader a StatefulDistributedSampler over {ranks.size} replicas."
+            f"The {name} {what}, so that each of {ranks.size} ranks would see every sample. Pass its data set instead, "
+            "ResumableDataModule(loader.dataset, batch_size=...), which divides it exactly; or give the loader a "
+            f"StatefulDistributedSampler over {ranks.size} replicas."
         )
 
 
@@ -341,9 +334,14 @@ class StreamState(NamedTuple):
     last_worker: int = -1
 
     @classmethod
-    def at_beginning(cls, num_workers: int) -> StreamState:
-        """The beginning of the data; without worker processes the training process counts as one."""
-        return cls((WorkerState(),) * max(1, num_workers))
+    def at_beginning(cls, num_workers: int, epoch: int = 0) -> StreamState:
+        """The beginning of a pass; without worker processes the training process counts as one."""
+        return cls((WorkerState(epoch=epoch),) * max(1, num_workers))
+
+    def after(self, item: Item) -> StreamState:
+        """The state behind an item."""
+        workers = (*self.workers[: item.worker], item.state, *self.workers[item.worker + 1 :])
+        return StreamState(workers, item.worker if item.kind == "batch" else self.last_worker)
 
     @property
     def is_ended(self) -> bool:
@@ -369,6 +367,8 @@ class Item(NamedTuple):
     worker: int
     state: WorkerState
     batch: Any = None
+    again: WorkerState = WorkerState()
+    """Of a plain loader: from here the last batch is read once more, where its pass is over."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -376,22 +376,16 @@ class StreamReader(IterableDataset[Item]):
     """Runs in each worker, or in the training process where there is none."""
 
     source: Stateful
-    batch_size: int | None
-    """Samples of a batch; None: the data yields batches."""
-    collate: Callable[[list[Any]], Any] | None
-    rest: Literal["drop", "pad", "keep"]
-    """What becomes of the samples after the last whole batch of a pass: repeats of weight 0 pad a batch."""
-    seed: int | None
-    """Of the random numbers of each sample; None leaves the generators alone."""
+    batch_size: int | None  # samples of a batch; None: the data yields batches
+    collate: Callable[[Any], Any] | None
+    rest: Literal["drop", "pad", "keep"]  # the samples behind the last whole batch; repeats of weight 0 pad a batch
+    seed: int | None  # of the random numbers of each sample; None leaves the generators alone
     begin: StreamState
     """Where each worker begins. DataLoader begins with worker 0: those up to the last one skip their first turn."""
-    _own: WorkerState | None = field(default=None, init=False)
-    """Of a worker that persists: where its last pass ended."""
+    _own: WorkerState | None = field(default=None, init=False)  # of a worker that persists: where its last pass ended
 
     def __iter__(self) -> Iterator[Item]:
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        start = self.begin.workers[worker]
+        worker, start = self._start()
         if self._own is not None:
             start = self._own.begin_again()
         elif start.is_ended:
@@ -404,16 +398,18 @@ class StreamReader(IterableDataset[Item]):
                 self._own = item.state
             yield item
 
+    def _start(self) -> tuple[int, WorkerState]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        return worker, self.begin.workers[worker]
+
     def _read(self, worker: int, start: WorkerState) -> Iterator[Item]:
         samples: list[Any] = []
         epoch, num_taken = start.epoch, start.num_taken
         for sample in self._samples(worker, start):
             num_taken += 1
-            if self.batch_size is None:
-                yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), sample)
-                continue
             samples.append(sample)
-            if len(samples) == self.batch_size:
+            if len(samples) == (self.batch_size or 1):
                 batch = self._batch(samples)
                 yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
                 samples = []
@@ -427,8 +423,8 @@ class StreamReader(IterableDataset[Item]):
         """The samples of a pass from ``start``, each under random numbers of its own."""
         seeds = None if self.seed is None else derive_key(self.seed, AUGMENT, worker, start.epoch)
         _seed(seeds, _BEGIN)
-        iterator = self.source.start(start.data, start.epoch)
-        if start.num_taken == 0 and start.data is not None:
+        iterator, index = self.source.start(start.data, start.epoch), start.num_taken
+        if index == 0 and start.data is not None:
             # The state is that of the end of a pass. Some data begin anew from it, some have to find that end first.
             _seed(seeds, 0)
             first = list(islice(iterator, 1))
@@ -436,8 +432,7 @@ class StreamReader(IterableDataset[Item]):
                 _seed(seeds, _BEGIN)
                 iterator = iter(self.source.data)
             yield from first
-            start = start._replace(num_taken=len(first))
-        index = start.num_taken
+            index = len(first)
         while True:
             _seed(seeds, index)
             try:
@@ -448,13 +443,14 @@ class StreamReader(IterableDataset[Item]):
             index += 1
 
     def _batch(self, samples: list[Any]) -> Any:
+        if self.batch_size is None:
+            return samples[0]
+        collate = self.collate or default_collate
         if self.rest != "pad":
-            return (self.collate or default_collate)(samples)
-        assert self.batch_size is not None
+            return collate(samples)
         weights = torch.zeros(self.batch_size)
         weights[: len(samples)] = 1
-        repeats = (samples * (self.batch_size // len(samples) + 1))[: self.batch_size]
-        return (self.collate or default_collate)(repeats), weights
+        return collate((samples * (self.batch_size // len(samples) + 1))[: self.batch_size]), weights
 
 
 def _seed(key: int | None, index: int) -> None:
@@ -462,7 +458,230 @@ def _seed(key: int | None, index: int) -> None:
         seed_generators(splitmix64(key ^ (index & (2**64 - 1))))
 
 
-# -- training data of one rank -----------------------------------------------------------------------------------------
+# -- a plain loader over iterable data ---------------------------------------------------------------------------------
+
+
+class ShownDataset(Dataset[Any]):
+    """What stands in the place of the user's data set in a worker; its attributes are the user's."""
+
+    def __init__(self, dataset: Any, **own: Any) -> None:
+        vars(self).update(dataset=dataset, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # asked for while it is copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+
+def iterate_with(used: dict[str, Any], loader: Any, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Makes torch's iterator, which reads the loader's attributes once, with others than those that the user sees."""
+    shown = {name: vars(loader).get(name) for name in used}
+    vars(loader).update(used)
+    try:
+        return iterate()
+    finally:
+        vars(loader).update(shown)
+
+
+class _ShownReader(ShownDataset):
+    def __iter__(self) -> Iterator[Item]:
+        return iter(vars(self)["_reader"])
+
+
+class _AsItIs(Stateful):
+    """Data whose pass begins with ``iter()`` and nothing else."""
+
+    def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
+        """An iterator from a state, or from where the data are."""
+        if state is not None:
+            self.data.load_state_dict(self.opened(state))
+        return iter(self.data)
+
+
+@dataclass(kw_only=True, eq=False)
+class _PlainReader(StreamReader):
+    """Reads a share of the data as torch does, one pass for each ``iter()``.
+
+    The state of an item whose pass has ended is that before the last batch: only this way do the data stand, once they
+    have been read up to the end again, as they stood.
+    """
+
+    epoch: int
+    """The pass that begins; a worker whose state is of the one before stands before the last batch of that."""
+    _epoch: int | None = field(default=None, init=False)  # of the latest pass in this process
+
+    def __iter__(self) -> Iterator[Item]:
+        worker, start = self._start()
+        if self._epoch is not None:
+            start = WorkerState(epoch=self._epoch + 1)
+        elif start.is_ended or start.epoch < self.epoch:
+            num_samples = None if start.is_ended else self.batch_size or 1
+            for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
+                pass
+            self._epoch = start.epoch
+            if start.epoch == self.epoch:
+                return
+            start = WorkerState(epoch=self.epoch)
+        elif worker <= self.begin.last_worker:
+            yield Item("skip", worker, start, again=start)
+        before, self._epoch = start, start.epoch
+        if start.epoch and start.data is None:
+            with suppress(AttributeError):  # some have a state only once they have been iterated
+                before = start._replace(data=self.source.state())
+        here = before
+        for item in self._read(worker, start):
+            if not item.state.is_ended:
+                before, here = here, item.state
+            elif not here.is_ended:
+                here = (before if item.kind == "end" else here)._replace(is_ended=True)
+            yield item._replace(state=here, again=here if here.is_ended else before)
+
+    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
+        samples = super()._samples
+        if self.source.has_state:
+            return samples(worker, start)
+        return islice(samples(worker, WorkerState(epoch=start.epoch)), start.num_taken, None)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        assert self.collate is not None
+        return super()._batch(samples) if self.batch_size else self.collate(samples[0])
+
+
+class _Place(NamedTuple):
+    """A place between two batches of one loader."""
+
+    epoch: int  # the Trainer's
+    batch: int  # of that epoch, which comes next
+    stream: StreamState
+    num_passes: int = 0  # complete ones: workers whose state is of an earlier pass have not begun this one
+    number: int = 0  # of this pass in the epoch
+    is_seeded: bool = True  # whether torch has drawn the seed of its workers
+
+    @classmethod
+    def saved(cls, saved: Mapping[str, Any], num_workers: int) -> _Place:
+        """The place in a checkpoint, which knows of no stream where workers begin with the data as they are."""
+        at, num_passes = (saved["epoch"], saved["batch"]), saved.get("num_passes")
+        if saved["stream"] is None:
+            stream = StreamState.at_beginning(num_workers, num_passes or 0)
+        else:
+            stream = StreamState.closed(saved["stream"])
+        if num_passes is None:  # of an earlier version, inside a pass
+            num_passes = max(one.epoch for one in stream.workers)
+        return cls(*at, stream, num_passes, saved["number"], saved["is_seeded"])
+
+
+class StreamOrder:
+    """How far a loader has come in iterable data, and what of it goes into a checkpoint."""
+
+    is_computed = False  # no order is known before it is read
+    sampler = None  # nothing draws
+
+    def __init__(self, loader: DataLoader[Any], fit: LoaderResume) -> None:
+        self.loader = loader
+        self.fit = fit
+        self.batch_size = loader.batch_size  # None where the data give batches
+        self._source = _AsItIs(loader.dataset, allow_stateless=True)
+        self._here: _Place | None = None  # None: nothing has been read
+        self._again: list[WorkerState] = []  # of each worker: see Item
+        self._places: dict[tuple[int, int], _Place] = {}  # that a checkpoint may stand at, by epoch and batch
+        self._over_epoch = -1  # of which nothing is left
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal, because only the data know how they are divided."""
+        return {
+            "data": type(self.loader.dataset).__qualname__,
+            "batch_size": self.batch_size,
+            "drop_last": self.loader.drop_last,
+            "num_workers": self.loader.num_workers,
+        }
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a resume at a position needs."""
+        is_over = self.fit.is_over(position)
+        epoch, batch = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
+        found = max((at for at in self._places if at[0] == epoch and at <= (epoch, batch)), default=None)
+        place = self._next_pass(epoch) if found is None else self._places[found]
+        is_fresh = place.stream == StreamState.at_beginning(self.loader.num_workers, place.num_passes)
+        passes = [{**place._asdict(), "stream": None if is_fresh else place.stream.opened(), "is_over": False}]
+        if is_over or place.number:  # a ``CombinedLoader`` has to notice that an earlier pass is over
+            passes.insert(0, {**passes[0], "epoch": position.epoch, "number": -1, "stream": None, "is_over": is_over})
+        return {**self.identity(), "passes": passes}
+
+    def place(self, state: Mapping[str, Any]) -> None:
+        """Takes over from a checkpoint what lasts longer than a pass: nothing."""
+
+    def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Begins a pass as torch does, or one of a checkpoint."""
+        loader, fit = self.loader, self.fit
+        if saved is not None and saved["number"] < 0:
+            self._over_epoch = saved["epoch"] if saved["is_over"] else -1
+            return iter(())
+        if self._over_epoch == fit.epoch:
+            return iter(())
+        place = self._next_pass(fit.epoch) if saved is None else _Place.saved(saved, loader.num_workers)
+        seed, num_passes = fit.stream_seed(loader), place.num_passes
+        reader = _PlainReader(
+            source=self._source,
+            batch_size=self.batch_size,
+            collate=loader.collate_fn,
+            rest="drop" if loader.drop_last else "keep",
+            seed=seed,
+            begin=StreamState.at_beginning(loader.num_workers, num_passes) if saved is None else place.stream,
+            epoch=num_passes,
+        )
+        used: dict[str, Any] = {
+            "dataset": _ShownReader(loader.dataset, _reader=reader),
+            "batch_sampler": None,
+            "drop_last": False,
+            "collate_fn": as_it_is,
+            "_IterableDataset_len_called": None,
+        }
+        if saved is not None and loader.generator is None:
+            if place.is_seeded:
+                used["generator"] = torch.Generator()
+            else:
+                fit.note_seed()
+        items = isolated(iterate_with(used, loader, iterate), loader.num_workers == 0 and seed is not None)
+        batches = self._batches(items, place)
+        return batches if saved is None or not place.number else self._or_next_pass(batches, iterate)
+
+    def _next_pass(self, epoch: int) -> _Place:
+        """The place before a pass that has not begun."""
+        here, num_workers = self._here, self.loader.num_workers
+        if here is None:
+            return _Place(epoch, 0, StreamState.at_beginning(num_workers), is_seeded=False)
+        num_passes, persist = here.num_passes + 1, self.loader.persistent_workers
+        goes_on = num_workers == 0 or persist  # from where the pass before has left the data
+        stream = StreamState(tuple(self._again)) if goes_on else StreamState.at_beginning(num_workers, num_passes)
+        batch, number = (here.batch, here.number + 1) if here.epoch == epoch and here.batch else (0, 0)
+        return _Place(epoch, batch, stream, num_passes, number, is_seeded=persist)
+
+    def _batches(self, items: Iterator[Item], here: _Place) -> Iterator[Any]:
+        """Runs from the first batch on: Lightning makes iterators that it does not use."""
+        self._here, self._again = here, list(here.stream.workers)
+        self._places.setdefault((here.epoch, here.batch), here._replace(is_seeded=True))
+        for item in items:
+            self._again[item.worker] = item.again
+            here = self._here = here._replace(stream=here.stream.after(item), batch=here.batch + (item.kind == "batch"))
+            if item.kind == "batch":
+                self._places[here.epoch, here.batch] = here._replace(is_seeded=True)
+                if (position := self.fit.position()) is not None:
+                    at = position.epoch, position.batches
+                    oldest = max((one for one in self._places if one <= at), default=(here.epoch, here.batch))
+                    self._places = {at: one for at, one in self._places.items() if at >= oldest}
+                yield item.batch
+
+    def _or_next_pass(self, batches: Iterator[Any], iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """A ``CombinedLoader`` that begins a pass again ends where it has nothing."""
+        first = list(islice(batches, 1))
+        yield from first
+        yield from batches if first else self.begin(iterate, None)
+
+
+# -- the iterable training data of a data module -----------------------------------------------------------------------
 
 
 def _dataloader(reader: StreamReader, workers: WorkerOptions, *, seed: int) -> DataLoader[Item]:
@@ -479,9 +698,7 @@ class StreamPasses:
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(_dataloader(self._make_reader(), self._workers, seed=0))
-        for item in isolated(items, self._workers.num_workers == 0):
-            if item.kind == "batch":
-                yield item.batch
+        return (item.batch for item in isolated(items, self._workers.num_workers == 0) if item.kind == "batch")
 
 
 class IterableTraining:
@@ -492,61 +709,28 @@ class IterableTraining:
     not trained on when an epoch ended, because Lightning looks one batch ahead, is the first of the next epoch.
 
     Args:
-        data: See ``stateful``.
+        data: What the user has given.
         owner: Knows where the training stands.
-        ranks: The data-parallel ranks.
+        reader: Reads it; ``begin`` is where this rank stands at first.
         workers: Workers and pinning.
         before: Of an earlier Trainer in this process, which may have moved the same data on.
-        **settings: Of ``owner``, by the names of its arguments; ``seed`` is None where samples are not seeded.
-
-    Raises:
-        ValueError: The data cannot be resumed exactly.
     """
 
     def __init__(
         self,
         data: Any,
         owner: ResumableDataModule,
-        *,
-        ranks: DataParallel,
+        reader: StreamReader,
         workers: WorkerOptions,
         before: IterableTraining | None,
-        batch_size: int,
-        batched: bool,
-        uneven: str,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        seed: int | None,
-        allow_stateless: bool,
     ) -> None:
-        if uneven == "error":
-            raise ValueError(
-                'uneven is "error" and the training data is iterable: where it ends is known only when it does. Use '
-                '"drop" or "pad".'
-            )
-        if uneven == "pad" and batched:
-            raise ValueError('uneven is "pad" and the data yields batches, passed on as they are. Use "drop".')
         self.data = data
         self._owner = owner
-        self._workers = workers
-        self._batch_size = batch_size
-        self._seed = seed
-        self._source, self._is_batched = stateful(
-            data,
-            batch_size=batch_size,
-            num_workers=workers.num_workers,
-            batched=batched,
-            ranks=ranks,
-            allow_stateless=allow_stateless,
-        )
+        self._workers, self._num_workers = workers, workers.num_workers
+        self._reader = reader
         if before is not None and before.data is data:
-            self._source.begin_where(before._source)
-        self._reader: dict[str, Any] = {
-            "batch_size": None if self._is_batched else batch_size,
-            "collate": collate_fn,
-            "rest": "pad" if uneven == "pad" else "drop",
-            "seed": None if seed is None else derive_key(seed, _STREAM, ranks.rank),
-        }
-        self._state = StreamState.at_beginning(workers.num_workers)
+            reader.source.begin_where(before._reader.source)
+        self._state = reader.begin
         self._states: dict[int, StreamState] = {}  # before each batch that a checkpoint may stand before; while open
         self._batches: deque[tuple[int, Any]] = deque()
         self._inner: DataLoader[Item] | None = None
@@ -584,7 +768,10 @@ class IterableTraining:
                         "The training data yields nothing on this rank, or less than one batch in each worker. Use a "
                         'smaller batch_size, fewer workers, or uneven="pad".'
                     )
-                self._begin_again()
+                self._state = StreamState(tuple(one.begin_again() for one in self._state.workers))
+                self._items = None
+                if not self._workers.persistent_workers:
+                    self._inner = None
                 has_begun_again = True
             if self._pull(number):
                 yield self._batches[-1][1]
@@ -603,63 +790,47 @@ class IterableTraining:
             del self._states[old]
         while self._batches and self._batches[0][0] < self._owner.num_trained:
             self._batches.popleft()
-        # Without workers the data's random numbers are drawn in this process: the model must not notice.
-        isolate = self._workers.num_workers == 0 and self._seed is not None
         if self._items is None:
+            seed = self._owner.sample_seed
             if self._inner is None:
-                reader = StreamReader(source=self._source, begin=self._state, **self._reader)
-                self._inner = _dataloader(reader, self._workers, seed=derive_key(self._seed or 0, _STREAM))
-            self._items = isolated(iter(self._inner), isolate)
+                reader = replace(self._reader, begin=self._state)
+                self._inner = _dataloader(reader, self._workers, seed=derive_key(seed or 0, STREAM))
+            # Without workers the data's random numbers are drawn in this process: the model must not notice.
+            self._items = isolated(iter(self._inner), self._num_workers == 0 and seed is not None)
         for item in self._items:
-            state = self._state
-            workers = (*state.workers[: item.worker], item.state, *state.workers[item.worker + 1 :])
+            self._state = self._state.after(item)
             if item.kind == "batch":
-                self._state = self._states[number + 1] = StreamState(workers, item.worker)
+                self._states[number + 1] = self._state
                 self._batches.append((number, item.batch))
                 if not self._is_checked:
                     self._pack(self._state)  # raises where a checkpoint could not hold it
                     self._is_checked = True
                 return True
-            self._state = StreamState(workers, state.last_worker)
         self._items = None
         self._states[number] = self._state
         return False
 
-    def _begin_again(self) -> None:
-        self._state = StreamState(tuple(one.begin_again() for one in self._state.workers))
-        self._items = None
-        if not self._workers.persistent_workers:
-            self._inner = None
-
     # -- what a checkpoint holds
 
     def packed(self, number: int) -> bytes:
-        """The state of this rank before batch ``number``.
-
-        Raises:
-            TypeError: The data's state holds something that a checkpoint does not take.
-        """
+        """The state of this rank before batch ``number``; a TypeError names what in it a checkpoint does not take."""
         return self._pack(self._states[number] if self._states else self._state)
 
     def _pack(self, state: StreamState) -> bytes:
-        return pack(state.opened(), owner=type(self._source.data).__qualname__)
+        return pack(state.opened(), owner=_name(self._reader.source.data))
 
     def to_checkpoint(self, states: Sequence[bytes]) -> dict[str, Any]:
         """What a checkpoint holds, from the states of all ranks."""
         return {
             "version": _VERSION,
-            "has_state": self._source.has_state,
-            "num_workers": self._workers.num_workers,
-            "batch_size": self._batch_size,
+            "has_state": self._reader.source.has_state,
+            "num_workers": self._num_workers,
+            "batch_size": self._owner.micro_batch,
             "states": list(states),
         }
 
     def from_checkpoint(self, saved: dict[str, Any] | None, rank: int, world_size: int) -> None:
-        """Takes the place of this rank over.
-
-        Raises:
-            DatasetMismatch: The checkpoint has none, or its ranks or workers are not those of this run.
-        """
+        """Takes the place of this rank over, if the checkpoint has one of as many ranks and workers."""
         if saved is None:
             raise DatasetMismatch(
                 "The checkpoint holds no states of an iterable data set, and this run's training data is one. Resume "
@@ -670,33 +841,25 @@ class IterableTraining:
                 f"The checkpoint's states of iterable data have version {saved.get('version')!r}; this "
                 f"lightning_distplus reads {_VERSION}. Resume with the version that wrote the checkpoint."
             )
-        if not (saved["has_state"] and self._source.has_state):
-            if rank == 0:
-                _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
-            return
-        self._require_same_readers(saved, world_size)
-        self._state = StreamState.closed(unpack(saved["states"][rank]))
+        if saved["has_state"] and self._reader.source.has_state:
+            self._require_same_readers(saved, world_size)
+            self._state = StreamState.closed(unpack(saved["states"][rank]))
+        elif rank == 0:
+            _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
 
     def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
-        ours, theirs, num_ranks = self._workers.num_workers, saved["num_workers"], len(saved["states"])
-        why = (
-            "Each rank and each worker has read its own part of an iterable data set, and only the data set knows how "
-            "it is divided"
-        )
-        remedy = "load the weights into a new run, or use a map-style data set, which resumes on any number of ranks"
-        if num_ranks != world_size:
+        readers = (("ranks", len(saved["states"]), world_size), ("workers", saved["num_workers"], self._num_workers))
+        for what, theirs, ours in readers:
+            if theirs != ours:
+                raise DatasetMismatch(
+                    f"The checkpoint holds the states of iterable data of {theirs} {what}; this run has {ours}. Each "
+                    "rank and each worker has read its own part of an iterable data set, and only the data set knows "
+                    "how it is divided. Resume with as many, load the weights into a new run, or use a map-style data "
+                    "set, which resumes on any number of ranks."
+                )
+        theirs, ours = saved["batch_size"], self._owner.micro_batch
+        if theirs != ours and (self._num_workers > 1 or self._reader.batch_size is None):
             raise DatasetMismatch(
-                f"The checkpoint holds the states of iterable data of {num_ranks} ranks; this run has {world_size}. "
-                f"{why}. Resume on {num_ranks} ranks, {remedy}."
-            )
-        if theirs != ours:
-            raise DatasetMismatch(
-                f"The checkpoint holds the states of iterable data of {theirs} workers on each rank; this run has "
-                f"num_workers={ours}. {why}. Resume with num_workers={theirs}, {remedy}."
-            )
-        if saved["batch_size"] != self._batch_size and (theirs > 1 or self._is_batched):
-            raise DatasetMismatch(
-                f"The checkpoint was written with batch_size={saved['batch_size']}; this run has {self._batch_size}, "
-                "and workers take turns in batches, or the data makes them itself. Resume with "
-                f"batch_size={saved['batch_size']}."
+                f"The checkpoint was written with batch_size={theirs}; this run has {ours}, and workers take turns in "
+                f"batches, or the data makes them itself. Resume with batch_size={theirs}."
             )

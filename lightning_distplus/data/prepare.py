@@ -40,7 +40,6 @@ END_OF_DOCUMENT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 32_000
 
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
-_DTYPES: dict[str, type[np.integer[Any]]] = {"uint16": np.uint16, "int32": np.int32}
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _TEXT_KEYS = ("text", "content")  # of SlimPajama, and of Starcoder
 _PIECE_BYTES = 2**20
@@ -265,13 +264,13 @@ def _train(corpus: _Corpus, vocab_size: int | None, on_progress: Callable[[Progr
 def _choose_dtype(vocab_size: int, name: TokenDtype) -> type[np.integer[Any]]:
     if name == "auto":
         return dtype_for(vocab_size)
-    largest = int(np.iinfo(_DTYPES[name]).max)
-    if vocab_size - 1 > largest:
+    dtype = np.uint16 if name == "uint16" else np.int32
+    if vocab_size - 1 > np.iinfo(dtype).max:
         raise ValueError(
-            f"The tokenizer's largest id is {vocab_size - 1}; {name} holds at most {largest}. "
+            f"The tokenizer's largest id is {vocab_size - 1}; {name} holds at most {np.iinfo(dtype).max}. "
             "Use --dtype int32, or auto."
         )
-    return _DTYPES[name]
+    return dtype
 
 
 def _end_id(codec: Any) -> int:
@@ -289,12 +288,10 @@ class _Piece:
     """A document, or a part of a long one that was cut behind a line break."""
 
     text: str
-    size_bytes: int
-    """What was read of its file, which may be compressed."""
-    document_bytes: int
-    """Size of the whole document, the same in all its pieces."""
-    begins: bool
-    ends: bool
+    size_bytes: int  # what was read of its file, which may be compressed
+    document_bytes: int  # of the whole document, the same in all its pieces
+    begins: bool = True
+    ends: bool = True
 
 
 class _Corpus:
@@ -420,7 +417,7 @@ def _read_jsonl(path: Path, text_key: str | None) -> Iterator[_Piece]:
             if content.strip():
                 text_key, text = _text_of(content, text_key, path, f"{path}, line {number}")
                 size, seen = num_read() - seen, num_read()
-                yield _Piece(text=text, size_bytes=size, document_bytes=len(line), begins=True, ends=True)
+                yield _Piece(text=text, size_bytes=size, document_bytes=len(line))
             offset += len(line)
 
 
@@ -440,7 +437,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[_Piece]:
                 if text is None:
                     raise ValueError(f"{path}, row {row}: column {column!r} holds null. Leave such rows out.")
                 size = len(text.encode())
-                yield _Piece(text=text, size_bytes=size, document_bytes=size, begins=True, ends=True)
+                yield _Piece(text=text, size_bytes=size, document_bytes=size)
     except OSError as error:  # pyarrow: a damaged page
         raise ValueError(f"{path} is damaged: {error}. Write it again, or leave it out.") from None
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,6 @@ __all__ = [
     "refuse_past_end",
     "reopen_epoch",
     "require_agreement",
-    "require_same_batch",
     "require_same_data",
     "state_of",
 ]
@@ -96,11 +96,7 @@ def state_of(
 
 
 def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, num_steps: int) -> Position:
-    """The position at a sample of the global order, for a checkpoint that holds none.
-
-    Raises:
-        ValueError: No optimizer step begins there, or iterable data would have to be read up to there.
-    """
+    """The position at a sample with which an optimizer step begins, for a checkpoint that holds none."""
     num_windows, rest = divmod(sample, geometry.global_batch)
     if rest or sample < 0:
         raise ValueError(
@@ -122,12 +118,7 @@ def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, nu
 
 
 def read_state(state: Mapping[str, Any]) -> Position:
-    """The position in a saved state.
-
-    Raises:
-        DatasetMismatch: The state or its order is of a version that this package does not know, or of a feature that
-            it no longer has.
-    """
+    """The position in a saved state; refuses a version, or a feature, that this package does not know."""
     for name, ours in (("version", _READABLE), ("order_version", READABLE_ORDER_VERSIONS)):
         if state.get(name) not in ours:
             raise DatasetMismatch(
@@ -154,17 +145,14 @@ def require_same_data(
     explain: Callable[[int], str],
     ignore_fingerprint: bool,
 ) -> None:
-    """Compares what defines the data and its order.
+    """Refuses other data, or another order, than those of a saved state; warns where ``ignore_fingerprint`` is set.
 
     Args:
         state: The saved one.
         ours: What defines them here.
         names: Of our sources.
         explain: What differs first inside a source of this number; empty where that is not known.
-        ignore_fingerprint: Go on with what differs, with a warning.
-
-    Raises:
-        DatasetMismatch: Something differs and ``ignore_fingerprint`` is False.
+        ignore_fingerprint: Go on with what differs.
     """
     text = "\n".join(f"  {line}" for line in _differences(state, ours, names, explain))
     if text and ignore_fingerprint:
@@ -177,18 +165,23 @@ def require_same_data(
         )
 
 
-def require_same_batch(saved: Mapping[str, Any], geometry: Geometry, *, allow_change: bool) -> None:
-    """Compares the global batch.
+def _differences(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
+) -> Iterator[str]:
+    def sides(what: str, before: Any, now: Any) -> Iterator[str]:
+        if before != now:
+            yield f"{what}: {before!r} in the checkpoint, {now!r} in this run"
 
-    Raises:
-        DatasetMismatch: They differ and ``allow_change`` is False.
-    """
-    if saved["global_batch"] != geometry.global_batch and not allow_change:
-        raise DatasetMismatch(
-            f"The checkpoint was written with a global batch of {saved['global_batch']} samples; this run has "
-            f"{geometry}. Choose batch size, ranks and accumulation with the same product, or pass "
-            "allow_global_batch_change=True."
-        )
+    for name in sorted(ours.keys() - {"sources"}):
+        yield from sides(name, saved.get(name), ours.get(name))
+    old, new = saved.get("sources", []), ours.get("sources", [])
+    yield from sides("number of sources", len(old), len(new))
+    for place, pair in enumerate(zip(old, new, strict=True) if len(old) == len(new) else ()):
+        label = f"source {place} ({names[place]})" if names else f"source {place}"
+        for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
+            yield from sides(f"{label}: {what}", before, now)
+            if before != now and what == "fingerprint" and (inside := explain(place)):
+                yield f"{label}: {inside}"
 
 
 def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
@@ -201,27 +194,6 @@ def change_of_cut(state: Mapping[str, Any], geometry: Geometry) -> str:
         micro_batch=micro_step // ranks, accumulation=global_batch // micro_step, ranks=DataParallel(size=ranks)
     )
     return f"; global batch {geometry}, before {before}"
-
-
-def _differences(
-    saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
-) -> list[str]:
-    """One line for each thing that differs, with both sides; ``explain`` as in ``require_same_data``."""
-    lines = []
-    for name in sorted(ours.keys() - {"sources"}):
-        if saved.get(name) != ours.get(name):
-            lines.append(f"{name}: {saved.get(name)!r} in the checkpoint, {ours.get(name)!r} in this run")
-    old, new = saved.get("sources", []), ours.get("sources", [])
-    if len(old) != len(new):
-        return [*lines, f"number of sources: {len(old)} in the checkpoint, {len(new)} in this run"]
-    for place, pair in enumerate(zip(old, new, strict=True)):
-        label = f"source {place} ({names[place]})" if names else f"source {place}"
-        for what, before, now in zip(("fingerprint", "weight / 2**32", "num_samples"), *pair, strict=True):
-            if before != now:
-                lines.append(f"{label}: {what}: {before!r} in the checkpoint, {now!r} in this run")
-            if before != now and what == "fingerprint" and (inside := explain(place)):
-                lines.append(f"{label}: {inside}")
-    return lines
 
 
 # -- the Trainer's loops -----------------------------------------------------------------------------------------------
@@ -280,9 +252,8 @@ class Cursor:
 
     def position(self) -> Position:
         """Where a run that is resumed now would go on."""
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
         if not self._is_window_open:
-            return self._position_after(total)
+            return self._position_after(self._total.processed)
         if self._window_before_epoch is not None and self._whole < self._anchor.total_batches:
             return self._window_before_epoch
         return self._position_after(max(self._whole, self._anchor.total_batches))
@@ -290,34 +261,34 @@ class Cursor:
     @property
     def ends_open(self) -> bool:
         """Whether an epoch has just ended inside a window of manual optimization, whose micro-batches are replayed."""
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        return self._is_window_open and self._position_after(total).batches == 0
-
-    @property
-    def _is_window_open(self) -> bool:
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        return self._has_own_windows and self._whole < total
+        return self._is_window_open and self._position_after(self._total.processed).batches == 0
 
     @property
     def is_behind_step(self) -> bool:
         """Whether an optimizer has stepped in the batch that is under way: weights and counters do not fit together."""
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        return bool(self._stepped_in == total.ready > total.processed)
+        return bool(self._stepped_in == self._total.ready > self._total.processed)
+
+    @property
+    def _is_window_open(self) -> bool:
+        return self._has_own_windows and self._whole < self._total.processed
 
     @property
     def _has_own_windows(self) -> bool:
         module = self.trainer.lightning_module
         return module is not None and not module.automatic_optimization and bool(self.trainer.optimizers)
 
+    @property
+    def _total(self) -> Any:
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total
+
     def note_step(self) -> None:
         """An optimizer has stepped."""
-        self._stepped_in = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._stepped_in = self._total.ready
 
     def end_batch(self) -> None:
         """A micro-batch has run. Lightning counts a step that a loss scaler leaves out, too."""
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        if self._stepped_in == total.ready or self.trainer.global_step != self._steps:
-            self._steps, self._whole = self.trainer.global_step, total.processed
+        if self._stepped_in == self._total.ready or self.trainer.global_step != self._steps:
+            self._steps, self._whole = self.trainer.global_step, self._total.processed
 
     def _position_after(self, total: int) -> Position:
         """The position after so many micro-batches of the whole run, of which the last ones are of this epoch."""
@@ -499,11 +470,7 @@ def data_parallel(trainer: Any) -> DataParallel:
 
 
 def refuse_changing_windows(trainer: Any, accumulation: int, num_batches: int | float) -> None:
-    """Refuses what would change the number of micro-batches in an optimizer step during the run.
-
-    Raises:
-        ValueError: A callback does so, or the strategy carries the rest of an epoch into the next one.
-    """
+    """Refuses what would change the number of micro-batches in an optimizer step during the run."""
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
         raise ValueError(
             "GradientAccumulationScheduler changes the global batch during the run, and the order is cut by it. "
@@ -553,11 +520,7 @@ def refuse_past_end(trainer: Any, position: Position) -> None:
 
 
 def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
-    """Compares what defines data and position over all ranks; no collective is issued.
-
-    Args:
-        strategy: The Trainer's.
-        place: Plain values; the same on all ranks, or training would go wrong in silence.
+    """Compares plain values that define data and position over all ranks; no collective is issued.
 
     Raises:
         DatasetMismatch: On all ranks, if it is not; the message has each value with its ranks.
@@ -598,11 +561,7 @@ class InStep(Callback):
         self._windows: _Windows | None = None  # where several optimizers step by themselves
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint without a position, or with one that does not fit; reopens the epoch of the position.
-
-        Raises:
-            DatasetMismatch: It holds none of this data module; or it is of other data, or past the end of the run.
-        """
+        """Refuses a checkpoint without a position, or with one that does not fit; reopens the epoch of the position."""
         if not self._is_fitted_by(trainer):
             return
         name = type(self.data).__qualname__
@@ -621,11 +580,7 @@ class InStep(Callback):
             reopen_epoch(checkpoint, self.data.position())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds what the data saves beside its state.
-
-        Raises:
-            RuntimeError: The weights and the counters of this moment do not fit together.
-        """
+        """Adds what the data saves beside its state; not where weights and counters do not fit together."""
         if not self._is_fitted_by(trainer):
             return
         if self.data.cursor.is_behind_step:
@@ -634,17 +589,11 @@ class InStep(Callback):
                 "optimizer step: the weights would hold that step and the counters would not, so that a resumed run "
                 "would train on the batch twice. Save in on_train_batch_end."
             )
-        if self._windows is not None and trainer.is_global_zero and (text := self._windows.left_out()):
-            _log.warning("%s", text)
-            self._windows = None
+        self._tell_of_windows(trainer)
         self.data.extend_checkpoint(checkpoint)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Puts the loops at a loaded position, and says how large the batches are.
-
-        Raises:
-            DatasetMismatch: The ranks do not have the same data, or do not stand at the same place in it.
-        """
+        """Puts the loops at a loaded position, compares it over the ranks, and says how large the batches are."""
         if self._is_fitted_by(trainer):
             self.data.place()
             self._watch_steps(trainer)
@@ -712,6 +661,12 @@ class InStep(Callback):
         if len(optimizers) > 1 and not trainer.lightning_module.automatic_optimization:
             self._windows = _Windows(optimizers)
 
+    def _tell_of_windows(self, trainer: Any) -> None:
+        """Warns once, on rank 0, where a save leaves gradients out."""
+        if self._windows is not None and trainer.is_global_zero and (text := self._windows.left_out()):
+            _log.warning("%s", text)
+            self._windows = None
+
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.data.cursor.note_step()
         if self._windows is not None:
@@ -742,34 +697,33 @@ class _Windows:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._at_step: list[list[torch.Tensor | None]] = [[] for _ in optimizers]
-        self._at_end: list[list[torch.Tensor | None]] = [[] for _ in optimizers]
-        self._stepped: set[int] = set()
+        self._at_step: dict[Optimizer, list[torch.Tensor | None]] = {}
+        self._at_end: dict[Optimizer, list[torch.Tensor | None]] = {}
+        self._stepped: set[Optimizer] = set()
         self._batch_idx = 0
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        place = next(place for place, one in enumerate(self._optimizers) if one is optimizer)
-        self._stepped.add(place)
-        self._at_step[place] = _probes(optimizer)
+        self._stepped.add(optimizer)
+        self._at_step[optimizer] = _probes(optimizer)
 
     def end_batch(self, batch_idx: int) -> None:
         """A micro-batch has run."""
         if self._stepped:
-            places = enumerate(self._optimizers)
-            self._at_end = [[] if place in self._stepped else _probes(one) for place, one in places]
+            self._at_end = {one: _probes(one) for one in self._optimizers if one not in self._stepped}
             self._stepped, self._batch_idx = set(), batch_idx
 
     def left_out(self) -> str:
         """Says what a save now leaves out; empty where that is nothing."""
-        for place, (step, end) in enumerate(zip(self._at_step, self._at_end, strict=True)):
-            for now, before in zip(end, step or [None] * len(end), strict=False):
+        for optimizer, end in self._at_end.items():
+            for now, before in zip(end, self._at_step.get(optimizer, repeat(None)), strict=False):
                 if now is not None and now.any() and (before is None or not torch.equal(before, now)):
+                    place, name = self._optimizers.index(optimizer), type(optimizer).__name__
                     return (
-                        f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} "
-                        f"({type(self._optimizers[place]).__name__}) has summed some since its last step, and another "
-                        "one has stepped meanwhile: a run that resumes there takes the next step of the first without "
-                        "them. Save where the windows of all optimizers end in the same batch"
+                        f"a checkpoint behind batch {self._batch_idx} leaves gradients out: optimizer {place} ({name}) "
+                        "has summed some since its last step, and another one has stepped meanwhile: a run that "
+                        "resumes there takes the next step of the first without them. Save where the windows of all "
+                        "optimizers end in the same batch"
                     )
         return ""
 

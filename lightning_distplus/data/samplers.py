@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,16 +117,6 @@ class _ByLength:
         return f"lengths {_digest(self._lengths)} global_batch={self._global_batch}"
 
 
-@dataclass(frozen=True)
-class _Table:
-    """An epoch whose indices are computed at its start; positions past the end begin again at its first sample."""
-
-    indices: NDArray[np.int64]
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.indices[positions % len(self.indices)]
-
-
 class OwnSampler:
     """The indices of an epoch from a function.
 
@@ -160,8 +149,9 @@ class OwnSampler:
         self.num_samples = len(self._indices(seed, 0))
 
     def order(self, *, seed: int, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-        """Positions of the epoch to dataset indices."""
-        return _Table(self._indices(seed, epoch))
+        """Positions of the epoch to dataset indices; those past its end begin again at its first sample."""
+        indices = self._indices(seed, epoch)
+        return lambda positions: indices[positions % len(indices)]
 
     def fingerprint(self) -> str:
         """What must be equal for the same order, as far as that is known."""

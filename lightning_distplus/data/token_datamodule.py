@@ -14,7 +14,6 @@ Version 1 had no ``modified``. Of more than 4,096 files there are no rows.
 """
 
 # No `from __future__ import annotations`: jsonargparse reads these signatures at run time.
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_distplus.data.batches import (
-    EpochPlan,
     Geometry,
     Order,
     Request,
     SequentialPlan,
-    WorkerOptions,
     num_global_batches,
 )
 from lightning_distplus.data.datamodule import ExactDataModule
@@ -86,15 +83,11 @@ class TokenFetcher:
     """Fetches one batch of token blocks."""
 
     sources: Sequence[TokenSource]
-    names: Sequence[str]
-    """Of the sources, for messages."""
+    names: Sequence[str]  # of the sources, for messages
     seq_len: int
-    vocab_size: int | None
-    """Token ids below this are legal; None means unchecked."""
-    position_ids: bool = False
-    """Add the place of each token in its document."""
-    document_ids: bool = False
-    """Add the number of each token's document."""
+    vocab_size: int | None  # token ids below this are legal; None means unchecked
+    position_ids: bool = False  # add the place of each token in its document
+    document_ids: bool = False  # add the number of each token's document
 
     def __post_init__(self) -> None:
         types = {np.dtype(source.dtype) for source in self.sources}
@@ -127,21 +120,13 @@ class TokenFetcher:
         return batch
 
     def check_documents(self) -> None:
-        """Reads where documents begin, if the batches need it.
-
-        Raises:
-            ValueError: A source does not say it.
-        """
+        """Reads where documents begin, if the batches need it; a ValueError where a source does not say it."""
         if self.position_ids or self.document_ids:
             for source in self.sources:
                 source.documents(np.zeros(1, dtype=np.int64))
 
     def check_vocabulary(self) -> None:
-        """Checks 64 blocks of each source that are evenly spread, and 64 that a key chooses.
-
-        Raises:
-            ValueError: A token id is not in the vocabulary.
-        """
+        """Looks for illegal token ids in 64 blocks of each source that are evenly spread, and 64 that a key chooses."""
         if self.vocab_size is None:
             return
         for place, source in enumerate(self.sources):
@@ -199,74 +184,37 @@ def inventory(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def first_difference(record: Any, place: int, now: Mapping[str, Any]) -> str:
-    """The first thing in which a source differs from that of a checkpoint, with both sides.
+    """The first thing in which a source differs from that of a checkpoint, with both sides, in one line.
 
     Args:
         record: The checkpoint's, of any version, or None.
         place: Number of the source.
         now: This run's ``contents`` of that source.
-
-    Returns:
-        One line; empty where the record is not there, is newer, or holds nothing that differs.
     """
     if not (before := _source_of(record, place)):
         return ""
     old, new = before["facts"], now["facts"]
-    for name in dict.fromkeys((*new, *old)):
-        if old.get(name) != new.get(name):
-            return f"{name}: {old.get(name)!r} in the checkpoint, {new.get(name)!r} in this run"
-    rows, here = before["files"], now["files"]
-    if before["num_files"] != now["num_files"]:
-        text = f"number of files: {before['num_files']} in the checkpoint, {now['num_files']} in this run"
-        known, present = {row[0] for row in rows}, {row[0] for row in here}
-        lost = [f"; {name} ({size} bytes) is missing in this run" for name, size, *_ in rows if name not in present]
-        found = [f"; {name} ({size} bytes) is not in the checkpoint" for name, size, *_ in here if name not in known]
-        return text + "".join([*lost, *found][:1] if known & present else [])
-    if len(rows) != len(here):
-        return ""
-    differing = [place for place, (was, is_) in enumerate(zip(rows, here, strict=True)) if was[1:3] != is_[1:3]]
-    if not differing:
-        return ""
-    also = f" ({len(differing)} of {len(here)} differ)" if len(differing) > 1 else ""
-    return _changed(differing[0], rows[differing[0]], here[differing[0]]) + also
-
-
-def _changed(place: int, before: list[Any], now: list[Any]) -> str:
-    name = now[0] if before[0] == now[0] else f"{before[0]} in the checkpoint and {now[0]} in this run"
-    if before[1] != now[1]:
-        return f"file {place + 1}, {name}: {before[1]} bytes in the checkpoint, {now[1]} in this run"
-    sides = f"content {before[2]} in the checkpoint, {now[2]} in this run"
-    return f"file {place + 1}, {name}: {sides}, {now[1]} bytes each"
+    pairs = [(name, old.get(name), new.get(name)) for name in dict.fromkeys((*new, *old))]
+    pairs.append(("number of files", before["num_files"], now["num_files"]))
+    for number, (was, here) in enumerate(zip(before["files"], now["files"], strict=False), start=1):
+        pairs += [
+            (f"file {number}, {here[0]}: {what}", was[at], here[at]) for at, what in ((1, "bytes"), (2, "content"))
+        ]
+    sides = (f"{what}: {was!r} in the checkpoint, {here!r} in this run" for what, was, here in pairs if was != here)
+    return next(sides, "")
 
 
 def rewritten(record: Any, place: int, now: Mapping[str, Any]) -> str:
-    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed.
-
-    Args:
-        record: As for ``first_difference``.
-        place: Number of the source.
-        now: This run's ``contents`` of that source, whose fingerprint is that of the checkpoint.
-
-    Returns:
-        One line that says what was compared and what was not; empty where there is no such file.
-    """
-    old, new = _source_of(record, place).get("files", []), now["files"]
-    if len(old) != len(new):
-        return ""
-    pairs = enumerate(zip(old, new, strict=True), 1)
-    found = [(number, was, here) for number, (was, here) in pairs if was[3:] and was[3] != here[3]]
-    if not found:
-        return ""
-    number, was, (name, size, digest, modified) = found[0]
-    more = f" (and {len(found) - 1} more of {len(new)} files)" if found[1:] else ""
-    compared = (
-        f"its size ({size} bytes) and the samples of its content have not changed; what lies between the samples was "
-        "not compared"
-        if digest
-        else f"its size ({size} bytes) has not changed; its content was not compared"
-    )
-    times = f"was modified at {_time(modified)}, and at {_time(was[3])} when the checkpoint was written"
-    return f"file {number}, {name} {times}{more}: {compared}"
+    """The first file that was written to since a checkpoint, and in which nothing that is compared has changed."""
+    rows = zip(_source_of(record, place).get("files", []), now["files"], strict=False)
+    for number, (was, (name, size, digest, modified)) in enumerate(rows, start=1):
+        if was[3:] and was[3] != modified:
+            compared = "and the samples of its content have" if digest else "has"
+            return (
+                f"file {number}, {name} was modified at {_time(modified)}, and at {_time(was[3])} when the checkpoint "
+                f"was written: its size ({size} bytes) {compared} not changed; the rest was not compared"
+            )
+    return ""
 
 
 def _time(modified_ns: int) -> str:
@@ -311,24 +259,17 @@ class TokenDataModule(ExactDataModule):
         global_batch_size: Samples per optimizer step. The Trainer's accumulation then follows from it. None means
             micro_batch_size x ranks x the Trainer's ``accumulate_grad_batches``.
         val_sources: Validation data, read in order, each source once; weights do not count.
-        seed: Of the order.
         shuffle: False reads each source from its beginning to its end.
-        num_workers: Processes that read ahead. 0 is enough for files on a local disk.
         vocab_size: Where given, token ids are checked against it, at setup by samples and in each batch.
         position_ids: Adds ``position_ids`` to the batch, int64 of the same shape: the place of each token in its
             document, counted from the beginning of the sample where the document began before it.
         document_ids: Adds ``document_ids``: which document of the sample a token belongs to, 0, 1, 2, ... Tokens may
             attend to each other where theirs are equal.
-        pin_memory: None means: when the Trainer runs on CUDA.
-        persistent_workers: As in ``torch.utils.data.DataLoader``.
-        prefetch_factor: Micro-batches that each worker reads ahead; None means 2.
-        allow_global_batch_change: Resume with another global batch.
         allow_mixture_change: Resume with other weights, or with sources added or taken away. The new mixture holds
             from the position of the checkpoint on; a source that stays goes on with its next sample. Recorded in the
             state, so that later resumes need not allow it again.
-        ignore_fingerprint: Resume although data, seed, mixture or sequence length differ.
-        start_sample: Samples that count as done where a checkpoint holds no position, as one of another data module;
-            with 0 the data begins. A checkpoint with a position goes on there.
+        common: Seed, workers (0 is enough for files on a local disk) and what a resume allows: see
+            ``ExactDataModule``.
     """
 
     def __init__(
@@ -339,37 +280,18 @@ class TokenDataModule(ExactDataModule):
         micro_batch_size: int,
         global_batch_size: int | None = None,
         val_sources: str | list[Source] | None = None,
-        seed: int = 0,
         shuffle: bool = True,
-        num_workers: int = 0,
         vocab_size: int | None = None,
         position_ids: bool = False,
         document_ids: bool = False,
-        pin_memory: bool | None = None,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
-        allow_global_batch_change: bool = False,
         allow_mixture_change: bool = False,
-        ignore_fingerprint: bool = False,
-        start_sample: int | None = None,
-        **removed: Any,
+        **common: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(TokenDataModule).parameters)
-        super().__init__(
-            micro_batch=micro_batch_size,
-            seed=seed,
-            options=WorkerOptions(
-                num_workers=num_workers, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
-            ),
-            pin_memory=pin_memory,
-            allow_global_batch_change=allow_global_batch_change,
-            ignore_fingerprint=ignore_fingerprint,
-            start_sample=start_sample,
-        )
+        super().__init__(micro_batch=micro_batch_size, **common)
         self._sources = {"train": _as_sources(sources), "val": _as_sources(val_sources or [])}
         if not self._sources["train"]:
             raise ValueError("sources is empty; name at least one source.")
-        self._mixture = Mixture([source.weight for source in self._sources["train"]], seed)
+        self._mixture = Mixture([source.weight for source in self._sources["train"]], self._seed)
         self.seq_len = seq_len
         """Tokens of a sample, without the one that is only a target."""
         require_type("global_batch_size", global_batch_size, int, or_none=True)
@@ -497,10 +419,6 @@ class TokenDataModule(ExactDataModule):
 
     def _order(self, position: Position) -> tuple[Order, int]:
         return order_of(self._known_identity), position.consumed_samples
-
-    def _requests(self, plan: EpochPlan, epoch: int) -> Iterator[Request]:
-        for positions, ids in plan:
-            yield Request(ids, positions, epoch)
 
     def _fetcher(self, stage: str) -> TokenFetcher:
         names = [source.label for source in self._sources[stage]]

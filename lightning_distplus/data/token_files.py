@@ -6,8 +6,9 @@ import glob
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ _MAX_MAPS = 4096  # files mapped at a time; Linux allows a process 65530 maps
 # -- what is at a path -------------------------------------------------------------------------------------------------
 
 SourceFormat = Literal["auto", "megatron", "litpkds", "raw", "npy"]
+_FORMATS = SourceFormat.__args__[1:]  # type: ignore[attr-defined]
 
 _MAX_LOOKED_AT = 64  # files of a folder
 _REMOVED = ("ds", "litdata", "arrow", "parquet")
@@ -67,8 +69,8 @@ class Source:
         what = f"format of source {self.path} is {self.format!r}"
         if self.format in _REMOVED:
             raise ValueError(f"{what}, which is not read in place: {_INSTEAD}.")
-        if self.format not in _READERS and self.format != "auto":
-            raise ValueError(f"{what}; it is auto, {', '.join(_READERS)}.")
+        if self.format not in ("auto", *_FORMATS):
+            raise ValueError(f"{what}; it is auto, {', '.join(_FORMATS)}.")
         if self.dtype is not None and self.dtype not in _INTEGERS:
             raise ValueError(f"dtype of source {self.path} is {self.dtype!r}; it is one of {', '.join(_INTEGERS)}.")
 
@@ -86,7 +88,11 @@ def open_source(source: Source, seq_len: int) -> "TokenSource":
             share holds no whole sample.
     """
     format_ = detect(source.path) if source.format == "auto" else source.format
-    stream = _READERS[format_](source, seq_len)
+    stream: TokenSource
+    if format_ == "megatron":
+        stream = MegatronTokens(source.path, seq_len, split=source.split)
+    else:
+        stream = _read_flat(source, seq_len, format_)
     if source.dtype is not None and np.dtype(source.dtype).type is not stream.dtype:
         raise ValueError(
             f"{source.path} ({format_}) holds {np.dtype(stream.dtype).name}, and the source says dtype="
@@ -96,11 +102,7 @@ def open_source(source: Source, seq_len: int) -> "TokenSource":
 
 
 def detect(path: str) -> str:
-    """The format of what is at ``path``.
-
-    Raises:
-        ValueError: It could be more than one, or nothing that is known.
-    """
+    """The format of what is at ``path``; a ValueError where it could be more than one, or none that is known."""
     place = Path(path)
     is_pair = _pair(place)[1].is_file()
     if is_pair and place.suffix in (".bin", ".idx"):
@@ -125,7 +127,7 @@ def detect(path: str) -> str:
     inside = sorted(one.name for one in place.iterdir())[:3] if place.is_dir() else []
     holds = f" (it holds {', '.join(inside) or 'nothing'})" if place.is_dir() else ""
     raise ValueError(
-        f"{path}{holds} is in no format that is known by its look: {', '.join(_READERS)}. Name it with format=..., or "
+        f"{path}{holds} is in no format that is known by its look: {', '.join(_FORMATS)}. Name it with format=..., or "
         f"{_INSTEAD}."
     )
 
@@ -273,7 +275,11 @@ class TokenSource:
     def fingerprint(self) -> str:
         """16 hex digits over format, type, share and content (of much data: some spread samples of 4 KiB)."""
         digest, paths = xxhash.xxh3_64(f"{self.format}{self._version} {self.dtype.__name__}".encode()), self._paths()
-        _digest_files(digest, paths, self._samples(paths))
+        counts = self._num_samples_of(paths)
+        if None not in counts:
+            digest.update(np.array([path.stat().st_size for path in paths], dtype="<i8").tobytes())
+        for piece in chain.from_iterable(map(_compared, paths, counts)):
+            digest.update(piece)
         if self._split != _WHOLE:
             digest.update(f"split {self._split[0]!r} {self._split[1]!r}".encode())
         return digest.hexdigest()
@@ -284,10 +290,15 @@ class TokenSource:
         facts: dict[str, Any] = {"format": self.format, "dtype": self.dtype.__name__}
         if self._split != _WHOLE:
             facts["split"] = list(self._split)
-        return {"facts": facts, "num_files": len(paths), "files": _rows_of_files(paths, self._samples(paths))}
+        rows = [] if len(paths) > _MAX_ROWS else list(map(_row_of, paths, self._num_samples_of(paths)))
+        return {"facts": facts, "num_files": len(paths), "files": rows}
 
-    def _samples(self, paths: list[Path]) -> dict[int, int]:
-        return _samples_of_files(paths)
+    def _num_samples_of(self, paths: list[Path]) -> list[int | None]:
+        """Of each file: None where it is read by itself, else how many samples of it are compared, from 64 files."""
+        if len(paths) == 1 or sum(path.stat().st_size for path in paths) <= _WHOLE_BELOW:
+            return [None] * len(paths)
+        chosen = set(np.linspace(0, len(paths) - 1, min(len(paths), _NUM_SAMPLES)).astype(int).tolist())
+        return [max(2, _NUM_SAMPLES // len(chosen)) if number in chosen else 0 for number in range(len(paths))]
 
     def _share(self) -> tuple[int, int]:
         """The first token (or block) of the share, and the number of its samples."""
@@ -447,8 +458,8 @@ class MegatronTokens(TokenSource):
         parts = [Part(self._bin, 0, num_tokens)]
         super().__init__(parts, name=str(self._bin), format="megatron", dtype=dtype, seq_len=seq_len, split=split)
 
-    def _samples(self, paths: list[Path]) -> dict[int, int]:
-        return {}  # each file is read by itself
+    def _num_samples_of(self, paths: list[Path]) -> list[int | None]:
+        return [None] * len(paths)
 
     def _paths(self) -> list[Path]:
         return [self._idx, self._bin]
@@ -509,11 +520,9 @@ def _check_index_size(idx: Path, size: int, num_sequences: int, num_marks: int) 
     if size == expected + num_sequences and num_sequences:
         raise ValueError(f"{idx} is a multimodal index (it holds sequence modes); only text can be read.")
     if size != expected or not num_sequences or not num_marks:
-        what = "truncated" if size < expected else "damaged"
-        raise ValueError(
-            f"{idx} is {what}: {num_sequences} sequences and {num_marks} document marks take {expected} bytes, "
-            f"and the file has {size}."
-        )
+        what = f"{num_sequences} sequences and {num_marks} document marks take {expected} bytes"
+        state = "truncated" if size < expected else "damaged"
+        raise ValueError(f"{idx} is {state}: {what}, and the file has {size}.")
 
 
 class MegatronWriter:
@@ -637,127 +646,88 @@ _AGAIN = "Write it again, or leave it out."
 _PACKED_MAGIC = b"LITPKDS"
 _PACKED_HEADER = struct.Struct("<7sQBQ")  # magic, version, dtype code (Megatron's), tokens in the file
 _PACKED_VERSION = 1
-_PACKED_REMEDY = "Write it again with lit-gpt's PackedDatasetBuilder, or remove it from the folder."
 _FLOATS = {6: " (float32)", 7: " (float64)"}
 
 
-def _in_order(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Each file by the order of names, its number for messages, and its size."""
-    files = sorted(paths, key=lambda path: path.name)
-    for number, path in enumerate(files, start=1):
+def _read_flat(source: Source, seq_len: int, format_: str) -> TokenSource:
+    """Files of tokens behind a header, by the order of names: one stream, or each of them blocks, as lit-gpt reads."""
+    is_packed, path, suffix = format_ == "litpkds", Path(source.path), ".npy" if format_ == "npy" else ".bin"
+    files = sorted(_packed_files(path) if is_packed else _files(path, suffix), key=lambda file: file.name)
+    if not files and is_packed:
+        raise ValueError(f"{path} holds no LITPKDS file (*.bin that begins with {_PACKED_MAGIC!r}).")
+    if not files:
+        raise ValueError(f"{path} is no file, and no folder with files *{suffix} (format {format_}).")
+    parts: list[Part] = []
+    kinds: list[str] = []
+    for number, file in enumerate(files, start=1):
         place = f"file {number} of {len(files)}"
-        yield path, place, _size_of(path, f"It is {place}. {_AGAIN}")
-
-
-def _flat_files(source: Source, suffix: str) -> list[Path]:
-    if files := _files(Path(source.path), suffix):
-        return files
-    raise ValueError(f"{source.path} is no file, and no folder with files *{suffix} (format {source.format}).")
-
-
-def _read_raw(source: Source, seq_len: int) -> TokenSource:
-    """Files that hold nothing but little-endian tokens, as nanoGPT writes them; several are one stream."""
-    if source.dtype is None:
-        raise ValueError(f'{source.path} (raw) does not say its token type; name it, as in dtype="uint16".')
-    dtype, parts = np.dtype(source.dtype).newbyteorder("<"), []
-    for path, place, size in _in_order(_flat_files(source, ".bin")):
-        if size % dtype.itemsize:
+        where, size = f"{file} ({place})", _size_of(file, f"It is {place}. {_AGAIN}")
+        with file.open("rb") as stream:
+            num_tokens, dtype = _HEADERS[format_](stream, where, size, source)
+            parts.append(Part(file, stream.tell(), num_tokens))
+        expected = parts[-1].offset_bytes + num_tokens * dtype.itemsize
+        _require_size(where, size, expected, "its header", f" {_AGAIN}")
+        kinds.append(f"{num_tokens} tokens of {dtype.name}" if is_packed else dtype.name)
+        if kinds[-1] != kinds[0]:
             raise ValueError(
-                f"{path} ({place}) is truncated, or its dtype is not {source.dtype}: it has {size} bytes, no multiple "
-                f"of {dtype.itemsize}. {_AGAIN}"
+                f"{where} does not belong to the others: it holds {kinds[-1]}, expected {kinds[0]} as in "
+                f"{files[0].name}. Give each kind a source of its own."
             )
-        parts.append(Part(path, 0, size // dtype.itemsize))
-    return TokenSource(parts, name=source.path, format="raw", dtype=dtype, seq_len=seq_len, split=source.split)
-
-
-def _read_npy(source: Source, seq_len: int) -> TokenSource:
-    """One-dimensional arrays of integers; several are one stream."""
-    parts: list[Part] = []
-    first: np.dtype[Any] | None = None
-    for path, place, size in _in_order(_flat_files(source, ".npy")):
-        shape, dtype, offset = _read_npy_header(path, place)
-        if len(shape) != 1 or dtype.name not in _INTEGERS:
-            known = ", ".join(_INTEGERS)
-            raise ValueError(f"{path} ({place}) holds {dtype} of shape {shape}, expected one row of {known}. {_AGAIN}")
-        expected = offset + shape[0] * dtype.itemsize
-        _require_size(f"{path} ({place})", size, expected, "its header", f" {_AGAIN}")
-        first = dtype if first is None else first
-        if dtype != first:
-            raise ValueError(
-                f"{path} ({place}) holds {dtype}, expected {first} as in {parts[0].path.name}. Give each type a source "
-                "of its own."
-            )
-        parts.append(Part(path, offset, shape[0]))
-    assert first is not None
-    return TokenSource(parts, name=source.path, format="npy", dtype=first, seq_len=seq_len, split=source.split)
-
-
-def _read_npy_header(path: Path, place: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    with path.open("rb") as stream:
-        try:
-            version = np.lib.format.read_magic(stream)
-            read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
-            shape, _, dtype = read(stream)
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{path} ({place}) is no .npy file, or its header is torn: {error}. {_AGAIN}") from None
-        return shape, dtype, stream.tell()
-
-
-def _read_packed(source: Source, seq_len: int) -> TokenSource:
-    """Files that lit-gpt's ``PackedDatasetBuilder`` wrote, read as its ``PackedDataset`` reads them."""
-    parts: list[Part] = []
-    first: tuple[int, type[np.integer[Any]]] | None = None
-    for path, place, size in _in_order(_packed_files(Path(source.path))):
-        chunk, dtype = _read_packed_header(path, place, size)
-        first = (chunk, dtype) if first is None else first
-        if (chunk, dtype) != first:
-            raise ValueError(
-                f"{path} ({place}) does not belong to the others: it holds {chunk} tokens of {dtype.__name__}, "
-                f"expected {first[0]} of {first[1].__name__} as in {parts[0].path.name}. Give each kind a folder, or a "
-                "source, of its own."
-            )
-        parts.append(Part(path, _PACKED_HEADER.size, chunk))
-    if first is None:
-        raise ValueError(f"{source.path} holds no LITPKDS file (*.bin that begins with {_PACKED_MAGIC!r}).")
     return TokenSource(
         parts,
         name=source.path,
-        format="litpkds",
-        dtype=np.dtype(first[1]).newbyteorder("<"),
+        format=format_,
+        dtype=dtype,
         seq_len=seq_len,
-        is_blocked=True,
+        is_blocked=is_packed,
         split=source.split,
     )
 
 
-def _read_packed_header(path: Path, place: str, size: int) -> tuple[int, type[np.integer[Any]]]:
-    """Number and type of a file's tokens."""
-    with path.open("rb") as stream:
-        head = stream.read(_PACKED_HEADER.size)
-    where = f"{path} ({place})"
+def _raw_header(stream: IO[bytes], where: str, size: int, source: Source) -> tuple[int, np.dtype[Any]]:
+    """Nothing but little-endian tokens, as nanoGPT writes them."""
+    if source.dtype is None:
+        raise ValueError(f'{source.path} (raw) does not say its token type; name it, as in dtype="uint16".')
+    dtype = np.dtype(source.dtype).newbyteorder("<")
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{where} is truncated, or its dtype is not {source.dtype}: it has {size} bytes, no multiple of "
+            f"{dtype.itemsize}. {_AGAIN}"
+        )
+    return size // dtype.itemsize, dtype
+
+
+def _npy_header(stream: IO[bytes], where: str, size: int, source: Source) -> tuple[int, np.dtype[Any]]:
+    """A one-dimensional array of integers."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
+        shape, _, dtype = read(stream)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{where} is no .npy file, or its header is torn: {error}. {_AGAIN}") from None
+    if len(shape) != 1 or dtype.name not in _INTEGERS:
+        known = ", ".join(_INTEGERS)
+        raise ValueError(f"{where} holds {dtype} of shape {shape}, expected one row of {known}. {_AGAIN}")
+    return shape[0], dtype
+
+
+def _packed_header(stream: IO[bytes], where: str, size: int, source: Source) -> tuple[int, np.dtype[Any]]:
+    """What lit-gpt's ``PackedDatasetBuilder`` wrote."""
+    head = stream.read(_PACKED_HEADER.size)
     if len(head) < _PACKED_HEADER.size:
-        found = f"{len(head)} of {_PACKED_HEADER.size} bytes"
-        raise ValueError(f"{where} is truncated in its header: {found}. {_PACKED_REMEDY}")
+        raise ValueError(f"{where} is truncated in its header: {len(head)} of {_PACKED_HEADER.size} bytes. {_AGAIN}")
     magic, version, code, num_tokens = _PACKED_HEADER.unpack(head)
     if magic != _PACKED_MAGIC:
-        raise ValueError(f"{where} begins with {magic!r}, expected {_PACKED_MAGIC!r}. {_PACKED_REMEDY}")
+        raise ValueError(f"{where} begins with {magic!r}, expected {_PACKED_MAGIC!r}. {_AGAIN}")
     if version != _PACKED_VERSION:
-        raise ValueError(f"{where} has format version {version}, expected {_PACKED_VERSION}. {_PACKED_REMEDY}")
+        raise ValueError(f"{where} has format version {version}, expected {_PACKED_VERSION}. {_AGAIN}")
     if code not in _TYPE_CODES:
         what = f"the token type code {code}{_FLOATS.get(code, '')}"
-        raise ValueError(f"{where} has {what}, expected one of {_known_types()}. {_PACKED_REMEDY}")
-    expected = _PACKED_HEADER.size + num_tokens * np.dtype(_TYPE_CODES[code]).itemsize
-    _require_size(where, size, expected, "its header", f" {_PACKED_REMEDY}")
-    return num_tokens, _TYPE_CODES[code]
+        raise ValueError(f"{where} has {what}, expected one of {_known_types()}. {_AGAIN}")
+    return num_tokens, np.dtype(_TYPE_CODES[code]).newbyteorder("<")
 
 
-_READERS: dict[str, Callable[[Source, int], TokenSource]] = {
-    "megatron": lambda source, seq_len: MegatronTokens(source.path, seq_len, split=source.split),
-    "litpkds": _read_packed,
-    "raw": _read_raw,
-    "npy": _read_npy,
-}
-
+_HEADERS = {"raw": _raw_header, "npy": _npy_header, "litpkds": _packed_header}
 
 # -- fingerprints of files ---------------------------------------------------------------------------------------------
 
@@ -768,54 +738,27 @@ _MAX_ROWS = 4096  # of a source
 _MAX_NAME = 64  # characters, from the end
 
 
-def _digest_files(digest: xxhash.xxh3_64, paths: list[Path], samples: dict[int, int]) -> None:
-    """All sizes; all content of a little data; of much data samples, from at most 64 files."""
-    if not samples:
-        for path in paths:
-            _digest_file(digest, path)
-        return
-    sizes = [path.stat().st_size for path in paths]
-    digest.update(np.array(sizes, dtype="<i8").tobytes())
-    for number, count in samples.items():
-        _digest_samples(digest, paths[number], sizes[number], count)
-
-
-def _digest_file(digest: xxhash.xxh3_64, path: Path) -> None:
-    """Size and content of one file (of a large one: 64 samples)."""
+def _compared(path: Path, num_samples: int | None) -> Iterator[bytes]:
+    """What of a file is compared: so many samples, or, of a file by itself, its size and all of it, or 64 samples."""
     size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    if size <= _WHOLE_BELOW:
-        digest.update(path.read_bytes())
-    else:
-        _digest_samples(digest, path, size, _NUM_SAMPLES)
-
-
-def _digest_samples(digest: xxhash.xxh3_64, path: Path, size: int, count: int) -> None:
+    if num_samples is None:
+        yield size.to_bytes(8, "little")
+        if size <= _WHOLE_BELOW:
+            yield path.read_bytes()
+            return
+        num_samples = _NUM_SAMPLES
     last = max(0, size - _SAMPLE_BYTES)
     with path.open("rb") as stream:
-        for sample in range(count):
-            stream.seek(last * sample // (count - 1), os.SEEK_SET)
-            digest.update(stream.read(_SAMPLE_BYTES))
+        for sample in range(num_samples):
+            stream.seek(last * sample // (num_samples - 1))
+            yield stream.read(_SAMPLE_BYTES)
 
 
-def _samples_of_files(paths: list[Path]) -> dict[int, int]:
-    """Of the files that are looked into, the number of samples; empty where each is read by itself."""
-    if len(paths) == 1 or sum(path.stat().st_size for path in paths) <= _WHOLE_BELOW:
-        return {}
-    chosen = np.linspace(0, len(paths) - 1, min(len(paths), _NUM_SAMPLES)).astype(int).tolist()
-    return dict.fromkeys(chosen, max(2, _NUM_SAMPLES // len(chosen)))
-
-
-def _rows_of_files(paths: list[Path], samples: dict[int, int]) -> list[list[Any]]:
-    """Name, size, digest and time of each file; the digest is over the bytes that its source's fingerprint covers."""
-    rows = []
-    for number, path in enumerate(paths if len(paths) <= _MAX_ROWS else ()):
-        stat, digest = path.stat(), xxhash.xxh3_64()
-        if not samples:
-            _digest_file(digest, path)
-        elif number in samples:
-            _digest_samples(digest, path, stat.st_size, samples[number])
-        text = digest.hexdigest() if not samples or number in samples else ""
-        is_whole = not samples and stat.st_size <= _WHOLE_BELOW
-        rows.append([path.name[-_MAX_NAME:], stat.st_size, text, 0 if is_whole else stat.st_mtime_ns])
-    return rows
+def _row_of(path: Path, num_samples: int | None) -> list[Any]:
+    """Name, size, digest of what is compared ("": nothing) and time (0: all of it is) of a file."""
+    stat, digest = path.stat(), xxhash.xxh3_64()
+    for piece in _compared(path, num_samples):
+        digest.update(piece)
+    is_whole = num_samples is None and stat.st_size <= _WHOLE_BELOW
+    text = "" if num_samples == 0 else digest.hexdigest()
+    return [path.name[-_MAX_NAME:], stat.st_size, text, 0 if is_whole else stat.st_mtime_ns]

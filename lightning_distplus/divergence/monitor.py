@@ -9,12 +9,14 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_distplus.control import Watcher
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
@@ -325,29 +327,24 @@ class TraceCheck(Check, GateParticipant):
     @contextmanager
     def _while_waiting(self, call: _Call, come: Mapping[int, str] | None = None) -> Iterator[None]:
         """Says, once a wait lasts, where this rank waits; where it knows who has come, looks where the missing wait."""
-        plane, beside = self.run.plane, self.run.plane.on_wait
-        line, look_at_s = "", _ALONE_S
-
-        def look(elapsed_s: float) -> None:
-            nonlocal line, look_at_s
-            if beside is not None:
-                beside(elapsed_s)
-            if elapsed_s < look_at_s:
-                return
-            if not line:
-                line = str(_location())
-                plane.send(f"{self._name}/at/{self.run.rank}", json.dumps([line, *call]).encode())
-            look_at_s = math.inf if come is None else 2 * elapsed_s
-            missing = [] if come is None else sorted(set(call.ranks) - set(come))
-            elsewhere = {other: text for other in missing if (text := self._where(other)) is not None}
-            if elsewhere and (len(elsewhere) == len(missing) or elapsed_s >= _SETTLED_S):
-                self._end(_disagreement({self.run.rank: f"{call.text}, at {line}", **elsewhere}))
-
-        plane.on_wait = look
+        plane, beside = self.run.plane, self.run.plane.watcher
+        plane.watcher = _Lookout(self, call, come, beside)
         try:
             yield
         finally:
-            plane.on_wait = beside
+            plane.watcher = beside
+
+    def say_where(self, call: _Call) -> str:
+        """Tells where this rank waits, and returns the line."""
+        line = str(_location())
+        self.run.plane.send(f"{self._name}/at/{self.run.rank}", json.dumps([line, *call]).encode())
+        return line
+
+    def look_for(self, missing: Sequence[int], own: str, *, is_settled: bool) -> None:
+        """Ends the run where ranks that are missing in a call wait for this one in another."""
+        elsewhere = {other: text for other in missing if (text := self._where(other)) is not None}
+        if elsewhere and (len(elsewhere) == len(missing) or is_settled):
+            self._end(_disagreement({self.run.rank: own, **elsewhere}))
 
     def _where(self, other: int) -> str | None:
         """The call in which another rank waits for this one, and its line; None where it has told of none."""
@@ -363,6 +360,30 @@ class TraceCheck(Check, GateParticipant):
         if first is not None and first.rank != self.run.rank:
             raise first.as_heard()
         self.run.tell(error)
+
+
+@dataclass
+class _Lookout:
+    """Watches one wait in a traced call, or at a gate, where nobody is missing: ``come`` is None."""
+
+    trace: TraceCheck
+    call: _Call
+    come: Mapping[int, str] | None
+    beside: Watcher | None
+    line: str = ""
+    look_at_s: float = _ALONE_S
+
+    def while_waiting(self, elapsed_s: float) -> None:
+        if self.beside is not None:
+            self.beside.while_waiting(elapsed_s)
+        if elapsed_s < self.look_at_s:
+            return
+        self.line = self.line or self.trace.say_where(self.call)
+        self.look_at_s = math.inf if self.come is None else 2 * elapsed_s
+        if self.come is not None:
+            missing = sorted(set(self.call.ranks) - set(self.come))
+            text = f"{self.call.text}, at {self.line}"
+            self.trace.look_for(missing, text, is_settled=elapsed_s >= _SETTLED_S)
 
 
 def _location() -> str | None:

@@ -1,7 +1,6 @@
 """One attempt: the ranks of this host under torchrun's own agent, by its public interface.
 
-Also here: the signals of the launcher, the store at which the launchers of several hosts agree on the attempt, and the
-rendezvous of their agents.
+Also here: the store at which the launchers of several hosts agree on the attempt, and the rendezvous of their agents.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import gc
 import io
 import itertools
 import json
-import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -46,8 +42,7 @@ from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, 
 from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 from lightning_distplus.errors import ExitCode
-
-__all__ = ["HANDLED", "Hosts", "HostsApart", "Meeting", "RankOutput", "Signals", "SignedState", "Stop", "run_attempt"]
+from lightning_distplus.process import Signals
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
@@ -77,7 +72,7 @@ class _MetAgain(Exception):
 
 
 class _RankLogs(LogsSpecs):
-    """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank."""
+    """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank; shown while the ranks run."""
 
     def __init__(
         self, folder: Path, write: Callable[[str], object], signals: Signals, on_start: Callable[[int], object]
@@ -87,7 +82,9 @@ class _RankLogs(LogsSpecs):
         self._write_line = write
         self._signals = signals
         self._on_start = on_start
-        self._follower: _Follower | None = None
+        self._outputs: list[RankOutput] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="distplus-logs", daemon=True)
         self.ranks: list[int] = []
         """The ranks of this host, once they are known."""
 
@@ -108,26 +105,33 @@ class _RankLogs(LogsSpecs):
         self._folder.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(variables["RANK"]) for local_rank, variables in envs.items()}
         self.ranks = sorted(ranks.values())
-        stems = {local_rank: self._folder / f"rank{rank:05d}" for local_rank, rank in ranks.items()}
-        outs = {local_rank: stem.with_suffix(".out") for local_rank, stem in stems.items()}
-        errs = {local_rank: stem.with_suffix(".err") for local_rank, stem in stems.items()}
-        self.close()
-        paths = [*outs.items(), *errs.items()]
-        self._follower = _Follower(
-            [RankOutput(path, ranks[one], self._write_line) for one, path in paths], self._signals
+        outs, errs, errors = (
+            {local_rank: str(self._folder / f"rank{rank:05d}{suffix}") for local_rank, rank in ranks.items()}
+            for suffix in (".out", ".err", ".error.json")
         )
-        self._follower.start()
+        self._outputs = [
+            RankOutput(Path(files[one]), rank, self._write_line)
+            for files in (outs, errs)
+            for one, rank in ranks.items()
+        ]
+        self._thread.start()
         self._signals.ranks_begin()
-        return LogsDest(
-            stdouts={local_rank: str(path) for local_rank, path in outs.items()},
-            stderrs={local_rank: str(path) for local_rank, path in errs.items()},
-            error_files={local_rank: str(stem.with_suffix(".error.json")) for local_rank, stem in stems.items()},
-        )
+        return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
+
+    def _follow(self) -> None:
+        """Shows what the ranks write, and tells those that come late of a signal."""
+        while not self._stopping.wait(_POLL_S):
+            self._signals.pass_on()
+            for output in self._outputs:
+                output.look()
+        for output in self._outputs:
+            output.close()
 
     def close(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
-            self._follower = None
+        """Shows what is left."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 class RankOutput:
@@ -184,29 +188,6 @@ class RankOutput:
         text = _TORCHS_PREFIX.sub("", line.decode(errors="replace"))
         with contextlib.suppress(OSError):  # the terminal is gone; the file keeps it
             self._write(f"[{self._rank}] {text}\n")
-
-
-class _Follower(threading.Thread):
-    """Shows what the ranks write while they run, and tells those that come late of a signal."""
-
-    def __init__(self, outputs: Sequence[RankOutput], signals: Signals) -> None:
-        super().__init__(name="distplus-logs", daemon=True)
-        self._outputs = outputs
-        self._signals = signals
-        self._stopping = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopping.wait(_POLL_S):
-            self._signals.pass_on()
-            for output in self._outputs:
-                output.look()
-        for output in self._outputs:
-            output.close()
-
-    def stop(self) -> None:
-        """Shows what is left and ends."""
-        self._stopping.set()
-        self.join()
 
 
 def run_attempt(
@@ -277,106 +258,6 @@ def _config(hosts: Hosts, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         signals_to_handle="SIGQUIT",
         shutdown_timeout=_SHUTDOWN_S,
     )
-
-
-# -- the signals of the launcher ---------------------------------------------------------------------------------------
-
-
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class Stop(BaseException):
-    """The launcher was asked to stop while no rank was there to be told."""
-
-
-class Signals:
-    """Takes the signals of the launcher, from its first moment to its last.
-
-    A rank that is just being started when a signal comes hears of it as soon as it is there. A SIGHUP, the end of the
-    terminal, reaches the ranks as a SIGTERM; where it is ignored (``nohup``) it stays so.
-    """
-
-    def __init__(self) -> None:
-        self.asked: str | None = None
-        """The name of the last signal."""
-        self._number: signal.Signals | None = None
-        self._told: set[int] = set()
-        self._is_interruptible = False
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> Signals:
-        for number in HANDLED:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    @property
-    def has_reached_ranks(self) -> bool:
-        """Whether a rank was there to be told."""
-        return bool(self._told)
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """A signal ends the block, in which no rank is there; so does one that came before.
-
-        Raises:
-            Stop: There was one.
-        """
-        self._is_interruptible = True
-        try:
-            if self.asked is not None:
-                raise Stop
-            yield
-        finally:
-            self._is_interruptible = False
-
-    def ranks_begin(self) -> None:
-        """From here on ranks are being started: a signal is for them."""
-        self._is_interruptible = False
-
-    def pass_on(self) -> None:
-        """Tells the ranks that have come since the signal. Called again and again, from any thread."""
-        if self._number is not None:
-            self._tell(set(_ranks()) - self._told)
-
-    def stop_ranks(self) -> None:
-        """Sends a SIGTERM to the ranks of this host."""
-        for pid in _ranks():
-            _send(pid, signal.SIGTERM)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        self._number = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        self._tell(set(_ranks()))
-        if self._is_interruptible:
-            raise Stop
-
-    def _tell(self, ranks: set[int]) -> None:
-        assert self._number is not None
-        self._told |= ranks
-        for pid in ranks:
-            _send(pid, self._number)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _ranks() -> list[int]:
-    """Processes that this one has started as leaders of sessions of their own, which is how the agent starts ranks."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
-            for word in (task / "children").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    if os.getsid(int(word)) == int(word):
-                        found.append(int(word))
-    return found
 
 
 # -- the launchers of several hosts ------------------------------------------------------------------------------------

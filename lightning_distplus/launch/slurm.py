@@ -9,17 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.events import EventLog, read_events, told_home
-from lightning_distplus.launch.supervisor import Attempt, Culprit, History, RestartPolicy, read_history
+from lightning_distplus.events import EventLog, read_events, told_by_rank
+from lightning_distplus.launch.supervisor import Culprit, History, RestartPolicy, read_history
 from lightning_distplus.report import leave_page
 from lightning_distplus.world import LAUNCHER
-
-__all__ = ["SlurmJob", "end_of_start"]
 
 # -- the batch script --------------------------------------------------------------------------------------------------
 
@@ -143,7 +141,7 @@ def end_of_start(
         home: Where the artefacts are; by default where the ranks have said.
         wait: Sleeps until Slurm has ended this start.
     """
-    home = home or told_home(env.DISTPLUS_HOME_FILE.get())
+    home = home or told_by_rank(env.DISTPLUS_HOME_FILE.get())[0]
     number = env.SLURM_RESTART_COUNT.integer() or 0
     starts = _starts(home, number)
     code = int(ExitCode.PREEMPTED) if code == _TOLD_EARLY else _code_of_culprit(code, starts[-1])
@@ -187,11 +185,10 @@ def _refusal(code: int, starts: list[History], policy: RestartPolicy) -> tuple[i
     if code == ExitCode.PREEMPTED:
         return None
     refusal = None
-    for number, history in enumerate(starts):
+    for history in starts:
         if not history.is_preempted:
             culprit = Culprit(rank=min(history.culprits, default=0), code=int(ExitCode.PEER_LOST))
-            attempt = Attempt(number=number, culprit=culprit, ended_at=0.0, has_started=True, step=history.step)
-            refusal = policy.refusal(attempt)
+            refusal = policy.refusal(culprit, replace(history, has_started=True), 0.0)
     return refusal
 
 

@@ -20,26 +20,13 @@ from lightning_distplus import env
 from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import JobSaves
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
-from lightning_distplus.events import EventLog, InHand, read_events, told_home, told_on_verdict
-from lightning_distplus.launch.agent import HANDLED, Hosts, HostsApart, Meeting, Signals, Stop, run_attempt
+from lightning_distplus.events import EventLog, InHand, read_events, told_by_rank
+from lightning_distplus.launch.agent import Hosts, HostsApart, Meeting, run_attempt
+from lightning_distplus.process import HANDLED, Signals, Stop
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
 from lightning_distplus.watchdog.verdict import duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
-
-__all__ = [
-    "Attempt",
-    "Culprit",
-    "History",
-    "Job",
-    "Poison",
-    "RestartPolicy",
-    "find_culprit",
-    "is_innocent",
-    "read_history",
-    "shown",
-    "supervise",
-]
 
 # -- policy ------------------------------------------------------------------------------------------------------------
 
@@ -89,17 +76,34 @@ def is_innocent(code: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What is known of an attempt that has ended."""
+class History:
+    """One attempt, as the ledger and the verdict tell it."""
 
-    number: int
-    culprit: Culprit
-    ended_at: float
-    """``time.monotonic()``"""
-    has_started: bool
-    """Whether the ranks have met and set up: without that, the command itself is wrong."""
-    step: int | None
+    has_started: bool = False
+    has_saved: bool = False
+    is_preempted: bool = False
+    step: int | None = None
     """Completed optimizer steps when it ended; None where no rank could tell."""
+    began_at: float | None = None
+    """Unix time at which its first rank had met the others."""
+    ended_at: float | None = None
+    """Unix time at which its first rank failed; None where none has lived to say so."""
+    loaded: Path | None = None
+    """The checkpoint that it has begun with."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """The error of each rank, in one line."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """The exit code that goes with each error."""
+    samples: dict[int, Sequence[Any]] = field(default_factory=dict)
+    """The samples that a failing rank had in hand."""
+    culprits: list[int] = field(default_factory=list)
+    """The ranks that the verdict names."""
+    is_hang: bool = False
+
+    @property
+    def where(self) -> str:
+        """The step, in words."""
+        return "before the first step" if self.step is None else f"at step {self.step}"
 
 
 @dataclass
@@ -125,22 +129,24 @@ class RestartPolicy:
                 f"max_restarts is {self.max_restarts} and same_step is {self.same_step}; at least 0 and 1 are needed."
             )
 
-    def refusal(self, attempt: Attempt) -> tuple[int, str] | None:
-        """Why there is no further attempt, with the exit code of the job; None: there is one."""
-        code = attempt.culprit.exit_code
+    def refusal(self, culprit: Culprit, history: History, now: float) -> tuple[int, str] | None:
+        """Why there is no further attempt, with the exit code of the job; None: there is one.
+
+        ``now`` is ``time.monotonic()``.
+        """
+        code = culprit.exit_code
         if code == ExitCode.PREEMPTED:
             return code, "the ranks stopped when asked to; the same command continues"
         if code in _NEEDS_A_PERSON:
             return code, "another attempt would end the same way; read the error above"
-        if not attempt.has_started and attempt.culprit.code > 0:
+        if not history.has_started and culprit.code > 0:  # the command itself is wrong
             return code, "the ranks ended before they had met; read the error above"
-        if self._is_stuck(attempt):
-            where = "before the first step" if attempt.step is None else f"at step {attempt.step}"
-            return int(ExitCode.NO_PROGRESS), f"{self._in_vain} attempts in a row ended {where}"
-        if not self._has_budget(attempt.ended_at):
+        if self._is_stuck(history.step):
+            return int(ExitCode.NO_PROGRESS), f"{self._in_vain} attempts in a row ended {history.where}"
+        if not self._has_budget(now):
             within = "" if self.window is None else f" within {self.window}"
             return code, f"all {self.max_restarts} restarts{within} are spent"
-        self._restarts.append(attempt.ended_at)
+        self._restarts.append(now)
         return None
 
     def place_of_next(self) -> str:
@@ -153,8 +159,8 @@ class RestartPolicy:
         """Counts the attempts at one step from the beginning: what has ended them is out of the way."""
         self._in_vain = 0
 
-    def _is_stuck(self, attempt: Attempt) -> bool:
-        step = -1 if attempt.step is None else attempt.step
+    def _is_stuck(self, step: int | None) -> bool:
+        step = -1 if step is None else step
         self._in_vain = 1 if step > self._best_step else self._in_vain + 1
         self._best_step = max(step, self._best_step)
         return self._in_vain >= self.same_step
@@ -166,31 +172,6 @@ class RestartPolicy:
 
 
 # -- what an attempt has left behind -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """One attempt, as the ledger and the verdict tell it."""
-
-    has_started: bool = False
-    has_saved: bool = False
-    is_preempted: bool = False
-    step: int | None = None
-    began_at: float | None = None
-    """Unix time at which its first rank had met the others."""
-    ended_at: float | None = None
-    """Unix time at which its first rank failed; None where none has lived to say so."""
-    loaded: Path | None = None
-    """The checkpoint that it has begun with."""
-    errors: dict[int, str] = field(default_factory=dict)
-    """The error of each rank, in one line."""
-    codes: dict[int, int] = field(default_factory=dict)
-    """The exit code that goes with each error."""
-    samples: dict[int, Sequence[Any]] = field(default_factory=dict)
-    """The samples that a failing rank had in hand."""
-    culprits: list[int] = field(default_factory=list)
-    """The ranks that the verdict names."""
-    is_hang: bool = False
 
 
 def read_history(home: Path | None, attempt: int, since: float, run_id: str | None) -> History:
@@ -248,16 +229,14 @@ class Poison:
         self.apart: list[Any] = []
         """The ids that are set apart."""
 
-    def samples(self, attempt: Attempt, history: History) -> Mapping[int, Sequence[Any]]:
+    def samples(self, culprit: int, history: History) -> Mapping[int, Sequence[Any]]:
         """By rank: of those that raised, and of the culprit."""
-        culprit = attempt.culprit.rank
         killed = {rank: ids for rank, ids in self.in_hand.read().items() if rank == culprit}
         return {**killed, **history.samples}
 
-    def note(self, attempt: Attempt, history: History) -> None:
+    def note(self, culprit: int, history: History) -> None:
         """Keeps the end of an attempt."""
-        culprit = attempt.culprit.rank
-        self._ends.append((attempt.step, culprit, list(self.samples(attempt, history).get(culprit, []))))
+        self._ends.append((history.step, culprit, list(self.samples(culprit, history).get(culprit, []))))
 
     def set_apart(self) -> list[Any]:
         """Sets samples apart for the attempts that follow; called where the step has not moved.
@@ -302,12 +281,9 @@ class Job:
     """Whether the samples of a batch that ends every attempt are set apart."""
 
 
-def supervise(job: Job, signals: Signals) -> int:
-    """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
-    return _Supervisor(job, signals).run()
+class Supervisor:
+    """Runs the attempts of a job."""
 
-
-class _Supervisor:
     def __init__(self, job: Job, signals: Signals) -> None:
         self._job = job
         self._signals = signals
@@ -318,6 +294,7 @@ class _Supervisor:
         self._poison = Poison(job.hosts.nproc, same_step=job.policy.same_step, sets_apart=job.quarantine)
 
     def run(self) -> int:
+        """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
         self._job.log_dir.mkdir(parents=True, exist_ok=True)
         self._give_secret()
         hosts, number = self._job.hosts, 0
@@ -371,36 +348,30 @@ class _Supervisor:
             self._note("regroup", number, host=newcomer, global_step=history.step)
             return None
         if not failures:
-            return self._end_well(number, asked)
+            if asked is not None:
+                return self._end(number, ExitCode.PREEMPTED, f"stopped by {asked}, without a PreemptionHandler")
+            return self._part(number, ExitCode.DONE)
         culprit = self._culprit(self._of_all_hosts(number, failures), history)
         if asked is not None:
             return self._end_as_asked(number, failures, culprit, asked)
-        attempt = Attempt(
-            number=number,
-            culprit=culprit,
-            ended_at=time.monotonic(),
-            has_started=history.has_started,
-            step=history.step,
-        )
-        self._poison.note(attempt, history)
-        refusal = self._job.policy.refusal(attempt)
+        self._poison.note(culprit.rank, history)
+        refusal = self._job.policy.refusal(culprit, history, time.monotonic())
         if refusal is not None and refusal[0] == ExitCode.NO_PROGRESS and (samples := self._poison.set_apart()):
-            self._say(f"step {attempt.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
-            self._note("quarantine", number + 1, culprit=culprit.rank, samples=samples, global_step=attempt.step)
+            self._say(f"step {history.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
+            self._note("quarantine", number + 1, culprit=culprit.rank, samples=samples, global_step=history.step)
             self._job.policy.begin_anew()
-            refusal = self._job.policy.refusal(attempt)
+            refusal = self._job.policy.refusal(culprit, history, time.monotonic())
         if refusal is not None:
             code, why = refusal
             if code == ExitCode.NO_PROGRESS:
-                why = self._explain_no_progress(why, attempt, history)
+                why = self._explain_no_progress(why, culprit, history)
             return self._end(number, code, f"{culprit}; {why}")
         if self._signals.asked is not None:  # by the next attempt at the latest
             raise Stop
         verdict = self._show_verdict()
-        where = "before the first step" if attempt.step is None else f"at step {attempt.step}"
         place = self._job.policy.place_of_next()
-        self._say(f"{culprit}, {where}: restarting from {self._describe_resume(history)}, {place}")
-        self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=attempt.step)
+        self._say(f"{culprit}, {history.where}: restarting from {self._describe_resume(history)}, {place}")
+        self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=history.step)
         self._leave_page(verdict, waits=False)
         return None
 
@@ -476,11 +447,6 @@ class _Supervisor:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _end_well(self, number: int, asked: str | None) -> int:
-        if asked is not None:
-            return self._end(number, ExitCode.PREEMPTED, f"stopped by {asked}, without a PreemptionHandler")
-        return self._part(number, ExitCode.DONE)
-
     def _end_as_asked(self, number: int, failures: Mapping[int, int], culprit: Culprit, asked: str) -> int:
         """143, unless a rank failed on its own, or a second Ctrl-C ended it on the spot."""
         is_interrupted = asked == "SIGINT" and -int(signal.SIGINT) in failures.values()
@@ -500,25 +466,24 @@ class _Supervisor:
             self._meeting.leave(number)
         return int(code)
 
-    def _explain_no_progress(self, why: str, attempt: Attempt, history: History) -> str:
+    def _explain_no_progress(self, why: str, culprit: Culprit, history: History) -> str:
         """Names step, error and samples, and leaves a verdict."""
         causes = {rank: error for rank, error in history.errors.items() if not error.startswith("Peer")}
         lines = [f"rank {rank}: {error}" for rank, error in sorted((causes or history.errors).items())]
-        for rank, samples in sorted(self._poison.samples(attempt, history).items()):
+        for rank, samples in sorted(self._poison.samples(culprit.rank, history).items()):
             lines.append(f"rank {rank}: the samples in hand were {shown(samples)}")
-        culprit = attempt.culprit.rank
         verdict = Verdict(
             incident=name_incident("no-progress", self._run_id),
             run_id=self._run_id,
             kind="no_progress",
-            culprits=[culprit],
-            waiting=sorted(set(history.errors) - {culprit}),
+            culprits=[culprit.rank],
+            waiting=sorted(set(history.errors) - {culprit.rank}),
             phase="step",
-            operation=history.errors.get(culprit, str(attempt.culprit)),
+            operation=history.errors.get(culprit.rank, str(culprit)),
             location=None,
-            global_step=attempt.step or 0,
+            global_step=history.step or 0,
             elapsed_s=0.0,
-            cause=f"{why}; the last one by {attempt.culprit}",
+            cause=f"{why}; the last one by {culprit}",
             remedy="look at the samples and the error; a restart meets them again",
             lines=lines,
         )
@@ -531,7 +496,7 @@ class _Supervisor:
     @property
     def _home(self) -> Path | None:
         """Where the ranks write their artefacts; a rank tells it when it sets up."""
-        return told_home(self._home_file)
+        return told_by_rank(self._home_file)[0]
 
     def _show_verdict(self) -> Path | None:
         """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
@@ -545,8 +510,8 @@ class _Supervisor:
 
     def _leave_page(self, verdict: Path | None = None, *, waits: bool = True) -> None:
         if verdict is not None:
-            on_verdict = told_on_verdict(self._home_file) or env.DISTPLUS_ON_VERDICT.get()
-            after_verdict(verdict, on_verdict, waits=waits)
+            _, on_verdict = told_by_rank(self._home_file)
+            after_verdict(verdict, on_verdict or env.DISTPLUS_ON_VERDICT.get(), waits=waits)
         elif self._home is not None:
             leave_page(self._home, waits=waits)
 

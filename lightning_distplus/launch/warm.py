@@ -30,8 +30,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 
-__all__ = ["PASSED_ON", "PRELOADED", "Warm"]
-
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that are meant for a rank. The server, which is to outlive it, holds them back."""
 _HERE = b"?"  # says who has imported the modules, and waits for the question

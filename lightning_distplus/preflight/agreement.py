@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +18,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.majority import odd_ranks
-from lightning_distplus.preflight.check import Check, Facts, Finding, Settings, Status, run_checks
+from lightning_distplus.preflight.check import Facts, Finding, Settings, Status
 from lightning_distplus.preflight.host import versions
 from lightning_distplus.world import name_ranks
 
@@ -34,7 +32,6 @@ __all__ = [
     "gathered",
     "merged",
     "revision",
-    "run_in_time",
     "spans_hosts",
     "state_of_process",
 ]
@@ -244,35 +241,6 @@ def _short(value: str) -> str:
 
 
 # -- the findings of all ranks -----------------------------------------------------------------------------------------
-
-
-def run_in_time(
-    checks: Mapping[str, Check], facts: Facts, settings: Settings | None, deadline: timedelta
-) -> list[Finding]:
-    """``run_checks`` with a deadline for all of them together: a folder that hangs must not hold the run up unheard.
-
-    A check that has not ended is a warning, and its thread is left alone.
-    """
-    end = time.monotonic() + deadline.total_seconds()
-    findings: list[Finding] = []
-    for name, check in checks.items():
-        found: list[Finding] = []
-
-        def make(name: str = name, check: Check = check, found: list[Finding] = found) -> None:
-            found += run_checks({name: check}, facts, settings)
-
-        thread = threading.Thread(target=make, name=f"distplus-check-{name}", daemon=True)
-        thread.start()
-        thread.join(max(0.0, end - time.monotonic()))
-        if thread.is_alive():
-            subject = f"The check {name!r} had not ended at its deadline."
-            detail = f"{deadline.total_seconds():g} s for all checks of the host"
-            remedy = "Look at what it looks at; a file system that hangs? Or switch it off: "
-            remedy += f'preflight={{"{name}": "off"}}'
-            findings.append(Finding.warning(subject, detail=detail, remedy=remedy, check=name))
-        else:
-            findings += found
-    return findings
 
 
 def gathered(plane: ControlPlane, mine: Iterable[Finding], deadline: timedelta) -> list[Finding]:

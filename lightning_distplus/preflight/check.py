@@ -6,8 +6,11 @@ import logging
 import shlex
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -223,24 +226,43 @@ Settings = Mapping[str, Literal["off", "warn"]]
 """By the name of a check: not run at all, or its errors are warnings."""
 
 
-def run_checks(checks: Mapping[str, Check], facts: Facts, settings: Settings | None = None) -> list[Finding]:
+def run_checks(
+    checks: Mapping[str, Check], facts: Facts, settings: Settings | None = None, *, deadline: timedelta | None = None
+) -> list[Finding]:
     """Runs the checks in their order and names each finding after its check.
 
-    A check that raises is a warning, not the end of the run: it is our bug, or that of its author.
+    A check that raises is a warning, not the end of the run: it is our bug, or that of its author. So is one that has
+    not ended at the deadline of all: a folder that hangs must not hold the run up unheard. Its thread is left alone.
     """
+    end = None if deadline is None else time.monotonic() + deadline.total_seconds()
     findings: list[Finding] = []
     for name, check in checks.items():
         wish = (settings or {}).get(name)
-        if wish == "off":
-            continue
-        try:
-            found = list(check(facts))
-        except Exception as error:
-            remedy = f'If it always fails here, switch it off: preflight={{"{name}": "off"}}.'
-            subject = f"The check {name!r} could not be made."
-            found = [Finding.warning(subject, detail=f"{type(error).__name__}: {error}", remedy=remedy)]
+        found = [] if wish == "off" else _found_by(name, check, facts, end)
         findings += [replace(one, check=name) for finding in found if (one := finding.under(wish)) is not None]
     return findings
+
+
+def _found_by(name: str, check: Check, facts: Facts, end: float | None) -> list[Finding]:
+    found: list[Finding] = []
+    switch = f'switch it off: preflight={{"{name}": "off"}}.'
+
+    def make() -> None:
+        try:
+            found.extend(list(check(facts)))
+        except Exception as error:
+            subject, remedy = f"The check {name!r} could not be made.", f"If it always fails here, {switch}"
+            found.append(Finding.warning(subject, detail=f"{type(error).__name__}: {error}", remedy=remedy))
+
+    if end is None:
+        make()
+        return found
+    thread = threading.Thread(target=make, name=f"distplus-check-{name}", daemon=True)
+    thread.start()
+    thread.join(max(0.0, end - time.monotonic()))
+    remedy = f"Look at what it looks at; a file system that hangs? Or {switch}"
+    late = Finding.warning(f"The check {name!r} had not ended at the deadline of all checks.", remedy=remedy)
+    return [late] if thread.is_alive() else found
 
 
 def raise_errors(findings: Iterable[Finding], facts: Facts) -> None:

@@ -21,8 +21,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,59 +37,34 @@ __all__ = [
     "INTERFACE_CHECKS",
     "SOFTWARE_CHECKS",
     "Defect",
-    "Holder",
-    "Interface",
     "RunLock",
-    "interface_towards",
-    "own_name",
-    "query",
     "versions",
     "write_speed",
 ]
 
 log = logging.getLogger(__name__)
 
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interface:
-    """One interface; empty where none was found."""
-
-    name: str = ""
-    address: str = ""
-    mtu: int = 0
-
-
-def interface_towards(host: str) -> Interface:
-    """The interface from which packets to a host leave."""
-    address = address_towards(host)
-    for _, name in socket.if_nameindex():
-        found = _asked(name, _SIOCGIFADDR)
-        if address and found and socket.inet_ntoa(found[20:24]) == address:
-            found = _asked(name, _SIOCGIFMTU)
-            mtu = int(struct.unpack("16xi", found[:20])[0]) if found else 0
-            return Interface(name=name, address=address, mtu=mtu)
-    return Interface(address=address)
-
-
-def _asked(name: str, what: int) -> bytes:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        return fcntl.ioctl(asking.fileno(), what, struct.pack("256s", name.encode()[:15]))
-    return b""
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_NO_SUCH = "no interface that this admits"
 
 
 def interfaces(facts: Facts) -> Iterator[Finding]:
     """The interfaces that variables name must be there; gloo wants whole names, NCCL takes beginnings."""
     there = [name for _, name in socket.if_nameindex()]
-    wanted = facts.text(env.GLOO_SOCKET_IFNAME)
-    missing = [name for name in (wanted or "").split(",") if name and name not in there]
-    if missing:
-        yield _missing(facts, env.GLOO_SOCKET_IFNAME, f"no interface {', '.join(missing)}", there, Status.ERROR)
-    wanted = facts.text(env.NCCL_SOCKET_IFNAME)
-    if wanted is not None and not [name for name in there if _takes(wanted, name)]:
-        status = Status.ERROR if facts.accelerator == "cuda" else Status.WARNING
-        yield _missing(facts, env.NCCL_SOCKET_IFNAME, "no interface that this admits", there, status)
+    gloo, nccl = facts.text(env.GLOO_SOCKET_IFNAME), facts.text(env.NCCL_SOCKET_IFNAME)
+    missing = [name for name in (gloo or "").split(",") if name and name not in there]
+    needs_nccl = Status.ERROR if facts.accelerator == "cuda" else Status.WARNING
+    for variable, what, status in (
+        (env.GLOO_SOCKET_IFNAME, missing and f"no interface {', '.join(missing)}", Status.ERROR),
+        (env.NCCL_SOCKET_IFNAME, nccl and not any(_takes(nccl, name) for name in there) and _NO_SUCH, needs_nccl),
+    ):
+        if what:
+            yield Finding(
+                status=status,
+                subject=f"{facts.shown(variable)}, and host {facts.host} has {what}.",
+                detail=f"its interfaces: {', '.join(there)}",
+                remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
+            )
 
 
 def _takes(wanted: str, name: str) -> bool:
@@ -103,15 +77,6 @@ def _takes(wanted: str, name: str) -> bool:
     return found is not is_excluded
 
 
-def _missing(facts: Facts, variable: env.Variable, what: str, there: list[str], status: Status) -> Finding:
-    return Finding(
-        status=status,
-        subject=f"{variable.name}={facts.text(variable)}, and host {facts.host} has {what}.",
-        detail=f"its interfaces: {', '.join(there)}",
-        remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
-    )
-
-
 def own_name(facts: Facts) -> Iterator[Finding]:
     """Where no interface is named, gloo tells the others to come where this host's own name leads."""
     if not facts.spans_hosts or facts.text(env.GLOO_SOCKET_IFNAME) is not None:
@@ -119,8 +84,7 @@ def own_name(facts: Facts) -> Iterator[Finding]:
     address = _own_address(facts.host)
     if address and not ipaddress.ip_address(address).is_loopback:
         return
-    name = interface_towards(facts.text(env.MASTER_ADDR) or "").name
-    outward = name if name not in ("", "lo") else "<the interface of this network>"
+    outward = _interface_towards(facts.text(env.MASTER_ADDR) or "") or "<the interface of this network>"
     yield Finding(
         # NCCL finds an interface by itself; only groups of the CPU (saves in the background) are gloo's there.
         status=Status.ERROR if facts.accelerator == "cpu" else Status.WARNING,
@@ -139,6 +103,17 @@ def _own_address(host: str) -> str:
             with suppress(OSError), socket.socket(family, kind) as trial:
                 trial.bind(place)
                 return str(place[0])
+    return ""
+
+
+def _interface_towards(host: str) -> str:
+    """The interface from which packets to a host leave; empty where none does, or none but loopback."""
+    address = address_towards(host)
+    for _, name in socket.if_nameindex():
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if name != "lo" and socket.inet_ntoa(found[20:24]) == address:
+                return name
     return ""
 
 
@@ -260,19 +235,19 @@ class Defect:
     package: str
     releases: tuple[str, ...]
     """Prefixes: ``"2.13"`` is every 2.13.x."""
-    variables: Mapping[str, str]
+    variables: Mapping[str, str] = field(default_factory=dict)
     """It needs these variables, at these values."""
     status: Status
     subject: str
     remedy: str
     source: str
-    seen_on: str
+    seen_on: str = "2026-11-21"
 
     def is_here(self, installed: Mapping[str, str], facts: Facts) -> bool:
         """Whether the version and the variables are those of the defect."""
         parts = installed.get(self.package, "").split("+")[0].split(".")
         has_release = any(parts[: release.count(".") + 1] == release.split(".") for release in self.releases)
-        return has_release and all(facts.variables.get(name) == value for name, value in self.variables.items())
+        return has_release and self.variables.items() <= facts.variables.items()
 
 
 DEFECTS = (
@@ -280,12 +255,10 @@ DEFECTS = (
         Defect(
             package=package,
             releases=("2.6.2", "2.6.3"),
-            variables={},
             status=Status.ERROR,
             subject=f"This release of {package} was compromised: it runs foreign code when it is imported.",
             remedy=f"pip install '{package}>=2.6.4', and change every secret that this machine could read",
             source="Lightning-AI/pytorch-lightning#21691",
-            seen_on="2026-11-21",
         )
         for package in ("lightning", "pytorch-lightning")
     ),
@@ -297,7 +270,6 @@ DEFECTS = (
         subject="DistributedDataParallel over gloo ends with a segmentation fault when it is made.",
         remedy="unset TORCH_DISTRIBUTED_DEBUG, or set it to INFO",
         source="tests/faults/test_s7_odd_ranks.py shows it",
-        seen_on="2026-11-21",
     ),
 )
 """Dated, and each with a test: a defect of torch that is no more makes its test fail."""
@@ -305,8 +277,7 @@ DEFECTS = (
 
 def versions() -> dict[str, str]:
     """The installed versions, without importing anything."""
-    found = {package: _version(package) for package in PACKAGES}
-    return {package: version for package, version in found.items() if version is not None}
+    return {package: version for package in PACKAGES if (version := _version(package)) is not None}
 
 
 def _version(package: str) -> str | None:
@@ -339,15 +310,7 @@ def torch_works(facts: Facts) -> Iterator[Finding]:
             detail=f"imported {found['version']} from {found['file']}, installed {installed}",
             remedy="Take the other one out of PYTHONPATH and of the working directory",
         )
-    yield from _gpus(found["gpus"])
-    gpus = ", ".join(gpu["name"] for gpu in found["gpus"]) or "no GPU"
-    nccl = f", NCCL {found['nccl']}" if found.get("nccl") else ""
-    subject, detail = f"torch {found['version']} works.", f"{gpus}{nccl}; {found['file']}"
-    yield Finding.note(subject, detail=detail)
-
-
-def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    for index, gpu in enumerate(gpus):
+    for index, gpu in enumerate(found["gpus"]):
         if not gpu["computes"]:
             yield Finding.error(
                 f"GPU {index} multiplies two matrices of whole numbers wrongly.",
@@ -360,9 +323,11 @@ def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
                 detail=f"{gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB are free",
                 remedy="nvidia-smi shows the processes",
             )
+    gpus = ", ".join(gpu["name"] for gpu in found["gpus"]) or "no GPU"
+    nccl = f", NCCL {found['nccl']}" if found.get("nccl") else ""
+    yield Finding.note(f"torch {found['version']} works.", detail=f"{gpus}{nccl}; {found['file']}")
 
 
-@lru_cache(maxsize=1)
 def _probe() -> tuple[dict[str, Any], str]:
     """What torch says of itself, or the last line of its failure."""
     command = [sys.executable, "-c", _PROBE]
@@ -387,18 +352,18 @@ def requirements(facts: Facts) -> Iterator[Finding]:
         needed = [Requirement(line) for line in metadata.requires("lightning-distplus") or []]
     except (ImportError, metadata.PackageNotFoundError):
         return
-    installed = versions()
-    for requirement in needed:
-        version = installed.get(requirement.name) or _version(requirement.name)
-        is_ours = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-        if version is None and is_ours and requirement.name != _OPTIONAL:
-            subject = f"{requirement.name} is not installed."
-            yield Finding.error(subject, detail="lightning_distplus needs it", remedy=remedy)
-        if version is not None and is_ours and not requirement.specifier.contains(version, prereleases=True):
-            subject = f"{requirement.name} {version} does not fit: {requirement.specifier} is needed."
-            detail = f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in installed.items())}"
-            yield Finding.error(subject, detail=detail, remedy=remedy)
+    for one in needed:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        version, remedy = _version(one.name), f"pip install '{one.name}{one.specifier}'"
+        if version is None and one.name != _OPTIONAL:
+            yield Finding.error(f"{one.name} is not installed.", detail="lightning_distplus needs it", remedy=remedy)
+        if version is not None and not one.specifier.contains(version, prereleases=True):
+            yield Finding.error(
+                f"{one.name} {version} does not fit: {one.specifier} is needed.",
+                detail=f"lightning_distplus with {', '.join(f'{name} {found}' for name, found in versions().items())}",
+                remedy=remedy,
+            )
 
 
 def defects(facts: Facts) -> Iterator[Finding]:
@@ -432,41 +397,32 @@ _LOW_SHARE = 0.7  # of the highest clock that may be set
 
 def health(facts: Facts) -> Iterator[Finding]:
     """Errors of the memory since the last reset, and clocks that are held down by heat, power or settings."""
-    for gpu in query():
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # there is none
+        return
+    rows = [[part.strip() for part in line.split(",")] for line in ended.stdout.splitlines()]
+    for gpu in (dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)):
         name = f"GPU {gpu['index']} ({gpu['name']})"
-        now = _number(gpu["ecc.errors.uncorrected.volatile.total"])
-        ever = _number(gpu["ecc.errors.uncorrected.aggregate.total"])
+        now, ever, highest, set_to = (_number(gpu[field]) for field in (*_FIELDS[2:4], *_FIELDS[-2:]))
         if now:
             yield Finding.error(
                 f"{name} has {now:.0f} uncorrected errors of its memory since it was last reset.",
                 detail=f"{'unknown' if ever is None else f'{ever:.0f}'} in its life",
                 remedy="Take it out of service, or reset it: nvidia-smi -q -d ECC,ROW_REMAPPER shows more",
             )
-        reasons = [key.partition(".")[2] for key, value in gpu.items() if "throttle" in key and value == "Active"]
-        if reasons:
+        if reasons := [field.partition(".")[2] for field in _FIELDS if "throttle" in field and gpu[field] == "Active"]:
             yield Finding.warning(
                 f"{name} is slowed down: every other rank waits for it.",
                 detail=", ".join(reasons),
                 remedy="Look at its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
             )
-        highest, set_to = _number(gpu["clocks.max.sm"]), _number(gpu["clocks.applications.graphics"])
         if highest and set_to and set_to < _LOW_SHARE * highest:
             yield Finding.warning(
                 f"{name} is set to {set_to:.0f} MHz of {highest:.0f}.",
                 remedy="nvidia-smi --reset-applications-clocks, where that is not meant",
             )
-
-
-@lru_cache(maxsize=1)
-def query() -> tuple[Mapping[str, str], ...]:
-    """One mapping a GPU; none where there is no driver."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # there is none
-        return ()
-    rows = [[part.strip() for part in line.split(",")] for line in ended.stdout.splitlines()]
-    return tuple(dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS))
 
 
 def _number(text: str) -> float | None:
@@ -482,13 +438,13 @@ GPU_CHECKS: Mapping[str, Check] = {"gpu_health": health}
 
 # -- the lock of a checkpoint folder: which run writes there, and whether that run is still alive ----------------------
 
-# A file below the folder tells host, process, job and time, and a number that its owner raises every second. Where the
-# owner lived on this host, its process is asked; elsewhere the number is watched. So a lock that a killed run has left
-# is taken over, and nothing depends on the locks of a network file system.
+# A file below the folder tells host, process, job and time; its owner touches it every second. Where the owner lived on
+# this host, its process is asked; elsewhere the file is watched. So a lock that a killed run has left is taken over,
+# and nothing depends on the locks of a network file system.
 #
-# filelock's ``FileLock`` is a lock of an open file. Its ``SoftFileLease`` (3.30 and later) counts as this one does, but
-# takes the lease of a run that is only stopped, also on this host (measured: after 4.0 s). Its record has no room for
-# job and attempt, by which a restart knows the lock of its own job.
+# filelock's ``FileLock`` is a lock of an open file. Its ``SoftFileLease`` (3.30 and later) is touched as this one is,
+# but takes the lease of a run that is only stopped, also on this host (measured: after 4.0 s). Its record has no room
+# for job and attempt, by which a restart knows the lock of its own job.
 
 _LOCK = Path(".distplus", "run.lock")
 _BEAT_S = 1.0
@@ -510,15 +466,27 @@ class Holder:
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     job: str = ""
     attempt: int = 0
-    beat: int = 0
-
-    def encoded(self) -> bytes:
-        """Of one length as long as it beats, so that it can be written in place."""
-        return json.dumps({**asdict(self), "beat": f"{self.beat:012d}"}).encode()
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
         return f"host {self.host}, pid {self.pid}{job}, since {self.since}"
+
+
+def _read(path: Path) -> tuple[Holder, int] | None:
+    """Whose lock it is, and when it was last touched; None where there is none."""
+    for _ in range(_ATTEMPTS):
+        with suppress(ValueError, TypeError, AttributeError):  # it is being made
+            try:
+                with path.open("rb") as file:  # a network file system tells the time of an open file anew
+                    told, touched_ns = json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
+            except FileNotFoundError:
+                return None
+            return Holder(**{name: value for name, value in told.items() if name in _NAMES}), touched_ns
+        time.sleep(_LOOK_S)
+    return Holder(token="", host="unknown", boot="", pid=0, started=None, since="unknown"), 0  # nobody's: it may go
+
+
+_NAMES = frozenset(one.name for one in fields(Holder))
 
 
 class RunLock:
@@ -532,6 +500,7 @@ class RunLock:
 
     def __init__(self, folder: Path, *, job: str = "", attempt: int = 0) -> None:
         self.path = folder / _LOCK
+        self._folder = folder
         self._mine = Holder(job=job, attempt=attempt)
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -544,22 +513,27 @@ class RunLock:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(_ATTEMPTS):
-            if self._create():
+            with suppress(FileExistsError):
+                with self.path.open("xb") as file:
+                    file.write(json.dumps(asdict(self._mine)).encode())
                 self._thread = threading.Thread(target=self._beat, name="distplus-run-lock", daemon=True)
                 self._thread.start()
                 return
-            other = self._read()
-            if other is None:
+            if (found := _read(self.path)) is None:
                 continue  # released at this moment
-            evidence = self._evidence_of_life(other)
-            if evidence:
-                yield self._held(other, evidence)
+            if evidence := self._evidence_of_life(*found):
+                yield Finding.error(
+                    f"Another run writes its checkpoints into {self._folder}: {found[0]}.",
+                    detail=f"{evidence}; this run: {self._mine}",
+                    remedy="Give each run its own default_root_dir or dirpath. Where both are meant to be one run, its "
+                    "number of nodes was forgotten: Trainer(num_nodes=...), the same on every node",
+                )
                 return
-            if self._remove(other):
-                subject = f"The lock of a run that ended without a word was taken over in {self.path.parent.parent}."
-                yield Finding.note(subject, detail=str(other))
+            if self._remove(found[0]):
+                subject = f"The lock of a run that ended without a word was taken over in {self._folder}."
+                yield Finding.note(subject, detail=str(found[0]))
         yield Finding.warning(
-            f"The lock of {self.path.parent.parent} cannot be taken; this run goes on without it.",
+            f"The lock of {self._folder} cannot be taken; this run goes on without it.",
             detail=f"{self.path} was there to be made and gone to be read, {_ATTEMPTS} times",
             remedy="Give each run its own default_root_dir or dirpath; where there is one run only, remove that file",
         )
@@ -567,72 +541,35 @@ class RunLock:
     def release(self) -> None:
         """Gives the lock back where it is still ours; never raises."""
         self._has_ended.set()
-        if self._thread is None:
-            return
-        self._thread.join(timeout=10 * _BEAT_S)
-        self._thread = None
-        with suppress(OSError):
-            other = self._read()
-            if other is not None and other.token == self._mine.token:
-                self.path.unlink()
+        if self._thread is not None:
+            self._thread.join(timeout=10 * _BEAT_S)
+            self._thread = None
+            with suppress(OSError):
+                if (found := _read(self.path)) is not None and found[0].token == self._mine.token:
+                    self.path.unlink()
 
-    def _create(self) -> bool:
-        """Makes the file with its content at once, where there is none."""
-        stage = self.path.with_name(f"{self.path.name}.{self._mine.token}")
-        stage.write_bytes(self._mine.encoded())
-        try:
-            self.path.hardlink_to(stage)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without links; then a reader may meet an empty file, and reads again
-            try:
-                with self.path.open("xb") as file:
-                    file.write(self._mine.encoded())
-            except FileExistsError:
-                return False
-        finally:
-            stage.unlink()
-        return True
-
-    def _read(self) -> Holder | None:
-        for _ in range(_ATTEMPTS):
-            try:
-                found = json.loads(self.path.read_bytes())
-                return Holder(**{**found, "beat": int(found["beat"])})
-            except FileNotFoundError:
-                return None
-            except (ValueError, TypeError, KeyError):  # in the middle of a beat
-                time.sleep(_LOOK_S)
-        return Holder(host="unknown", boot="", pid=0, started=None, since="unknown")  # not ours to read: it may go
-
-    def _evidence_of_life(self, other: Holder) -> str:
+    def _evidence_of_life(self, other: Holder, touched_ns: int) -> str:
         """Why that run is alive, or "" where it is not."""
-        if other.pid == os.getpid() and other.boot == self._mine.boot:
+        is_same_boot = other.boot == self._mine.boot
+        if is_same_boot and other.pid == os.getpid():
             return ""  # an earlier run of this process
         if other.job and other.job == self._mine.job and other.attempt < self._mine.attempt:
             return ""  # this is its restart
-        if other.boot and other.boot == self._mine.boot:
+        if other.boot and is_same_boot:
             state = process_state(other.pid, other.started)
             if state is not ProcessState.UNKNOWN:
                 return "" if state is ProcessState.GONE else f"process {other.pid} of this host is {state.value}"
+        seen = {touched_ns}
         until = time.monotonic() + _WATCH_S
         while time.monotonic() < until:
             time.sleep(_LOOK_S)
-            now = self._read()
-            if now is None:
+            now = _read(self.path)
+            if now is None or now[0].token != other.token:
                 return ""
-            if now.token == other.token and now.beat > other.beat + 1:  # one beat may have been on its way
-                return f"its lock counted from {other.beat} to {now.beat} meanwhile"
+            seen.add(now[1])
+            if len(seen) > 2:  # the first one may have been on its way
+                return "its lock was touched twice meanwhile"
         return ""
-
-    def _held(self, other: Holder, evidence: str) -> Finding:
-        folder = self.path.parent.parent
-        return Finding.error(
-            f"Another run writes its checkpoints into {folder}: {other}.",
-            detail=f"{evidence}; this run: {self._mine}",
-            remedy="Give each run its own default_root_dir or dirpath. Where both are meant to be one run, its number "
-            "of nodes was forgotten: Trainer(num_nodes=...), the same on every node",
-        )
 
     def _remove(self, other: Holder) -> bool:
         """Takes a dead lock away; of several that try, one succeeds, and a lock that was made meanwhile is put back."""
@@ -641,7 +578,8 @@ class RunLock:
             self.path.rename(aside)
         except FileNotFoundError:
             return False
-        is_dead = b'"token": "' + other.token.encode() + b'"' in aside.read_bytes() or other.host == "unknown"
+        found = _read(aside)
+        is_dead = found is None or found[0].token == other.token
         if not is_dead:
             with suppress(OSError):
                 self.path.hardlink_to(aside)
@@ -649,20 +587,14 @@ class RunLock:
         return is_dead
 
     def _beat(self) -> None:
-        """Counts until the end; says once where another run has taken the lock."""
-        mine = self._mine
+        """Touches the lock until the end; says once where another run has taken it."""
         while not self._has_ended.wait(_BEAT_S):
-            mine = replace(mine, beat=mine.beat + 1)
-            try:
-                with self.path.open("r+b") as file:
-                    found = json.loads(file.read())
-                    if found["token"] != mine.token:
-                        log.error(
-                            "another run has taken the folder %s over: host %s, pid %s; both write there now",
-                            self.path.parent.parent, found["host"], found["pid"],
-                        )  # fmt: skip
-                        return
-                    file.seek(0)
-                    file.write(mine.encoded())
-            except (OSError, ValueError, KeyError):  # a folder that is gone is told by the next save
-                continue
+            with suppress(OSError, ValueError, KeyError), self.path.open("r+b") as file:  # gone: the next save tells it
+                found = json.loads(file.read())
+                if found["token"] != self._mine.token:
+                    log.error(
+                        "another run has taken the folder %s over: host %s, pid %s; both write there now",
+                        self._folder, found["host"], found["pid"],
+                    )  # fmt: skip
+                    return
+                os.utime(file.fileno())

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.preflight.check import Finding, Status
-from lightning_distplus.preflight.host import Interface
 
-__all__ = ["Pair", "judge", "mtu_findings", "pair_hosts", "second_round", "try_pairs"]
+__all__ = ["Pair", "judge", "pair_hosts", "second_round", "try_pairs"]
 
 _PAIR_DEADLINE = timedelta(seconds=4)
 _PINGS = 20
@@ -214,18 +213,3 @@ def _answer(group: Any) -> tuple[float, float]:
             return 0.0, 0.0
         group.recv([block], 0, 0).wait()
         group.send([block], 0, 0).wait()
-
-
-def mtu_findings(interfaces: Sequence[Interface], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Hosts whose packets are larger or smaller than those of the others."""
-    sizes = [one.mtu for one in interfaces if one.mtu]
-    common = statistics.mode(sizes) if sizes else 0
-    odd = [
-        f"{hosts[place]} ({one.name}: {one.mtu})" for place, one in enumerate(interfaces) if one.mtu not in (0, common)
-    ]
-    if odd:
-        yield Finding.warning(
-            f"The interfaces of {len(odd)} hosts have another MTU than {common}; large messages may be lost.",
-            detail=", ".join(odd[:8]),
-            remedy=f"ip link set <interface> mtu {common}, the same on every host and switch",
-        )

@@ -36,6 +36,7 @@ from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.run_access import Phases
+from lightning_distplus.strategies import defaults, start
 from lightning_distplus.strategies.collectives import (
     Collectives,
     cause_of,
@@ -43,36 +44,12 @@ from lightning_distplus.strategies.collectives import (
     line_of_the_caller,
     point_of,
 )
-from lightning_distplus.strategies.defaults import (
-    Telemetry,
-    batch_sizes,
-    bring_callbacks,
-    require_callback,
-    show_log,
-    summary,
-)
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
-from lightning_distplus.strategies.start import (
-    PreparationBarrier,
-    check_agreement,
-    check_data,
-    check_folder,
-    check_host,
-    check_launch,
-    clock_offset,
-    configuration_digest,
-    form_default_group,
-    meet,
-    read_preflight,
-    refuse_unknown_arguments,
-    samples_in_hand,
-    tell_launcher,
-)
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
-from lightning_distplus.watchdog import Marks, Transfer, Watchdog, place_of_failure
+from lightning_distplus.watchdog import Marks, PlaceOfFailure, Transfer, Watchdog
 from lightning_distplus.watchdog.watchdog import show_after_cells
 
 if TYPE_CHECKING:
@@ -118,36 +95,38 @@ class FirstWord(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The hooks that follow the strategy's teardown are watched as well."""
-        self._strategy.watch_last_hooks()
+        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
+        if self._strategy.watchdog is not None:  # the hooks that follow are watched as well
+            self._strategy.watchdog.rearm()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """As at the end of a fit."""
-        self._strategy.watch_last_hooks()
+        self.on_fit_end(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Reports the error, and keeps the callbacks that follow from saving without their peers; never raises."""
         if isinstance(exception, SIGTERMException):
             return  # agreed at the gate: the others raise it as well
-        rank = self._strategy.global_rank
         if isinstance(exception, Preempted):
-            trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.info(
-                "rank %d: %s is not saved: the run is stopping, and its checkpoint is committed", rank, filepath
-            )
+            self._end_saves(trainer, logging.INFO, "the run is stopping, and its checkpoint is committed")
             return
-        cause = None
+        cause, watchdog = None, self._strategy.watchdog
         with suppress(BaseException):
             # A collective that is called through the strategy raises the cause itself; one that a callback or a model
             # calls through torch.distributed gets here.
             cause = cause_of(self._strategy.plane, exception)
         if cause is not None:
             exception.__cause__ = exception.__cause__ or cause
-        elif not isinstance(exception, DistplusError) and is_of_a_collective(exception):
-            self._strategy.judge_time_out(exception)  # the rank that waited is not the first cause
+        elif watchdog is not None and not isinstance(exception, DistplusError) and is_of_a_collective(exception):
+            watchdog.judge_time_out(exception)  # the rank that waited is not the first cause
         error = self._strategy.plane.report_failure(cause or exception) or exception
-        failed = getattr(error, "rank", rank)
-        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.warning(
-            "rank %d: %s is not saved: rank %d has failed, and a save needs all ranks", rank, filepath, failed
+        failed = getattr(error, "rank", self._strategy.global_rank)
+        self._end_saves(trainer, logging.WARNING, f"rank {failed} has failed, and a save needs all ranks")
+
+    def _end_saves(self, trainer: Any, level: int, why: str) -> None:
+        rank = self._strategy.global_rank
+        trainer.save_checkpoint = lambda filepath, *_arguments, **_named: log.log(
+            level, "rank %d: %s is not saved: %s", rank, filepath, why
         )
 
 
@@ -162,8 +141,9 @@ class _AtGate(GateParticipant):
 
     def wish(self) -> int:
         """Says that a save in the background has ended, and that a deadline is near, which should grow."""
-        saved, late = self._strategy.saves.has_ended_behind, self._strategy.measured.is_late
-        return (_SAVED if saved else 0) | (_LATE if late else 0)
+        calibration = self._strategy.measured.calibration
+        is_late = calibration is not None and calibration.is_late
+        return (_SAVED if self._strategy.saves.has_ended_behind else 0) | (_LATE if is_late else 0)
 
     def on_wait(self, moment: Moment) -> None:
         """Marks where the training thread is."""
@@ -181,16 +161,6 @@ class MeasuredDeadlines:
         self._strategy = strategy
         self.calibration = calibration
         self._gate_passed_at: float | None = None
-
-    @property
-    def deadlines_s(self) -> dict[str, float]:
-        """What was found, by phase, for the checkpoint; empty where the deadlines are given."""
-        return {} if self.calibration is None else dict(self.calibration.deadlines_s)
-
-    @property
-    def is_late(self) -> bool:
-        """Asked at each gate: whether this rank wants the deadlines reviewed there."""
-        return self.calibration is not None and self.calibration.is_late
 
     def note(self, phase: Phase, began_at: float) -> None:
         """Notes how long a phase has taken since a moment of the monotonic clock."""
@@ -301,15 +271,15 @@ class ResilientStrategy(_Base):
         require_choice("verify", verify, Verification)
         require_type("async_save", async_save, bool)
         require_type("copy_to", copy_to, str, or_none=True)
-        require_callback("monitor", monitor, RankDivergenceMonitor)
-        require_callback("preemption", preemption, PreemptionHandler)
+        defaults.require_callback("monitor", monitor, RankDivergenceMonitor)
+        defaults.require_callback("preemption", preemption, PreemptionHandler)
         require_choice("data", data, Literal["exact", "as_is"])
         require_type("seed_samples", seed_samples, bool)
         require_type("on_verdict", on_verdict, str, or_none=True)
         require_type("log_figures", log_figures, bool)
         require_type("metrics_port", metrics_port, int, or_none=True)
         self.timeouts = resolve_timeouts(_DEFAULT_TIMEOUTS if timeout == AUTO else timeout)
-        self.preflight = read_preflight(preflight)
+        self.preflight = start.read_preflight(preflight)
         self.on_hang: OnHang = on_hang
         self.verify: Verification = verify
         self.async_save = async_save
@@ -332,22 +302,17 @@ class ResilientStrategy(_Base):
         self.loads = LoadHooks(self)
         self.saves = SaveHooks(self, on_save_failure)
         self._plane: ControlPlane | None = None
-        self._watchdog: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._events: EventLog | None = None
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
-        self._monitor: RankDivergenceMonitor | None = None
         self._loaders: LoaderResume | None = None
-        self._validation_began_at = 0.0
-        self._saved_before_s = 0.0
-        self._began_at = 0.0
+        self._validation_began_at = self._saved_before_s = self._began_at = 0.0
         self._first_step = 0
-        self._has_failed = False
-        self._ends_in_teardown = False
-        """Whether no hook of the run follows the teardown: it was interrupted, or its last hook has returned."""
-        self._is_torn_down = False
-        refuse_unknown_arguments(type(self), kwargs)
+        self._has_failed = self._is_torn_down = self._ends_in_teardown = False
+        """The last: whether no hook follows the teardown, as the run was interrupted or its last hook has returned."""
+        start.refuse_unknown_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         # The parent's own time-out only matters where it forms a group itself, which it never does under us.
 
@@ -398,7 +363,7 @@ class ResilientStrategy(_Base):
     def _configure_launcher(self) -> None:
         """Checks the launch when the Trainer is made; some parents' launchers check too, and end with another code."""
         install_exit_codes()
-        check_launch(self, tells_warnings=False)
+        start.check_launch(self, tells_warnings=False)
         _compat.find_more_last_checkpoints(last_ones_aside)  # before the Trainer looks for ckpt_path="last"
         _compat.choose_checkpoints(choose_checkpoint)
         super()._configure_launcher()
@@ -412,43 +377,46 @@ class ResilientStrategy(_Base):
         install_exit_codes()
         self._has_failed = self._ends_in_teardown = self._is_torn_down = False
         self._began_at = time.time()
-        check_launch(self)
+        start.check_launch(self)
         self.set_world_ranks()
-        show_log(is_global_zero=self.is_global_zero)
-        self._join(meet(self))
+        defaults.show_log(is_global_zero=self.is_global_zero)
+        self._join(start.meet(self))
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        form_default_group(self)
+        start.form_default_group(self)
         install_exit_codes()  # torch has just chained a hook of its own
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup_environment()
         self.phases.apply()
         if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            barrier = functools.partial(PreparationBarrier, self.plane, self.phases, self.marks)
-            _compat.replace_preparation_barrier(trainer, barrier)
-            _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
-            if trainer.state.fn == "fit":
-                self._brought = bring_callbacks(self, trainer)
-                self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
+            self._meet_trainer(self.lightning_module.trainer)
+
+    def _meet_trainer(self, trainer: Any) -> None:
+        """Puts in what has to be there before the run prepares its data and looks for its checkpoint."""
+        barrier = functools.partial(start.preparation_barrier, self.plane, self.phases, self.marks)
+        _compat.replace_preparation_barrier(trainer, barrier)
+        _compat.agree_on_resume(trainer, self.loads.agree_on_resume)
+        if trainer.state.fn == "fit":
+            self._brought = defaults.bring_callbacks(self, trainer)
+            self._loaders = next((one for one in self._brought if isinstance(one, LoaderResume)), None)
 
     def _join(self, plane: ControlPlane) -> None:
         """All ranks have met, before any process group: from here on they are watched, and heard of."""
         self._plane = self.collectives.plane = plane
         plane.listen()
         self.marks.forget()
-        plane.place_of = lambda error: place_of_failure(self.marks, error)
+        plane.locator = PlaceOfFailure(self.marks)
         if plane.is_attended:
             self.phases.expect_people()
         self._open_ledger()
         self._start_watchdog(plane)
         self.saves.begin(plane)
         if self.lightning_module is not None:
-            check_host(self, self.lightning_module.trainer)
-        if self._watchdog is not None:
+            start.check_host(self, self.lightning_module.trainer)
+        if self.watchdog is not None:
             points = Points(plane, waits=self.phases, locate=line_of_the_caller)
             points.begin()
-            self._watchdog.meet_peers(points)
+            self.watchdog.meet_peers(points)
             self.collectives.points = points
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -459,9 +427,9 @@ class ResilientStrategy(_Base):
     def setup(self, trainer: Trainer) -> None:
         """The parent's set-up; every process group that it makes gets the phase's deadline."""
         self._put_into(trainer)
-        self._run_lock = check_folder(self, trainer)
-        check_agreement(self, trainer)
-        self.configuration = configuration_digest(trainer)
+        self._run_lock = start.check_folder(self, trainer)
+        start.check_agreement(self, trainer)
+        self.configuration = start.configuration_digest(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
             self._gate.add(_AtGate(self))
@@ -478,9 +446,9 @@ class ResilientStrategy(_Base):
         trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
 
     def _start_watchdog(self, plane: ControlPlane) -> None:
-        if self.world_size == 1 or self._watchdog is not None:
+        if self.world_size == 1 or self.watchdog is not None:
             return
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             plane,
             self.marks,
             deadline=lambda: self.phases.deadline,
@@ -491,7 +459,7 @@ class ResilientStrategy(_Base):
             on_shown=lambda path: after_verdict(path, self.on_verdict),
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
-        self._watchdog.start()
+        self.watchdog.start()
 
     def _open_ledger(self) -> None:
         """Before the parents load a checkpoint, which some of them do ahead of ``setup``."""
@@ -500,14 +468,14 @@ class ResilientStrategy(_Base):
             self._events.close()  # an event that came behind the end of an earlier run has opened it again
         self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
-            tell_launcher(self.home, self.on_verdict)
+            start.tell_launcher(self.home, self.on_verdict)
         self.note(
             "start",
             ledger=LEDGER_VERSION,
             began_at=round(time.time() - age_of_process(), 3),
             host=self.plane.world.host,
             pid=os.getpid(),
-            clock_offset_s=clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
+            clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
             strategy=type(self).__name__,
             world_size=self.world_size,
@@ -522,14 +490,13 @@ class ResilientStrategy(_Base):
         assert self._gate is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self.collectives.together(lambda: _START_OF_TRAINING, lambda: check_data(self, trainer))
+        self.collectives.together(lambda: _START_OF_TRAINING, lambda: start.check_data(self, trainer))
         if self.is_global_zero:
-            log.info("%s", summary(self, trainer))
+            log.info("%s", defaults.summary(self, trainer))
         self._first_step = trainer.global_step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._monitor = next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None)
-        self.times.begin(trainer.global_step, batch_sizes(trainer) if self.is_global_zero else {})
-        self.costs.begin(self._monitor_s())
+        self.times.begin(trainer.global_step, defaults.batch_sizes(trainer) if self.is_global_zero else {})
+        self.costs.begin(next((one for one in callbacks if isinstance(one, RankDivergenceMonitor)), None))
         self._gate.open()
         self.saves.failing.begin(trainer)
         self.loads.restore_rng()
@@ -546,12 +513,9 @@ class ResilientStrategy(_Base):
         if self.is_global_zero:
             self.health.pass_gate(records[0].global_step, records)
         self.costs.ledger_s += time.perf_counter() - began
-        self.costs.pass_gate(self._gate.waited_s, self._monitor_s())
+        self.costs.pass_gate(self._gate.waited_s)
         first_step_done = records[0].global_step > self._first_step
         self.phases.enter_after_meeting(Phase.STEP if first_step_done else Phase.SETUP)
-
-    def _monitor_s(self) -> float:
-        return 0.0 if self._monitor is None else self._monitor.spent_s  # of the training thread, so far
 
     def on_train_end(self) -> None:
         """The parent's part.
@@ -562,7 +526,7 @@ class ResilientStrategy(_Base):
         super().on_train_end()
         assert self.lightning_module is not None
         self.times.write(self.lightning_module.trainer.global_step)
-        self.costs.write(self._monitor_s())
+        self.costs.write()
         self.saves.settle()
         self.saves.failing.end()
         self.saves.failing.require_saved()
@@ -706,7 +670,9 @@ class ResilientStrategy(_Base):
         """
         self.saves.save(checkpoint, filepath, storage_options)
 
-    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], stage: str | Path, storage_options: Any, writes: Writes
+    ) -> None:
         """The parent's own save, into a stage."""
         super().save_checkpoint(checkpoint, stage, storage_options)
 
@@ -735,33 +701,35 @@ class ResilientStrategy(_Base):
         self.times.write()
         if isinstance(exception, Preempted):
             return  # agreed by all ranks, and noted by who stopped them
-        exit_code = int(getattr(exception, "exit_code", ExitCode.FAILED))
-        if isinstance(exception, SIGTERMException):
-            exit_code = exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
+        if isinstance(exception, SIGTERMException):  # agreed at the gate: the others raise it as well
+            exception.code = int(ExitCode.PREEMPTED)  # stock Lightning leaves it at 0
             log.warning(
                 "rank %d ends at step %s, asked for by SIGTERM; nothing was saved, because no PreemptionHandler is "
                 "there (preemption=True brings one to a fit). A restart continues from the last committed checkpoint.",
                 self.global_rank,
                 "?" if self.lightning_module is None else self.lightning_module.trainer.global_step,
             )
-        is_own = not isinstance(exception, (PeerError, SystemExit))
-        self.note(
-            "failed",
-            error=f"{type(exception).__name__}: {message_of(exception)}"[:1000],
-            exit_code=exit_code,
-            global_step=self.marks.global_step,
-            samples=samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
-        )
-        if isinstance(exception, SIGTERMException):
-            return  # agreed at the gate: the others raise it as well
+            self._note_failure(exception, ExitCode.PREEMPTED)
+            return
+        self._note_failure(exception, getattr(exception, "exit_code", ExitCode.FAILED))
         self._has_failed = True
         self.saves.failing.end()
         if self._plane is not None:
             told = self._plane.report_failure(exception)
-            if self._watchdog is not None:
-                self._watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
-            for telemetry in (one for one in self._brought if isinstance(one, Telemetry)):
+            if self.watchdog is not None:
+                self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+            for telemetry in (one for one in self._brought if isinstance(one, defaults.Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
+
+    def _note_failure(self, error: BaseException, exit_code: int) -> None:
+        is_own = not isinstance(error, (PeerError, SystemExit))
+        self.note(
+            "failed",
+            error=f"{type(error).__name__}: {message_of(error)}"[:1000],
+            exit_code=int(exit_code),
+            global_step=self.marks.global_step,
+            samples=start.samples_in_hand(self.lightning_module._trainer) if is_own and self.lightning_module else [],
+        )
 
     def teardown(self) -> None:
         """Ends what training needed. Lightning's last hooks may follow, and with them the end of the run."""
@@ -786,15 +754,6 @@ class ResilientStrategy(_Base):
             end = Point.at_end("run" if is_last else "epoch", last_batch(trainer))
             self.collectives.together(lambda: end, lambda: None)
 
-    def judge_time_out(self, error: BaseException) -> bool:
-        """Asks about an error of a collective that no peer explains; True: the ranks have judged together."""
-        return self._watchdog is not None and self._watchdog.judge_time_out(error)
-
-    def watch_last_hooks(self) -> None:
-        """Lightning has torn down its handlers of signals, and with them that by which a stack can be asked for."""
-        if self._watchdog is not None:
-            self._watchdog.rearm()
-
     def _on_last_hook(self) -> None:
         """The run has succeeded on this rank, and ends here when it has on all.
 
@@ -805,7 +764,7 @@ class ResilientStrategy(_Base):
             self._ends_in_teardown = True
             return
         self._say_that_it_has_ended()
-        watchdog = self._watchdog
+        watchdog = self.watchdog
         are_there = end_together(
             self.plane,
             self.phases.patience_in(Phase.TEARDOWN),
@@ -817,11 +776,9 @@ class ResilientStrategy(_Base):
         self.phases.enter(Phase.TEARDOWN)
         module = self.lightning_module
         point = Point.at_end("run", None if module is None else last_batch(module._trainer))
-        if self.collectives.points is not None:
-            self.collectives.points.end(point)
-            self.collectives.points = None
-        if self._watchdog is not None:
-            self._watchdog.end(point.has_ended)
+        self.collectives.end(point)
+        if self.watchdog is not None:
+            self.watchdog.end(point.has_ended)
 
     def _end_run(self, *, has_ended: bool = False, has_left: bool = False) -> None:
         """Takes leave, unless that is done, and puts everything back; never raises."""
@@ -832,12 +789,11 @@ class ResilientStrategy(_Base):
         if self._plane is not None and not has_left:
             part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
         self._stop_watching()
-        if self.collectives.points is not None:
-            self.collectives.points.end()
-            self.collectives.points = None
+        self.collectives.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             _take_out_of(self.lightning_module._trainer, self._brought)
-        self._brought, self._loaders, self._monitor = [], None, None
+        self._brought, self._loaders = [], None
+        self.costs.begin(None)  # it keeps no callback
         self.note("end", failed=self._has_failed)
         if self._events is not None:
             self._events.close()
@@ -846,9 +802,9 @@ class ResilientStrategy(_Base):
             leave_page(self.home)
 
     def _stop_watching(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
 
 
 def _take_out_of(trainer: Any, brought: Sequence[Callback]) -> None:

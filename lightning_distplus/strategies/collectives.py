@@ -61,7 +61,7 @@ def cause_of(plane: ControlPlane | None, error: BaseException) -> DistplusError 
 
 T = TypeVar("T")
 
-_SAVE = Point(operation="barrier", name="Trainer.save_checkpoint")
+_SAVE, _END = Point(operation="barrier", name="Trainer.save_checkpoint"), Point.at_end("run")
 
 
 class Collectives:
@@ -117,11 +117,7 @@ class Collectives:
         return found
 
     def named(self, parent: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """The parent's part; an error of a collective becomes that of the rank which caused it.
-
-        Raises:
-            PeerFailed, PeerLost, DivergenceError: What ``cause_of`` has found.
-        """
+        """The parent's part; an error of a collective becomes that of the rank which caused it."""
         try:
             return parent(*arguments, **named)
         except RuntimeError as error:
@@ -179,6 +175,12 @@ class Collectives:
 
         return save_checkpoint
 
+    def end(self, point: Point = _END) -> None:
+        """Compares nothing any more; peers hear where this rank has ended."""
+        if self.points is not None:
+            self.points.end(point)
+            self.points = None
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def together(self, make_point: Callable[[], Point], call: Callable[[], T], group: Any | None = None) -> T:
@@ -192,28 +194,21 @@ class Collectives:
         if points is None or self._is_covered or not points.are_due or not self._is_of_all_ranks(group):
             return self.named(call)
         point = make_point()
-        return self._covered(str(point), call, lambda: points.meet(point), number=points.num_calls + 1)
 
-    def _covered(
-        self, operation: str, call: Callable[[], T], before: Callable[[], None] | None = None, *, number: int = 0
-    ) -> T:
+        def meet_and_call() -> T:
+            points.meet(point)
+            return call()
+
+        return self._covered(str(point), meet_and_call, number=points.num_calls + 1)
+
+    def _covered(self, operation: str, call: Callable[[], T], *, number: int) -> T:
         was_covered, self._is_covered = self._is_covered, True
         was_in, self.marks.call = self.marks.call, number
-        outer = self.marks.enter(operation)
         try:
-            if before is not None:
-                before()
-            found = call()
-            self.marks.leave(outer)
-        except BaseException as error:
-            self.marks.abandon(outer)
-            if cause := cause_of(self.plane, error):
-                raise cause from error
-            raise
+            return self.marked(operation, call)
         finally:
             self._is_covered = was_covered
             self.marks.call = was_in
-        return found
 
     def _is_of_all_ranks(self, group: Any | None) -> bool:
         return group is None or group is dist.group.WORLD or dist.get_world_size(group) == dist.get_world_size()

@@ -23,9 +23,6 @@ from lightning_distplus.strategies.base import ResilientStrategy
 from lightning_distplus.strategies.saving import Writes
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["ResilientDeepSpeed", "naming_builds", "remove_abandoned_locks"]
@@ -86,7 +83,9 @@ class ResilientDeepSpeed(ResilientStrategy, _DeepSpeedOnAnyDevice):
         super().__init__(**kwargs)
         self.convert_checkpoint = convert_checkpoint
 
-    def write_checkpoint(self, checkpoint: dict[str, Any], stage: Path, storage_options: Any, writes: Writes) -> None:
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], stage: str | Path, storage_options: Any, writes: Writes
+    ) -> None:
         """The parent's save, which passes all of DeepSpeed's barriers on every rank."""
         # DeepSpeed hands flat buffers to its writers: the tensors are counted by the names that they have here.
         with (
@@ -209,11 +208,7 @@ class _NotingWriter:
         return True
 
     def finish(self, rank: int) -> None:
-        """Does what the engine has left, and raises what went wrong.
-
-        Raises:
-            Exception: The first error of a write on this rank.
-        """
+        """Does what the engine has left, and raises what went wrong."""
         if self._error is not None:
             raise self._error
         if self._info is not None and not self.inner.is_decoupled():
@@ -242,9 +237,6 @@ def remove_abandoned_locks() -> list[Path]:
     torch guards a build by a file ``lock``, which the builder keeps open and removes at the end (torch 2.13,
     ``file_baton.py``). A builder that is killed removes nothing, and everybody after it waits without end. DeepSpeed
     takes such a lock at each start. A lock on a file system that other hosts may share is only reported.
-
-    Returns:
-        What was removed.
     """
     locks = _locks()
     removed = []

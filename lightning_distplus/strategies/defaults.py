@@ -56,17 +56,18 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
     Returns:
         What was added; ``trainer.callbacks`` is as it was without them.
     """
-    monitors = strategy.world_size > 1 and not trainer.barebones
-    handles = not trainer.barebones and not _is_requeued_by_lightning(strategy)
     wishes: tuple[tuple[type[Callback], Callback | bool, bool], ...] = (
-        (RankDivergenceMonitor, strategy.monitor, monitors),
-        (PreemptionHandler, strategy.preemption, handles),
+        (RankDivergenceMonitor, strategy.monitor, strategy.world_size > 1),
+        (PreemptionHandler, strategy.preemption, not _is_requeued_by_lightning(strategy)),
     )
     brought: list[Callback] = []
     for kind, wish, by_default in wishes:
-        is_there = any(isinstance(callback, kind) for callback in trainer.callbacks)
-        if not (is_there or wish is False or (wish is True and not by_default)):
-            brought.append(kind() if isinstance(wish, bool) else wish)
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):
+            continue
+        if isinstance(wish, Callback):
+            brought.append(wish)
+        elif wish and by_default and not trainer.barebones:
+            brought.append(kind())
     if strategy.data == "exact" and not isinstance(trainer.datamodule, ExactDataModule):
         brought.insert(0, LoaderResume(trainer, seeds_samples=strategy.seed_samples))  # its records are made first
     if strategy.metrics_port is not None or (strategy.log_figures and not trainer.barebones):
@@ -100,10 +101,9 @@ def _parts(strategy: ResilientStrategy, trainer: Any) -> Iterator[str]:
         yield f"divergence monitor {'on' if has_monitor else 'off'}"
     if any(issubclass(kind, PreemptionHandler) for kind in kinds):
         yield f"SIGTERM saves to {_shown(checkpoint_folder(trainer))}"
-    elif _is_requeued_by_lightning(strategy):
-        yield "SIGTERM and SIGUSR1 are left to Lightning's Slurm requeue"
     else:
-        yield "SIGTERM saves nothing"
+        is_requeued = _is_requeued_by_lightning(strategy)
+        yield "SIGTERM and SIGUSR1 are left to Lightning's Slurm requeue" if is_requeued else "SIGTERM saves nothing"
     yield f"data: {_data(strategy, trainer)}"
     yield f"events in {_shown(strategy.home)}"
 
@@ -138,7 +138,7 @@ def batch_sizes(trainer: Any) -> dict[str, int]:
         return {}
     samples = micro_batch * data_parallel(trainer).size * trainer.accumulate_grad_batches
     length = getattr(data, "seq_len", None)
-    return {"samples": samples, "tokens": samples * length} if isinstance(length, int) else {"samples": samples}
+    return {"samples": samples, **({"tokens": samples * length} if isinstance(length, int) else {})}
 
 
 # -- a log that is seen ------------------------------------------------------------------------------------------------
@@ -192,10 +192,8 @@ class Telemetry(Callback):
         self._logs = logs
         self._endpoint: Endpoint | None = None
         self._bar: ProgressBar | None = None
-        self._before: Any = None
-        """What the user has put in the place of that bar's method."""
-        self._loggers: list[Any] = []
-        """Of rank 0, once it trains."""
+        self._before: Any = None  # what the user has put in the place of that bar's method
+        self._loggers: list[Any] = []  # of rank 0, once it trains
         self._logged_at = -1
         self._is_over = False
 
@@ -220,9 +218,8 @@ class Telemetry(Callback):
             return
         if step // every == self._logged_at // every:
             return
-        self._logged_at = step
-        scalars = {f"distplus/{name}": float(value) for name, value in self.figures(trainer).items()}
-        scalars.pop("distplus/global_step", None)
+        self._logged_at, figures = step, self.figures(trainer)
+        scalars = {f"distplus/{name}": float(value) for name, value in figures.items() if name != "global_step"}
         try:
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=step)
@@ -238,8 +235,8 @@ class Telemetry(Callback):
             if self._before is not None:
                 vars(bar)["get_metrics"] = self._before
         endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            with suppress(Exception):
+        with suppress(Exception):
+            if endpoint is not None:
                 endpoint.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -248,9 +245,8 @@ class Telemetry(Callback):
 
     def figures(self, trainer: Any) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""
-        monitors = [one for one in trainer.callbacks if isinstance(one, GateMonitor)]
         found = self._health.figures()
-        if monitors:
+        if monitors := [one for one in trainer.callbacks if isinstance(one, GateMonitor)]:
             found["divergence_checks"] = monitors[0].num_compared
         return found
 

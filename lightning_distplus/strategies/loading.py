@@ -19,23 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_distplus import _compat, env
-from lightning_distplus.checkpoint.catalog import (
-    AUTO,
-    CheckpointState,
-    JobSaves,
-    asides_without_target,
-    check_unmanifested,
-    findings_in_share,
-    newest_in,
-    newest_valid,
-    num_fits,
-    place_of,
-    read_manifest,
-    reference,
-    state,
-    verify_or_raise,
-    whole_one_of,
-)
+from lightning_distplus.checkpoint import catalog
 from lightning_distplus.checkpoint.copies import Copies
 from lightning_distplus.checkpoint.formats import origin_of, refuse_foreign
 from lightning_distplus.checkpoint.tensors import (
@@ -56,20 +40,6 @@ from lightning_distplus.timeouts import Phase
 
 if TYPE_CHECKING:
     from lightning_distplus.strategies.base import ResilientStrategy
-
-__all__ = [
-    "KEY",
-    "VERSION",
-    "LoadHooks",
-    "Search",
-    "Verification",
-    "choose_checkpoint",
-    "last_ones_aside",
-    "local_path",
-    "newest_checkpoint",
-    "savers_of",
-    "settle_checkpoint_folder",
-]
 
 log = logging.getLogger(__name__)
 
@@ -94,17 +64,12 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    if not _is_ours(trainer):
-        return ckpt_path
     is_fit = trainer.state.fn == "fit"
-    if ckpt_path == AUTO:
-        found = newest_checkpoint(trainer)
-        if found is None and not is_fit:
-            raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
-    elif ckpt_path is None and is_fit:
-        found = _newest_of_job(trainer)
-    else:
+    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and is_fit)):
         return ckpt_path
+    found = newest_checkpoint(trainer) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
+    if found is None and not is_fit:
+        raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
     return None if found is None else str(found)
 
 
@@ -112,15 +77,11 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     """The newest valid checkpoint of a run's folder; None where there is none yet.
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
-
-    Raises:
-        CheckpointCorrupt: Checkpoints are there, but all are torn or unverified, and ``allow_fresh`` is not set.
     """
-    folder = settle_checkpoint_folder(trainer)
-    if not _is_ours(trainer):
-        return newest_in(folder, allow_fresh=allow_fresh)
-    trainer.strategy.search = Search(folder, allow_fresh)
-    return newest_in(folder, verify="size", allow_fresh=allow_fresh)
+    folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
+    if is_ours:
+        trainer.strategy.search = Search(folder, allow_fresh)
+    return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
 
 
 def settle_checkpoint_folder(trainer: Any) -> Path:
@@ -134,16 +95,9 @@ def settle_checkpoint_folder(trainer: Any) -> Path:
     return folder
 
 
-def _is_ours(trainer: Any) -> bool:
-    """Whether the strategy's ranks read what was found together, and look further where it is damaged."""
-    return hasattr(trainer.strategy, "search")
-
-
 def last_ones_aside(callback: Any, trainer: Any, folder: str) -> set[str]:
     """What is called like the last checkpoint of a run of ours, and was left aside with nothing in its place."""
-    if not _is_ours(trainer) or "://" in folder:
-        return set()
-    found = asides_without_target(Path(folder))
+    found = [] if not _is_ours(trainer) or "://" in folder else catalog.asides_without_target(Path(folder))
     name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
     return {str(path) for path in found if path.name.startswith(name) and path.suffix == suffix}
 
@@ -153,14 +107,23 @@ def savers_of(trainer: Any) -> list[ModelCheckpoint]:
     return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
 
 
+def local_path(path: str | Path) -> Path | None:
+    """The path, or None for a URL of a remote file system."""
+    return None if "://" in str(path) else Path(path)
+
+
+def _is_ours(trainer: Any) -> bool:
+    """Whether the strategy's ranks read what was found together, and look further where it is damaged."""
+    return hasattr(trainer.strategy, "search")
+
+
 def _newest_of_job(trainer: Any) -> Path | None:
     """Where ``distplus launch`` has restarted a script, the newest valid checkpoint that this fit of it has saved."""
     attempt, run_id = env.DISTPLUS_ATTEMPT.integer() or 0, env.DISTPLUS_RUN_ID.get()
     if attempt == 0 or run_id is None or env.DISTPLUS_RESUME.get() != "1":
         return None
     home = folder_of_run(trainer.default_root_dir)
-    number = 1 + num_fits(home, run_id, attempt, trainer.global_rank)
-    saves = JobSaves.of_fit(home, run_id, number)
+    saves = catalog.JobSaves.of_fit(home, run_id, 1 + catalog.num_fits(home, run_id, attempt, trainer.global_rank))
     found = saves.newest_valid()
     if found is not None:
         _save_on(trainer, saves)
@@ -175,7 +138,7 @@ def _newest_of_job(trainer: Any) -> Path | None:
     return found
 
 
-def _save_on(trainer: Any, saves: JobSaves) -> None:
+def _save_on(trainer: Any, saves: catalog.JobSaves) -> None:
     """Has a ModelCheckpoint without a folder go on in the one that it had, and not below the logger's next version."""
     named = {Path(saver.dirpath).absolute() for saver in savers_of(trainer) if saver.dirpath}
     chosen = [folder for folder in saves.folders if folder.absolute() not in named]
@@ -222,12 +185,13 @@ class SharedVerdicts:
             raise _REFUSALS[answer["type"]](f"Rank 0 refuses the checkpoint: {answer['error']}")
         return answer
 
-    def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
-        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have.
+    def agree_on_path(self, name: str, decide: Callable[[], Path | None]) -> Path | None:
+        """`agree` on a path, or on nothing."""
+        found = self.agree(name, lambda: {"path": (path := decide()) and str(path)})["path"]
+        return found and Path(found)
 
-        Raises:
-            CheckpointCorrupt: On all ranks: one of them has found something.
-        """
+    def hear(self, name: str, path: str | Path, findings: list[str], remedy: str = _OTHER_COPY) -> None:
+        """Tells the other ranks what this one has found wrong with a checkpoint, and hears what they have."""
         if found := self.all_findings(name, findings):
             raise CheckpointCorrupt(
                 f"The checkpoint {path} is committed and cannot be trusted: {found[0]} (and {len(found) - 1} more). "
@@ -246,13 +210,14 @@ class SharedVerdicts:
         Where nodes have folders of their own, their ranks share those; a node that has not rank 0's checkpoint there
         has nothing to read.
         """
-        places = [one["place"] for one in self.gather("checkpoint-places", {"place": place_of(path)})]
+        places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
         mine = places[self._rank]
         if mine is None or mine[0] != (places[0] or mine)[0]:
             return list
         sharers = [rank for rank, place in enumerate(places) if place == mine]
-        manifest, rank, num_ranks = read_manifest(path), sharers.index(self._rank), len(sharers)
-        return lambda: [str(found) for found in findings_in_share(path, manifest, rank=rank, num_ranks=num_ranks)]
+        manifest, rank, num_ranks = catalog.read_manifest(path), sharers.index(self._rank), len(sharers)
+        look = partial(catalog.findings_in_share, path, manifest, rank=rank, num_ranks=num_ranks)
+        return lambda: [str(found) for found in look()]
 
     def fetch_where_it_lacks(self, path: Path, findings: list[str], copies: Copies) -> list[str]:
         """Fetches a copy on each node whose folder has not what rank 0 has chosen, or has it damaged.
@@ -261,14 +226,14 @@ class SharedVerdicts:
             What is wrong then: why this rank could not fetch it.
         """
         for _ in self._plane.world.ranks:
-            message = {"place": place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
+            message = {"place": catalog.place_of(path), "host": self._plane.world.host, "is_damaged": bool(findings)}
             heard = self.gather("checkpoint-nodes", message)
             fetchers = _fetchers(heard)
             if not fetchers:
                 break
             wanted = heard[0]["place"][0]
             if not any(one["is_damaged"] and one["place"] == heard[0]["place"] for one in heard):
-                self.agree("checkpoint-upload", lambda: copies.ensure(path, wanted))  # noqa: B023
+                self.agree_on_path("checkpoint-upload", partial(copies.ensure, path, wanted))
             findings = []
             if self._rank in fetchers:
                 log.warning(
@@ -313,19 +278,13 @@ _TRUST = (
 
 
 class LoadHooks:
-    """Loads the checkpoints of a strategy: verified before, agreed by all ranks, and compared in memory after.
-
-    Args:
-        strategy: One of ours.
-    """
+    """Loads the checkpoints of a strategy: verified before, agreed by all ranks, and compared in memory after."""
 
     verdicts: SharedVerdicts  # from `begin` on
 
     def __init__(self, strategy: ResilientStrategy) -> None:
         self._strategy = strategy
-        self.compares_tensors = True
-        """Whether a load with ``verify="full"`` also compares every tensor in memory with its fingerprint."""
-        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] | None = None
+        self._as_read: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, plane: ControlPlane, copies: Copies | None) -> None:
@@ -353,49 +312,33 @@ class LoadHooks:
         if chosen != mine:
             log.warning("rank %d would resume from %s; it follows rank 0: %s", self._world.rank, mine, chosen)
         if self._search is not None:
-            chosen = self._search_on(None if chosen is None else Path(chosen), self._search)
-        if chosen is not None and self._strategy.measured.calibration is not None:
-            self._strategy.measured.adopt(self._deadlines_in(chosen))
+            found = self._search_on(None if chosen is None else Path(chosen), self._search)
+            chosen = None if found is None else str(found)
+        local = None if chosen is None else local_path(chosen)
+        if local is not None and self._strategy.measured.calibration is not None:
+            self._strategy.measured.adopt(self.verdicts.agree("deadlines", partial(_deadlines_in, local)))
         return chosen
 
-    def _deadlines_in(self, path: str) -> dict[str, float]:
-        found: dict[str, float] = {}
-        local = local_path(path)
-        if self._world.rank == 0 and local is not None:
-            # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
-            with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
-                found = read_manifest(local).deadlines_s
-        return dict(self.verdicts.gather("deadlines", found)[0])
-
-    def _search_on(self, first: Path | None, search: Search) -> str | None:
+    def _search_on(self, first: Path | None, search: Search) -> Path | None:
         """The newest checkpoint in which no rank finds anything wrong, from one on whose sizes are right.
 
         Where the folder has none, the newest copy is fetched.
-
-        Raises:
-            CheckpointCorrupt: On all ranks: there is none.
         """
         passed_over: list[Path] = []
-        found: Path | None = first
+        found = first
         while found is not None:
             damage = self.verdicts.all_findings("checkpoint-search", self.verdicts.look_for(found)())
             if not damage:
                 self._has_read = found
-                return str(found)
+                return found
             log.warning("Checkpoint %s is passed over: %s", found, damage[0])
             passed_over.append(found)
-            but = [*passed_over, *search.but]
-            older = newest_valid(search.folder, verify="size", but=but) if self._world.rank == 0 else None
-            answer = self.verdicts.agree("checkpoint-older", lambda: {"path": older and str(older)})  # noqa: B023
-            found = answer["path"] and Path(answer["path"])
-        if (copies := self._copies) is not None:
-            fetched: str | None = self.verdicts.agree("checkpoint-copy", lambda: _fetched(copies, search.folder))[
-                "path"
-            ]
-            if fetched is not None:
-                return fetched
-        if search.allow_fresh or not passed_over:
-            return None
+            look = partial(catalog.newest_valid, search.folder, verify="size", but=[*passed_over, *search.but])
+            found = self.verdicts.agree_on_path("checkpoint-older", look)
+        if self._copies is not None:
+            found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search.folder))
+        if found is not None or search.allow_fresh or not passed_over:
+            return found
         raise CheckpointCorrupt(
             f"{search.folder} holds {len(passed_over)} committed checkpoint(s), and none is as it was when it was "
             "saved. Name another one by its path, or start anew: with --allow_fresh, or in a script without ckpt_path."
@@ -414,7 +357,7 @@ class LoadHooks:
         read, local = partial(_read, weights_only=weights_only, parent=parent), local_path(path)
         with strategy.transfer.of("load"):
             checkpoint = read(path) if local is None else self._load(local, read)
-        deadlines_s = self._take_ours(checkpoint)
+        self._take_generators(checkpoint)
         fits = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
         if strategy.lightning_restore_optimizer and fits and "optimizer_states" not in checkpoint:
             raise CheckpointMismatch(
@@ -425,32 +368,31 @@ class LoadHooks:
         if strategy.lightning_restore_optimizer:
             self._as_read = _versions(checkpoint)  # what hooks change before it is restored is theirs
         else:
-            self._compare((_WEIGHTS, _MOMENTS), are_shards=True)
-        strategy.measured.adopt(deadlines_s)
+            self.compare((_WEIGHTS, _MOMENTS), are_shards=True)
         strategy.note("loaded", path=str(path), global_step=checkpoint.get("global_step"))
         return checkpoint
 
     def _load(self, local: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Verifies and reads what rank 0 has chosen: where a killed save has left a whole one aside, that one."""
         verdicts, strategy, copies = self.verdicts, self._strategy, self._copies
-        chosen = Path(verdicts.agree("checkpoint-path", lambda: {"path": str(whole_one_of(local))})["path"])
-        found = verdicts.agree("checkpoint-verdict", lambda: self._verify(chosen))
+        found = verdicts.agree("checkpoint-verdict", lambda: self._verify(catalog.whole_one_of(local)))
+        chosen = Path(found["path"])
         is_unread = found["has_files"] and chosen != self._has_read
         # The parent reads such a file and restores nothing, nor meets another rank, so that it can be verified at the
         # same time. Nobody gets what was read before all ranks have heard that it is right.
-        only_reads = strategy.lightning_restore_optimizer
-        overlaps = only_reads and is_unread and copies is None and chosen.is_file()
+        overlaps = strategy.lightning_restore_optimizer and is_unread and copies is None and chosen.is_file()
         if found["has_manifest"] and not overlaps:
             findings = verdicts.look_for(chosen)() if is_unread else []
             if copies is not None:
                 findings = verdicts.fetch_where_it_lacks(chosen, findings, copies)
             verdicts.hear("checkpoint-bytes", chosen, findings)
         if found["has_files"]:
-            self._expected = _comparable(chosen, read_manifest(chosen).tensors or {}, is_heard=self._world.rank == 0)
-        fitting = verdicts.agree("checkpoint-form", lambda: {"path": str(strategy.fitting_checkpoint(chosen))})
+            tensors = catalog.read_manifest(chosen).tensors or {}
+            self._expected = _comparable(chosen, tensors, is_heard=self._world.rank == 0)
+        fitting = verdicts.agree_on_path("checkpoint-form", lambda: strategy.fitting_checkpoint(chosen)) or chosen
         self.follow(chosen)
         with self._refusing_another_model(chosen):
-            return self._read_and_verify(chosen, read) if overlaps else read(Path(fitting["path"]))
+            return self._read_and_verify(chosen, read) if overlaps else read(fitting)
 
     def _verify(self, path: Path) -> dict[str, Any]:
         """What rank 0 alone looks at: manifest, marker, sizes, and who has saved it; whether there is more to read."""
@@ -460,27 +402,23 @@ class LoadHooks:
                 f"lightning_distplus.newest_valid({str(path.parent)!r}), or ckpt_path='auto': the newest valid one of "
                 "this run's folder, or a fresh start."
             )
-        found, verification = state(path), self._strategy.verify
-        if found is CheckpointState.UNMANIFESTED:
+        found, verification = catalog.state(path), self._strategy.verify
+        if found is catalog.CheckpointState.UNMANIFESTED:
             _check_unmanifested(path, verification)
-            return {"has_files": False, "has_manifest": False}
-        if found is not CheckpointState.COMMITTED or verification != "off":
-            verify_or_raise(path, "size")
-        saved_by, engine = engine_in(read_manifest(path)), engine_of(type(self._strategy))
+            return {"path": str(path), "has_files": False, "has_manifest": False}
+        if found is not catalog.CheckpointState.COMMITTED or verification != "off":
+            catalog.verify_or_raise(path, "size")
+        saved_by, engine = engine_in(catalog.read_manifest(path)), engine_of(type(self._strategy))
         if path.is_dir() and saved_by != engine:
             raise CheckpointMismatch(
                 f"The checkpoint {path} was saved by {saved_by}; this run uses {engine}, which cannot read its "
                 f"shards. Resume with {saved_by}, or make one file of it: distplus export {path} "
                 f"{path.with_name(f'{path.stem}-whole{path.suffix}')}"
             )
-        return {"has_files": verification == "full", "has_manifest": True}
+        return {"path": str(path), "has_files": verification == "full", "has_manifest": True}
 
     def _read_and_verify(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
-        """
+        """Reads a file while another thread compares its bytes; what is wrong with those comes before other errors."""
         look = self.verdicts.look_for(path)
         checkpoint: dict[str, Any] = {}
         error: Exception | None = None
@@ -495,11 +433,11 @@ class LoadHooks:
             raise error
         return checkpoint
 
-    def _take_ours(self, checkpoint: dict[str, Any]) -> dict[str, float]:
-        """Keeps this rank's generators, and returns the calibrated deadlines."""
+    def _take_generators(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the states of this rank's generators for the start of the training."""
         ours = checkpoint.get(KEY)
         if ours is None:
-            return {}
+            return
         if ours["version"] != VERSION:
             raise CheckpointMismatch(
                 f"The checkpoint holds version {ours['version']} of lightning_distplus' state; this version reads "
@@ -508,35 +446,36 @@ class LoadHooks:
         if len(ours["rng"]) == self._world.size:
             self._rng = ours["rng"][self._world.rank]
         elif self._world.rank == 0:
-            log.warning(
-                "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh",
-                len(ours["rng"]),
-                self._world.size,
-            )
-        return dict(ours.get("deadlines_s", {}))
+            message = "the checkpoint holds the random states of %d ranks, this run has %d: they start afresh"
+            log.warning(message, len(ours["rng"]), self._world.size)
+
+    def restore_rng(self) -> None:
+        """Puts this rank's generators back to where the checkpoint left them."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
 
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
         if self._world.rank == 0:
-            self.parent = reference(path)
-            self.parent_committed_at = 0.0 if self.parent is None else read_manifest(path).committed_at
+            self.parent = catalog.reference(path)
+            self.parent_committed_at = 0.0 if self.parent is None else catalog.read_manifest(path).committed_at
 
     @contextmanager
     def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:
-        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error.
-
-        Raises:
-            CheckpointMismatch: The checkpoint is of another model.
-        """
+        """Turns what torch, DCP and DeepSpeed say of weights that do not fit into one error."""
         try:
             yield
         except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
-            text = str(error)
-            if isinstance(error, DistplusError) or not any(sign in text for sign in _SIGNS_OF_ANOTHER_MODEL):
+            # The lines that name tensors, without the frames of the ranks on which they were found.
+            lines = [line.strip() for line in str(error).splitlines()]
+            named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+            if isinstance(error, DistplusError) or not named:
                 raise
+            differences = "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]
             raise CheckpointMismatch(
-                f"The checkpoint {path or self._loaded} is of another model than this run's: {_differences(text)}. "
-                "Build the model that was saved, or start without ckpt_path."
+                f"The checkpoint {path or self._loaded} is of another model than this run's: {differences}. Build the "
+                "model that was saved, or start without ckpt_path."
             ) from error
 
     # -- what is in memory then --------------------------------------------------------------------------------------
@@ -547,44 +486,35 @@ class LoadHooks:
         with self._refusing_another_model():
             parent(checkpoint, strict)
         if self._strategy.lightning_restore_optimizer:
-            self._compare((_WEIGHTS,), changed)
+            self.compare((_WEIGHTS,), changed)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], parent: Callable[..., None]) -> None:
         """The parent's part, whose result is compared with what was saved."""
         changed = self._changed_since_read(checkpoint)
         parent(checkpoint)
         if self._strategy.lightning_restore_optimizer:
-            self._compare((_MOMENTS,), changed)
-
-    def restore_rng(self) -> None:
-        """Puts this rank's generators back to where the checkpoint left them."""
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
+            self.compare((_MOMENTS,), changed)
 
     def _changed_since_read(self, checkpoint: Mapping[str, Any]) -> set[str]:
         """The tensors that hooks have put in the place of what was read, or written to."""
-        before, now = self._as_read or {}, _versions(checkpoint)
+        now = _versions(checkpoint)
         return {
             name
-            for name, (tensor, version) in before.items()
+            for name, (tensor, version) in self._as_read.items()
             if name not in now or now[name][0]() is not tensor() or now[name][1] != version
         }
 
-    def _compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
+    def compare(self, kinds: tuple[str, ...], changed: Collection[str] = (), *, are_shards: bool = False) -> None:
         """Compares tensors of these kinds in memory with the manifest's fingerprints. All ranks call it together.
 
         What hooks have changed on purpose before it was restored is left out. Shards of the ranks are added up.
-
-        Raises:
-            CheckpointCorrupt: On all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         if module.trainer.state.fn != "fit":
             kinds = (_WEIGHTS,)
         expected = {name: text for name, text in self._expected.items() if name.startswith(kinds)}
-        if not expected or not self.compares_tensors:
+        if not expected:
             return
         strategy.marks.set("compare what is loaded with what was saved")
         expected = {name: text for name, text in expected.items() if name not in changed}
@@ -625,6 +555,20 @@ class LoadHooks:
         self._group = None
 
 
+def _deadlines_in(path: Path) -> dict[str, Any]:
+    # Nobody trusts this checkpoint yet: whatever is wrong with it, the load says so.
+    with suppress(CheckpointCorrupt, CheckpointMismatch, OSError):
+        return catalog.read_manifest(path).deadlines_s
+    return {}
+
+
+def _fetched(copies: Copies, folder: Path) -> Path | None:
+    found = copies.fetch_newest(folder)
+    if found is not None:
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+    return found
+
+
 def _read(path: Any, *, weights_only: bool | None, parent: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The parent's part, which runs no code of the checkpoint unless the caller, or torch's variable, trusts it."""
     if weights_only is False or env.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.get() in _TRUE:
@@ -639,7 +583,7 @@ def _versions(checkpoint: Mapping[str, Any]) -> dict[str, tuple[ReferenceType[Te
 
 
 def _check_unmanifested(path: Path, verification: Verification) -> None:
-    findings = () if verification == "off" else check_unmanifested(path)
+    findings = () if verification == "off" else catalog.check_unmanifested(path)
     if not findings or origin_of(path) is not None:  # a folder of another program looks damaged here
         refuse_foreign(path)
     if findings:
@@ -660,22 +604,3 @@ def _comparable(path: Path, tensors: Mapping[str, str], *, is_heard: bool) -> di
             path,
         )
     return found
-
-
-def _fetched(copies: Copies, folder: Path) -> dict[str, Any]:
-    found = copies.fetch_newest(folder)
-    if found is not None:
-        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
-    return {"path": found and str(found)}
-
-
-def local_path(path: str | Path) -> Path | None:
-    """The path, or None for a URL of a remote file system."""
-    return None if "://" in str(path) else Path(path)
-
-
-def _differences(text: str) -> str:
-    """The lines that name tensors, without the frames of the ranks on which they were found."""
-    lines = [line.strip() for line in text.splitlines()]
-    named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
-    return "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]

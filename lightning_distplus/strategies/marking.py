@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_distplus.watchdog import Marks, Progress
 
@@ -34,24 +34,15 @@ class StepTimes:
     def __init__(self, note: Callable[..., None]) -> None:
         self._note = note
         self._seconds: dict[str, float] = {}
-        self._began_at: float | None = None
         self._window_at = 0.0
-        self._window_step = 0
-        self._step = 0
-        self._loss: torch.Tensor | None = None
-        self._per_step: Mapping[str, int] = {}
+        self.begin(0, {})
 
-    def begin(self, global_step: int, per_step: Mapping[str, int] | None = None) -> None:
-        """Training starts: the first window begins when the first step is done, which belongs to the set-up.
-
-        Args:
-            global_step: Steps that are done.
-            per_step: What a step trains on, over all ranks, such as ``{"samples": 64}``.
-        """
-        self._began_at = None
-        self._per_step = per_step or {}
+    def begin(self, global_step: int, per_step: Mapping[str, int]) -> None:
+        """Training starts, on ``{"samples": 64}`` per step: the first step belongs to the set-up, and to no window."""
+        self._began_at: float | None = None
+        self._per_step = per_step
         self._step = self._window_step = global_step
-        self._loss = None
+        self._loss: torch.Tensor | None = None
 
     def take_loss(self, output: Any) -> None:
         """Keeps the loss that a ``training_step`` has returned, to be read once a window."""
@@ -133,17 +124,21 @@ class ProtectionCosts:
     def __init__(self, note: Callable[..., None], marks: Marks) -> None:
         self._note = note
         self._marks = marks
+        self.begin(None)
+
+    def begin(self, monitor: Any) -> None:
+        """Training starts; a monitor adds up in ``spent_s`` what it takes."""
+        self._steps, self._told_at, self._gate_s, self._shortest_s = 0, _FIRST_TOLD, 0.0, math.inf
+        self._monitor, self._num_marks_before = monitor, self._marks.read().number
+        self._monitor_before_s = self._monitor_s
         self.ledger_s = 0.0
         """To be added to, by who measures it."""
-        self._steps = 0
 
-    def begin(self, monitor_s: float) -> None:
-        """Training starts; the monitor has spent so much before."""
-        self._steps, self._told_at, self._gate_s, self._shortest_s = 0, _FIRST_TOLD, 0.0, math.inf
-        self._monitor_before_s, self._num_marks_before = monitor_s, self._marks.read().number
-        self.ledger_s = 0.0
+    @property
+    def _monitor_s(self) -> float:
+        return 0.0 if self._monitor is None else float(self._monitor.spent_s)
 
-    def pass_gate(self, waited_s: float, monitor_s: float) -> None:
+    def pass_gate(self, waited_s: float) -> None:
         """A step begins."""
         self._steps += 1
         self._shortest_s = min(self._shortest_s, waited_s)
@@ -151,10 +146,10 @@ class ProtectionCosts:
             self._gate_s += _BLOCK * self._shortest_s
             self._shortest_s = math.inf
             if self._steps >= self._told_at:
-                self.write(monitor_s)
+                self.write()
                 self._told_at *= 2
 
-    def write(self, monitor_s: float) -> None:
+    def write(self) -> None:
         """Writes what a step has cost on average, once there are some."""
         if self._steps < _BLOCK:
             return
@@ -165,7 +160,7 @@ class ProtectionCosts:
         mark_s = (time.perf_counter() - began) / _TRIALS
         spent = {
             "gate": self._gate_s * self._steps / (self._steps // _BLOCK * _BLOCK),
-            "monitor": monitor_s - self._monitor_before_s,
+            "monitor": self._monitor_s - self._monitor_before_s,
             "watchdog": mark_s * (self._marks.read().number - self._num_marks_before),
             "ledger": self.ledger_s,
         }
@@ -186,71 +181,54 @@ _PARTS = {
 _KEPT_ACTIONS = 1000  # Lightning has a hundred; a user's own may have a number in each name
 
 
-class MarkingProfiler(Profiler):
-    """Sets a mark for each action and hands it on to the user's profiler.
+class MarkingProfiler:
+    """Stands before the user's profiler, ``inner``, and sets a mark for each action.
 
-    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs. The
-    user's profiler, ``inner``, stays in charge of everything else. ``on_last_hook`` is called when the last hook of a
-    run that succeeds has returned.
+    Lightning names each action after its hook and, for a callback, its class: a mark tells which callback hangs.
+    ``on_last_hook`` is called when the last hook of a run that succeeds has returned.
     """
 
     def __init__(
         self, inner: Any, marks: Marks, times: StepTimes, on_last_hook: Callable[[], None] = lambda: None
     ) -> None:
         self.inner = inner
-        self._times = times
+        self.marks = marks
+        self.times = times
         self._fetch_began_at = 0.0
         self._on_last_hook = on_last_hook
-        self._marks = marks
-        self._actions: dict[str, AbstractContextManager[Any]] = {}
-        self._kind = _Marked if type(inner) is PassThroughProfiler else _Profiled
+        self._actions: dict[str, _Action] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def start(self, action_name: str) -> None:
         """Marks the action and starts the user's profiler."""
-        self._marks.set(action_name)
+        self.marks.set(action_name)
         if action_name == _FETCH:
             self._fetch_began_at = time.monotonic()
         self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
         """Marks the end and stops the user's profiler."""
-        self._marks.back_to(f"after {action_name}")
+        self.marks.back_to(f"after {action_name}")
         if action_name == _FETCH:
-            self._times.add("data", time.monotonic() - self._fetch_began_at)
+            self.times.add("data", time.monotonic() - self._fetch_began_at)
         self.inner.stop(action_name)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def profile(self, action_name: str) -> AbstractContextManager[None]:
         """Marks the action around the user's own profiling."""
         try:
             return self._actions[action_name]
         except KeyError:
             return self._new(action_name)
 
-    def _new(self, action_name: str) -> AbstractContextManager[Any]:
+    def _new(self, action_name: str) -> _Action:
         if action_name.endswith(_ON_EXCEPTION):
-            self._marks.keep()
-        marked: AbstractContextManager[Any] = self._kind(self._marks, action_name, self.inner)
-        whose, _, name = action_name.partition("]")
-        if part := _PARTS.get((f"{whose}]", name.rpartition(".")[2])):
-            marked = _Timed(marked, part, self._times)
+            self.marks.keep()
+        action = _Action(self, action_name)
         if len(self._actions) < _KEPT_ACTIONS:
-            self._actions[action_name] = marked
-        return marked
-
-    def setup(self, *arguments: Any, **named: Any) -> None:
-        """Sets the user's profiler up."""
-        self.inner.setup(*arguments, **named)
-
-    def teardown(self, *arguments: Any, **named: Any) -> None:
-        """Tears the user's profiler down."""
-        self.inner.teardown(*arguments, **named)
-
-    def summary(self) -> str:
-        """The user's summary."""
-        return str(self.inner.summary())
+            self._actions[action_name] = action
+        return action
 
     def describe(self) -> None:
         """Writes the user's summary, which is the last thing that a Trainer does in a run."""
@@ -258,58 +236,38 @@ class MarkingProfiler(Profiler):
         self._on_last_hook()
 
 
-class _Marked(AbstractContextManager[None]):
-    """The marks of one action. It holds nothing of one use, so that it serves every step, also within itself."""
+class _Action(AbstractContextManager[None]):
+    """Marks one action, and measures it if it is a part of a step.
 
-    __slots__ = ("_action", "_after", "_inner", "_marks")
+    What measures nothing holds nothing of one use: it serves every step, also within itself. A part of a step is never
+    within itself.
+    """
 
-    def __init__(self, marks: Marks, action: str, inner: Any) -> None:
-        self._marks = marks
-        self._action = action
-        self._after = f"after {action}"
-        self._inner = inner
+    __slots__ = ("_after", "_began_at", "_inner", "_marks", "_name", "_part", "_times")
+
+    def __init__(self, profiler: MarkingProfiler, name: str) -> None:
+        self._marks, self._times = profiler.marks, profiler.times
+        self._inner = None if type(profiler.inner) is PassThroughProfiler else profiler.inner
+        self._name, self._after = name, f"after {name}"
+        whose, _, callee = name.partition("]")
+        self._part = _PARTS.get((f"{whose}]", callee.rpartition(".")[2]))
 
     def __enter__(self) -> None:
-        self._marks.set(self._action)
+        if self._part is not None:
+            self._began_at = time.monotonic()
+        self._marks.set(self._name)
+        if self._inner is not None:
+            self._inner.start(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or kind is StopIteration:  # the end of the data is no failure
             self._marks.back_to(self._after)
-
-
-class _Profiled(_Marked):
-    """The same, around a profiler that measures something."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._inner.start(self._action)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._inner.stop(self._action)
-
-
-class _Timed(AbstractContextManager[None]):
-    """An action that is a part of a step; it is never within itself."""
-
-    __slots__ = ("_began_at", "_marked", "_part", "_times")
-
-    def __init__(self, marked: AbstractContextManager[Any], part: str, times: StepTimes) -> None:
-        self._marked = marked
-        self._part = part
-        self._times = times
-
-    def __enter__(self) -> None:
-        self._began_at = time.monotonic()
-        self._marked.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._marked.__exit__(*error)
-        self._times.add(self._part, time.monotonic() - self._began_at)
+        if self._inner is not None:
+            self._inner.stop(self._name)
+        if self._part is not None:
+            self._times.add(self._part, time.monotonic() - self._began_at)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -318,8 +276,7 @@ class _Timed(AbstractContextManager[None]):
 def progress_of(trainer: Any) -> Progress | None:
     """The batches of the present epoch, validation, test or prediction, or the steps of a run that ends sooner.
 
-    Returns:
-        None where the Trainer does nothing that is counted; it may be between two stages at any moment.
+    None where the Trainer does nothing that is counted; it may be between two stages at any moment.
     """
     with suppress(AttributeError, TypeError, RuntimeError):
         if trainer.training:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
-from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave, stage
+from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave
 from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.files import DigestedWrites, Sync
 from lightning_distplus.checkpoint.tensors import (
@@ -78,46 +79,34 @@ class FailingSaves:
         self.policy: OnSaveFailure = policy
         self.num_failed = 0
         """Saves that have failed in this fit."""
-        self._unsaved: SaveFailed | None = None
-        self._trainer: Trainer | None = None
+        self.failure: SaveFailed | None = None
+        """That of the last save; None: it has succeeded."""
+        self.trainer: Trainer | None = None
+        """While a fit runs, in which a failed save can be tried again."""
         # What each ModelCheckpoint knew when the last save was committed: its scores, the best one, the last one.
         self._books: dict[int, tuple[dict[str, Any], str, str]] = {}
 
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last save has failed."""
-        return self._unsaved is not None
-
-    @property
-    def follows_a_fit(self) -> bool:
-        """Whether a fit runs, in which a failed save can be tried again."""
-        return self._trainer is not None
-
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
-        self._trainer, self.num_failed = trainer, 0
+        self.trainer, self.num_failed = trainer, 0
         self.succeeded()
 
     def succeeded(self) -> None:
         """A save is committed."""
-        self._unsaved = None
-        if self._trainer is not None:
+        self.failure = None
+        if self.trainer is not None:
             self._books = {
                 id(saver): (dict(saver.best_k_models), saver.best_model_path, saver.last_model_path)
-                for saver in savers_of(self._trainer)
+                for saver in savers_of(self.trainer)
             }
 
     def failed(self, path: str, error: SaveFailed) -> None:
-        """Takes a path out of the books again whose save has failed on all ranks' word.
-
-        Raises:
-            SaveFailed: By policy, or because no fit runs that could try again.
-        """
-        if self._trainer is None or self.policy == "raise":
+        """Takes a path out of the books again whose save has failed on all ranks' word."""
+        if self.trainer is None or self.policy == "raise":
             raise error
         self.num_failed += 1
-        self._unsaved = error
-        for saver in savers_of(self._trainer):
+        self.failure = error
+        for saver in savers_of(self.trainer):
             scores, best, last = self._books[id(saver)]
             if path not in scores and saver.best_k_models.pop(path, None) is not None:
                 _rank(saver)
@@ -125,17 +114,13 @@ class FailingSaves:
                 saver.best_model_path = best
             if saver.last_model_path == path:
                 saver.last_model_path = last
-        log.error(
-            "training goes on without the checkpoint %s, and the next save is the retry (failed in this run: %d): %s",
-            path,
-            self.num_failed,
-            error,
-        )
+        goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
+        log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
     def keep(self, path: str) -> bool:
         """Puts a checkpoint that ModelCheckpoint rotates out back into its books; False where it is in none."""
         is_kept = False
-        for saver in [] if self._trainer is None else savers_of(self._trainer):
+        for saver in [] if self.trainer is None else savers_of(self.trainer):
             scores = self._books[id(saver)][0]
             if path in scores and path not in saver.best_k_models:
                 saver.best_k_models[path] = scores[path]
@@ -144,21 +129,17 @@ class FailingSaves:
         return is_kept
 
     def require_saved(self) -> None:
-        """Raises where the last save has failed.
-
-        Raises:
-            SaveFailed: None has succeeded since.
-        """
-        if self._unsaved is not None:
+        """Raises where the last save has failed."""
+        if self.failure is not None:
             raise SaveFailed(
                 f"The training ends, but its last checkpoint is not saved ({self.num_failed} saves failed in this "
-                f"run). The last failure: {self._unsaved}",
-                self._unsaved.ranks,
-            ) from self._unsaved
+                f"run). The last failure: {self.failure}",
+                self.failure.ranks,
+            ) from self.failure
 
     def end(self) -> None:
         """The fit is over: there is no further interval that could retry."""
-        self._trainer = None
+        self.trainer = None
 
 
 def _rank(saver: ModelCheckpoint) -> None:
@@ -182,9 +163,7 @@ class Staging:
     The first touch of new memory costs more than a copy into memory that is there. torch's own stager keeps the memory
     of a storage as long as the storage lives, which is no longer than the save where a strategy gathers its state, and
     copies whole storages for small parts of them (torch 2.13, ``_state_dict_stager.py`` 128).
-
-    Args:
-        group: For the collectives of these saves alone, which come from another thread; None for one process.
+    The collectives of these saves, which come from another thread, have a ``group`` of their own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -314,11 +293,8 @@ class Writes:
     """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
 
     What is written at once is counted by another thread meanwhile. ``digested`` takes digests of the files while they
-    are written; it is None where nothing is committed.
-
-    Args:
-        staging: Makes the copies; None: the writes are done at once.
-        is_first: Whether this rank answers for what all ranks hold alike.
+    are written; it is None where nothing is committed. Without a ``staging``, which makes the copies, the writes are
+    done at once. The first rank answers for what all ranks hold alike.
     """
 
     def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
@@ -381,14 +357,9 @@ class Writes:
             yield
             return
         yield
-        others = []
-        for piece in pieces():
-            copied = self._staging.copy_of(piece.tensor)
-            if copied is None:
-                others.append(piece)
-            else:
-                self._pieces.append(replace(piece, tensor=copied))
-        counted = sums_of_pieces(others)  # before training changes them
+        found = [(piece, self._staging.copy_of(piece.tensor)) for piece in pieces()]
+        self._pieces += [replace(piece, tensor=copied) for piece, copied in found if copied is not None]
+        counted = sums_of_pieces(piece for piece, copied in found if copied is None)  # before training changes them
         self._counts.append(lambda: counted)
 
     def finish(self) -> None:
@@ -430,12 +401,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self, deadline: timedelta) -> None:
-        """Waits for its end.
-
-        Raises:
-            SaveFailed: It failed on some rank; raised on all of them.
-            PeerMissing: It has not ended after the deadline.
-        """
+        """Waits for its end."""
         self._thread.join(deadline.total_seconds())
         if not self.has_ended:
             raise PeerMissing(
@@ -484,12 +450,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
 
 class SaveHooks:
-    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks.
-
-    Args:
-        strategy: One of ours.
-        policy: What a save that fails does to the fit.
-    """
+    """Saves the checkpoints of a strategy: the parent's own save in a stage, committed by all ranks."""
 
     _plane: ControlPlane
     _moves: Lock  # held while a save or a removal moves something; made in `begin`, as a strategy may be pickled before
@@ -523,59 +484,40 @@ class SaveHooks:
             strategy.checkpoint_io = StreamingCheckpointIO()
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
-        """Saves through the parent into a stage beside the target, and commits what all ranks have written.
-
-        Raises:
-            SaveFailed: A rank could not save, and ``on_save_failure`` is "raise" or no fit runs.
-        """
+        """The strategy's ``save_checkpoint``."""
         self.settle()  # at most one is in flight
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
         strategy.marks.set(f"save {filepath}")
         try:
             with strategy.transfer.of("save"), self._writing() as writes:
-                begun = self._save(
-                    checkpoint,
-                    filepath,
-                    lambda stage: strategy.write_checkpoint(checkpoint, stage, storage_options, writes),
-                    writes,
-                )
+                self.in_flight = self._save(checkpoint, filepath, storage_options, writes)
         except SaveFailed as error:
             self._failed(str(filepath), step, error)
             return
         strategy.measured.note(Phase.CHECKPOINT, began_at)
         self._note_stall(began_at)
-        self.in_flight = begun
-        if begun is None:
+        if self.in_flight is None:
             self._succeeded(str(filepath), step)
 
     def _save(
-        self, checkpoint: dict[str, Any], target: str | Path, write: Callable[[Any], object], writes: Writes
+        self, checkpoint: dict[str, Any], target: str | Path, storage_options: Any, writes: Writes
     ) -> BackgroundSave | None:
-        """Saves in a stage beside the target and commits it when every rank has succeeded.
-
-        Returns:
-            The save that a thread finishes; ``_follow`` has to come after it. None where it is committed.
-
-        Raises:
-            SaveFailed: A rank could not save; what was at the target is untouched.
-        """
-        strategy, phases, rank = self._strategy, self._strategy.phases, self._plane.world.rank
-        path = local_path(target)
+        """Saves in a stage; returns the save that a thread finishes, or None where it is committed."""
+        strategy, phases, path = self._strategy, self._strategy.phases, local_path(target)
+        write = partial(strategy.write_checkpoint, checkpoint, storage_options=storage_options, writes=writes)
         if path is None:
-            log.warning("rank %d: %s is not on a local file system; it is saved without a commit", rank, target)
+            message = "rank %d: %s is not on a local file system; it is saved without a commit"
+            log.warning(message, strategy.global_rank, target)
             write(target)
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        checkpoint[KEY] = {
-            "version": VERSION,
-            "rng": self._gather_rng(),
-            "deadlines_s": strategy.measured.deadlines_s,
-            "parameters": parameters_of_optimizers(strategy),
-        }
-        info = self._info(checkpoint)
+        parameters = parameters_of_optimizers(strategy)
+        checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
+        info, rank = self._info(checkpoint), self._plane.world.rank
         writes.digested = DigestedWrites(self.sync)
-        staged = stage(path, write, rank=rank, gather=self._gather, digested=writes.digested)
+        staged = StagedSave(path, rank, self._gather, writes.digested)
+        staged.fill(write)
         begun = None
         if writes.are_kept:
             how = {"count": writes.count, "finish": writes.finish, "gather": self._gather_behind()}
@@ -599,11 +541,7 @@ class SaveHooks:
         self._remove_postponed(path)
 
     def settle(self) -> None:
-        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
-
-        Raises:
-            SaveFailed: It failed, and ``on_save_failure`` is "raise".
-        """
+        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together."""
         strategy, begun, self.in_flight = self._strategy, self.in_flight, None
         if begun is None:
             return
@@ -646,7 +584,7 @@ class SaveHooks:
     def _writing(self) -> Iterator[Writes]:
         """In this block the parent's writes are noted; in a fit of a strategy with ``async_save`` kept for later."""
         strategy, plugin, staging = self._strategy, self._strategy.checkpoint_io, None
-        if strategy.async_save and self.failing.follows_a_fit:
+        if strategy.async_save and self.failing.trainer is not None:
             staging = self._staging = self._staging or Staging(strategy.loads.group())
         writes = Writes(staging, is_first=strategy.is_global_zero)
         try:
@@ -664,10 +602,10 @@ class SaveHooks:
 
     def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
-        if self.failing.is_failing and self.failing.keep(str(filepath)):
+        if self.failing.failure is not None and self.failing.keep(str(filepath)):
             return
         if self._strategy.is_global_zero:
-            in_the_making = self.failing.is_failing or self.in_flight is not None
+            in_the_making = self.failing.failure is not None or self.in_flight is not None
             self._remove(Path(filepath), postpone=in_the_making or self._is_linked(Path(filepath)))
 
     def _remove(self, path: Path, *, postpone: bool = False) -> None:
@@ -693,7 +631,7 @@ class SaveHooks:
             self.in_flight.links.append((filepath, linkpath))
         elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
-            if not self.failing.is_failing:
+            if not self.failing.failure is not None:
                 self._remove_postponed(Path(filepath))
         self._strategy.barrier("ModelCheckpoint.link")
 
@@ -722,6 +660,7 @@ class SaveHooks:
     def _info(self, checkpoint: dict[str, Any]) -> SaveInfo:
         """What the manifest tells people of the run, and of the place in the data as far as JSON can hold it."""
         strategy, module = self._strategy, self._strategy.lightning_module
+        calibration = strategy.measured.calibration
         datamodule = None if module is None else getattr(module.trainer, "datamodule", None)
         data = checkpoint.get(type(datamodule).__qualname__)
         try:
@@ -735,7 +674,7 @@ class SaveHooks:
             data=data,
             layout=layout_of(strategy),
             configuration=strategy.configuration,
-            deadlines_s=strategy.measured.deadlines_s,
+            deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,
             not_before=strategy.loads.parent_committed_at,
         )
@@ -751,19 +690,5 @@ class SaveHooks:
 
     def _gather_rng(self) -> list[dict[str, bytes]]:
         """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
-        packed = b"".join(_frame(key.encode()) + _frame(value) for key, value in rng_state().items())
-        deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
-        return [_read_frames(data) for data in self._plane.gather("rng", packed, deadline)]
-
-
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(4, "little") + data
-
-
-def _read_frames(data: bytes) -> dict[str, bytes]:
-    parts, start = [], 0
-    while start < len(data):
-        size = int.from_bytes(data[start : start + 4], "little")
-        parts.append(data[start + 4 : start + 4 + size])
-        start += 4 + size
-    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
+        return [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]

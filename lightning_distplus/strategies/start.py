@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,6 @@ from lightning_distplus.preflight.agreement import (
     content_of,
     disagreements,
     gathered,
-    run_in_time,
     spans_hosts,
     state_of_process,
 )
@@ -43,30 +42,6 @@ from lightning_distplus.run_access import Phases
 from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.world import World
-
-__all__ = [
-    "PreparationBarrier",
-    "address_of",
-    "check_agreement",
-    "check_data",
-    "check_folder",
-    "check_host",
-    "check_launch",
-    "clock_offset",
-    "configuration_digest",
-    "engine_in",
-    "engine_of",
-    "facts_of",
-    "form_default_group",
-    "layout_of",
-    "meet",
-    "read_preflight",
-    "refuse_unknown_arguments",
-    "report_progress",
-    "samples_in_hand",
-    "tell_launcher",
-    "world_of",
-]
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +57,6 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     """Refuses a misspelt argument now; the parents that pass ``**kwargs`` on would accept it until set-up.
 
     The strategy's ``wrapper_class`` takes what the parents do not know.
-
-    Raises:
-        TypeError: No class takes the argument.
     """
     classes = [base for base in (*cls.__mro__, cls.wrapper_class) if base not in (object, None)]
     known = {name for base in classes for name in inspect.signature(base).parameters}
@@ -157,17 +129,6 @@ def facts_of(strategy: Any) -> Facts:
     )
 
 
-def world_of(strategy: Any) -> World:
-    """This process, as the strategy's cluster environment sees it."""
-    return World(
-        rank=strategy.global_rank,
-        size=strategy.world_size,
-        local_rank=strategy.local_rank,
-        node_rank=strategy.node_rank,
-        num_nodes=strategy.num_nodes,
-    )
-
-
 _NUM_READINGS = 3
 
 
@@ -182,7 +143,7 @@ def meet(strategy: Any) -> ControlPlane:
     strategy.phases.enter(Phase.RENDEZVOUS)
     folder = None if strategy.lightning_module is None else strategy.home
     deadline = strategy.phases.patience_in(Phase.RENDEZVOUS)
-    world, address = world_of(strategy), address_of(strategy)
+    world, address = World.of(strategy), address_of(strategy)
     if dist.is_initialized() and not has_own_store() and not address.is_served_by_launcher:
         plane = connect_over(world, _compat.default_store(), deadline)
     else:
@@ -252,7 +213,7 @@ def address_of(strategy: Any) -> Address:
         port=environment.main_port,
         is_served_by_launcher=env.TORCHELASTIC_USE_AGENT_STORE.get() == "True",
         job=job_of_launcher() or (env.DISTPLUS_STARTER.get() if strategy.num_nodes == 1 else None) or "",
-        round="agents" if has_agent else "",  # who count attempts apart; where rank 0 serves, each round has its port
+        is_counted_apart=has_agent,
         attempt=next(filter(None, (variable.integer() for variable in _ATTEMPTS)), 0),
     )
 
@@ -269,34 +230,19 @@ _TRIAL_BYTES = 8 << 20  # 40 ms on the disk of a small machine
 
 
 def check_host(strategy: Any, trainer: Any) -> None:
-    """Makes the checks of the host once a host, before the first collective; all ranks call it.
-
-    Raises:
-        PreflightError: On all ranks, with host, evidence and remedy.
-    """
+    """Makes the checks of the host once a host, before the first collective; all ranks call it."""
     if strategy.preflight is False or trainer.state.fn != "fit":
         return
-    facts = replace(
-        facts_of(strategy),
-        folder=_folder(trainer) or Path.cwd(),
-        trial_bytes=_TRIAL_BYTES,
-        spans_hosts=spans_hosts(strategy.plane),
-    )
+    folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
+    facts = replace(facts_of(strategy), folder=folder, trial_bytes=_TRIAL_BYTES, spans_hosts=is_spread)
     is_first = strategy.local_rank == 0
-    found = run_in_time(HOST_CHECKS, facts, settings_of(strategy), _HOST_DEADLINE) if is_first else []
+    found = run_checks(HOST_CHECKS, facts, settings_of(strategy), deadline=_HOST_DEADLINE) if is_first else []
     # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
     _raise_together(strategy, facts, [one for one in found if one.status is not Status.NOTE])
 
 
 def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
-    """Takes the lock of the checkpoint folder.
-
-    Returns:
-        The lock, on rank 0 of a fit that saves checkpoints.
-
-    Raises:
-        PreflightError: On all ranks.
-    """
+    """Takes the lock of the checkpoint folder, on rank 0 of a fit that saves checkpoints."""
     if strategy.preflight is False or trainer.state.fn != "fit":
         return None
     settings, facts = settings_of(strategy), facts_of(strategy)
@@ -326,15 +272,21 @@ def _folder(trainer: Any) -> Path | None:
 def _raise_together(strategy: Any, facts: Facts, found: list[Finding]) -> None:
     if strategy.world_size > 1:
         found = gathered(strategy.plane, found, strategy.phases.patience)
-    if strategy.global_rank == 0:
-        for finding in found:
-            if finding.check == "run_lock" and finding.status is Status.NOTE:
-                with suppress(OSError):
-                    strategy.note("run_lock_taken_over", holder=finding.detail)
+    for finding in found if strategy.global_rank == 0 else ():
+        if finding.check == "run_lock" and finding.status is Status.NOTE:
+            with suppress(OSError):
+                strategy.note("run_lock_taken_over", holder=finding.detail)
+    _raise(strategy, facts, found)
+
+
+def _raise(strategy: Any, facts: Facts, found: Iterable[Finding]) -> None:
+    """All ranks have found the same; one of them logs what is no error."""
     raise_errors([one for one in found if one.status is Status.ERROR or strategy.global_rank == 0], facts)
 
 
 # -- what the ranks compare --------------------------------------------------------------------------------------------
+
+# All ranks call it; where they differ, a PreflightError names the odd rank, the field and both values on all of them.
 
 _NAMED_PARAMETERS = 2000
 _NAMED_PARAMETERS_OF_ALL = 20_000
@@ -354,26 +306,15 @@ _SETTINGS = (
 
 
 def check_agreement(strategy: Any, trainer: Any) -> None:
-    """Compares versions, revision, seed, variables, settings and model; called by all ranks before the engine wraps it.
-
-    Raises:
-        PreflightError: On all ranks, with the odd rank, the field and both values.
-    """
+    """Compares versions, revision, seed, variables, settings and model, before the engine wraps it."""
     facts = facts_of(strategy)
-    mine = {
-        **state_of_process(facts),
-        **settings_of_trainer(trainer),
-        **model_of(strategy.lightning_module, strategy.world_size),
-    }
+    mine = state_of_process(facts) | settings_of_trainer(trainer)
+    mine |= model_of(strategy.lightning_module, strategy.world_size)
     _compare(strategy, facts, mine, device=_device(strategy.root_device))
 
 
 def check_data(strategy: Any, trainer: Any) -> None:
-    """Compares length and content of the training data, once they are known.
-
-    Raises:
-        PreflightError: As for ``check_agreement``.
-    """
+    """Compares length and content of the training data, once they are known."""
     found = {"data.number of batches": str(trainer.num_training_batches)}
     loader = trainer.train_dataloader
     if hasattr(getattr(loader, "sampler", None), "num_replicas"):  # it cuts what must be the same on all ranks
@@ -386,8 +327,7 @@ def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str =
     if strategy.preflight is False or strategy.world_size == 1:
         return
     patience, settings = strategy.phases.patience, settings_of(strategy)
-    findings = disagreements(strategy.plane, mine, patience, settings, device=device)
-    raise_errors([found for found in findings if found.status is Status.ERROR or strategy.global_rank == 0], facts)
+    _raise(strategy, facts, disagreements(strategy.plane, mine, patience, settings, device=device))
 
 
 def settings_of_trainer(trainer: Any) -> dict[str, str]:
@@ -491,83 +431,58 @@ _barriers = itertools.count(1)
 def report_progress(text: str) -> None:
     """Tells the ranks that wait for this one's ``prepare_data`` what it is doing; call it as often as you like.
 
-    Args:
-        text: For example ``"tokenized 3 of 40 files"``; cut after 500 characters.
+    The text, for example ``"tokenized 3 of 40 files"``, is cut after 500 characters.
     """
     if (plane := connected()) is not None:
         progress = {"text": text[:500], "at": time.time()}
         plane.send(f"preparing/progress/{plane.world.rank}", json.dumps(progress).encode())
 
 
-class PreparationBarrier:
+@contextmanager
+def preparation_barrier(plane: ControlPlane, phases: Phases, marks: Marks) -> Iterator[None]:
     """Takes the place of the barrier of 10,000 days that Lightning puts around ``prepare_data``.
 
-    A rank that prepares nothing comes here at once and waits. An error inside reaches all ranks without a wait.
+    A rank that prepares nothing comes to its end at once and waits. An error inside reaches all ranks without a wait.
 
+    Raises:
+        PeerMissing: Some ranks are still in ``prepare_data`` after the deadline and its margin (the watchdog's verdict
+            comes first); ``.ranks`` names them.
+        PeerFailed: ``prepare_data`` raised on a peer.
+        PeerLost: A peer's process is gone.
     """
+    key, since = f"preparing/{next(_barriers)}/arrived", running_time()
+    say_at = since + _SAY_EVERY_S
+    marks.set("prepare_data")
+    phases.enter(Phase.DATA)
 
-    def __init__(self, plane: ControlPlane, phases: Phases, marks: Marks) -> None:
-        self._plane = plane
-        self._phases = phases
-        self._marks = marks
-        self._key = f"preparing/{next(_barriers)}/arrived"
-
-    def __enter__(self) -> PreparationBarrier:
-        self._marks.set("prepare_data")
-        self._phases.enter(Phase.DATA)
-        self._since = running_time()
-        self._say_at = self._since + _SAY_EVERY_S
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Meets the others.
-
-        Raises:
-            PeerMissing: Some ranks are still in ``prepare_data`` after the deadline and its margin (the watchdog's
-                verdict comes first); ``.ranks`` names them.
-            PeerFailed: ``prepare_data`` raised on a peer.
-            PeerLost: A peer's process is gone.
-        """
-        if error is not None:
-            self._plane.report_failure(error)
-            return
-        self._plane.raise_if_peer_failed()  # those who have given up waiting have left their names here
-        deadline = self._phases.patience_in(Phase.DATA)
-        self._plane.sign_in(self._key)
-        self._signed = self._plane.secret.entries(self._key)
-        what = "prepare_data on another rank"
-        try:
-            self._plane.poll(self._is_complete, deadline, what=what, arrived=self._arrived)
-        except BaseException as failure:
-            self._plane.report_failure(failure)
-            raise
-        self._phases.enter_after_meeting(Phase.SETUP)
-
-    def _arrived(self) -> set[int]:
-        return self._plane.signed_in(self._key, self._signed)
-
-    def _is_complete(self) -> bool:
-        missing = sorted(set(self._plane.world.ranks) - self._arrived())
-        now = running_time()
-        if missing and now >= self._say_at:
-            self._say_at = now + _SAY_EVERY_S
-            plane, deadline = self._plane, self._phases.deadline
-            log.info(
-                "rank %d waits for prepare_data on %s%s, for %.0f s%s; %s",
-                plane.world.rank,
-                plane.describe_rank(missing[0]),
-                f" and {len(missing) - 1} more" if len(missing) > 1 else "",
-                now - self._since,
-                "" if deadline is None else f" of at most {deadline.total_seconds():g} s",
-                self._progress_of(missing[0]),
-            )
+    def is_complete() -> bool:
+        nonlocal say_at
+        missing, now = sorted(set(plane.world.ranks) - arrived()), running_time()
+        if missing and now >= say_at:
+            say_at = now + _SAY_EVERY_S
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            limit = "" if phases.deadline is None else f" of at most {phases.deadline.total_seconds():g} s"
+            message = "rank %d waits for prepare_data on %s%s, for %.0f s%s; %s"
+            progress = _progress_of(plane, missing[0])
+            log.info(message, plane.world.rank, plane.describe_rank(missing[0]), others, now - since, limit, progress)
         return not missing
 
-    def _progress_of(self, rank: int) -> str:
-        found = self._plane.read(f"preparing/progress/{rank}")
-        if found is None:
-            return "it has reported no progress (lightning_distplus.strategies.report_progress does)"
-        progress = words_of(found)
-        return f"it reported {max(0.0, time.time() - progress['at']):.0f} s ago: {progress['text']}"
+    try:
+        yield
+        plane.raise_if_peer_failed()  # those who have given up waiting have left their names here
+        deadline = phases.patience_in(Phase.DATA)
+        plane.sign_in(key)
+        arrived = partial(plane.signed_in, key, plane.secret.entries(key))
+        plane.poll(is_complete, deadline, what="prepare_data on another rank", arrived=arrived)
+    except BaseException as error:
+        plane.report_failure(error)
+        raise
+    phases.enter_after_meeting(Phase.SETUP)
+
+
+def _progress_of(plane: ControlPlane, rank: int) -> str:
+    found = plane.read(f"preparing/progress/{rank}")
+    if found is None:
+        return "it has reported no progress (lightning_distplus.strategies.report_progress does)"
+    progress = words_of(found)
+    return f"it reported {max(0.0, time.time() - progress['at']):.0f} s ago: {progress['text']}"

@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distplus.testing.callbacks import FaultCallback, LightningRun
     from lightning_distplus.testing.faults import Fault, FaultPlan, FiredFault
     from lightning_distplus.testing.oracles import (
+        FaultCallback,
+        LightningRun,
         Trace,
         assert_resumes_exactly,
         assert_same_on_all_ranks,
@@ -31,27 +32,17 @@ __all__ = [
     "weights_digest",
 ]
 
-_HOMES = {
-    "Fault": "faults",
-    "FaultCallback": "callbacks",
-    "FaultPlan": "faults",
-    "FiredFault": "faults",
-    "LightningRun": "callbacks",
-    "SpawnResult": "spawning",
-    "Trace": "oracles",
-    "assert_resumes_exactly": "oracles",
-    "assert_same_on_all_ranks": "oracles",
-    "preload": "spawning",
-    "spawn": "spawning",
-    "weights_digest": "oracles",
-}
+_LIGHT = dict.fromkeys(("Fault", "FaultPlan", "FiredFault"), "faults") | dict.fromkeys(
+    ("SpawnResult", "preload", "spawn"), "spawning"
+)
+"""What loads neither torch nor lightning."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that importing this package loads neither torch nor lightning."""
-    if name not in _HOMES:
+    """Imports a public name when it is first used: a rank sets its environment before torch is loaded."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_LIGHT.get(name, 'oracles')}"), name)
     globals()[name] = value
     return value
 

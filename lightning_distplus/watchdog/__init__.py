@@ -7,18 +7,18 @@ told), ``watchdog`` (the thread that finds out, tells and ends).
 
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.progress import Mark, Marks, Progress, Transfer
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, name_incident, place_of_failure
+from lightning_distplus.watchdog.verdict import PlaceOfFailure, Verdict, find_verdicts, name_incident
 from lightning_distplus.watchdog.watchdog import Watchdog
 
 __all__ = [
     "Evidence",
     "Mark",
     "Marks",
+    "PlaceOfFailure",
     "Progress",
     "Transfer",
     "Verdict",
     "Watchdog",
     "find_verdicts",
     "name_incident",
-    "place_of_failure",
 ]

@@ -13,7 +13,7 @@ from lightning_distplus.control import ControlPlane
 from lightning_distplus.process import HostLoad, ProcessState, children, host_answers, running_time
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p2p_call, waits_for_work
-from lightning_distplus.watchdog.heartbeat import Board, Sighting
+from lightning_distplus.watchdog.heartbeat import Board
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
 from lightning_distplus.world import name_ranks
@@ -36,12 +36,14 @@ class Evidence:
     """Whether nothing can be said about its Python, because the store that carries the messages does not answer."""
     is_unreachable: bool = False
     """Whether no packet comes back from its host."""
+    number: int = 0
+    """This and the next six are those of its ``Mark``."""
     phase: str = ""
     operation: str = ""
     global_step: int = 0
-    call: int = 0
-    """``Mark.call``."""
     silence_s: float = 0.0
+    call: int = 0
+    ended: str = ""
     waits: bool = False
     """Whether its training thread stands in a collective or in another wait for peers."""
     location: str | None = None
@@ -56,8 +58,6 @@ class Evidence:
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
     is_recorded_only: bool = False
     """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
-    ended: str = ""
-    """``Mark.ended``: it awaits nobody, and nobody awaits it."""
     beat_s: float = 0.0
     """How old that moment is."""
     was_ended_by: str = ""
@@ -66,12 +66,12 @@ class Evidence:
     @property
     def is_gone(self) -> bool:
         """Whether its process has ended."""
-        return self.state == ProcessState.GONE.value
+        return self.state == ProcessState.GONE
 
     @property
     def is_stopped(self) -> bool:
         """Whether its process is stopped by a signal."""
-        return self.state == ProcessState.STOPPED.value
+        return self.state == ProcessState.STOPPED
 
     @property
     def holds_lock(self) -> bool:
@@ -138,15 +138,7 @@ _CONTROL_PLANE = "lightning_distplus/control/plane.py"
 
 
 class Witness:
-    """Knows this process at first hand, and its peers by their messages, their host's system and their network.
-
-    Args:
-        plane: The control plane; only its world is used.
-        marks: This rank's marks.
-        board: What the peers have said.
-        thread: The thread that trains.
-        printer: How data workers of this process print their stacks.
-    """
+    """Knows this process at first hand, and its peers by their messages, their host's system and their network."""
 
     def __init__(
         self, plane: ControlPlane, marks: Marks, board: Board, *, thread: int, printer: StackPrinter | None
@@ -192,11 +184,6 @@ class Witness:
             pid=self._world.pid,
             state=ProcessState.RUNNING.value,
             answers=True,
-            phase=mark.phase,
-            operation=mark.operation,
-            call=mark.call,
-            global_step=mark.global_step,
-            silence_s=mark.silence_s,
             waits=waits,
             location=location,
             stack=text,
@@ -204,7 +191,7 @@ class Witness:
             recording=recording.to_plain(with_members=self._board.is_few),
             load=asdict(HostLoad.now()),
             was_ended_by=self.ended_by,
-            ended=mark.ended,
+            **vars(mark),
         )
 
     def is_on_its_way_out(self) -> bool:
@@ -250,17 +237,17 @@ class Witness:
         return [*lines[:_BRIEF_LINES], *more]
 
     def _place_of(self, rank: int) -> str:
-        seen, pace = self._board.sightings.get(rank), ""
+        seen, mark = self._board.sightings.get(rank), self._marks.read()
         if rank == self._world.rank:
-            mark, place = self._marks.read(), stacks.place_of(stacks.frame_of(self._thread))
-            pace = f", and moves ({self._board.own_pace})" if self._board.own_pace else ""
+            place, pace, moves = stacks.place_of(stacks.frame_of(self._thread)), self._board.own_pace, False
         elif seen is not None and self._board.beats(rank):
-            mark, place = seen.mark, seen.place
-            pace = _pace_of(seen)
+            moves = seen.moves or seen.silence_s < mark.silence_s / 2  # while this rank stood still
+            mark, place, pace = seen.mark, seen.place, seen.pace if moves else ""
         else:
             return self._seen_from_here(rank, asks=False).describe().partition(": ")[2]
         call = f", call {mark.call} of the run" if mark.call else ""
-        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + pace
+        moving = f", and moves ({pace})" if pace else ", and moves" if moves else ""
+        return f"in {mark.operation!r}{call}" + (f" at {place}" if place else "") + moving
 
     def probe_hosts(self) -> None:
         """Asks the hosts of peers that have gone quiet for a sign of life; half a second at most."""
@@ -268,30 +255,24 @@ class Witness:
         def probe(address: str) -> None:
             self._answering_hosts[address] = host_answers(address, _PROBE_S)
 
-        peers = self._board.peers.items()
-        quiet = {one.address for rank, one in peers if not one.is_here and one.address and not self._is_heard(rank)}
+        far = {rank: one.address for rank, one in self._board.peers.items() if one.address and not one.is_here}
+        quiet = {far[rank] for rank in set(far) - set(self._board.evidence) if not self._board.beats(rank)}
         threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in quiet]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=2 * _PROBE_S)
 
-    def _is_heard(self, rank: int) -> bool:
-        return rank in self._board.evidence or self._board.beats(rank)
-
     def _seen_from_here(self, rank: int, *, asks: bool = True) -> Evidence:
         """A rank that has sent nothing: what its last beat, this host's system and the network say.
 
-        Args:
-            rank: The rank.
-            asks: Whether its stack is asked for; a mere report leaves a rank alone.
+        A mere report does not ask for its stack, and so leaves it alone.
         """
         peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
-        mark = None if seen is None else seen.mark
         state = peer.state() if peer else ProcessState.UNKNOWN
-        ended = mark.ended if mark else ""
         stack: Sequence[traceback.FrameSummary] = []
-        if asks and not ended and peer and seen and seen.printer and state is ProcessState.RUNNING:
+        is_running = state is ProcessState.RUNNING
+        if asks and is_running and peer and seen and seen.printer and not seen.mark.ended:
             stack = ask_for_stack(peer.pid, seen.printer)
         is_unreachable = peer is not None and self._answering_hosts.get(peer.address) is False
         is_silent_host = rank == self._host_rank and self._board.is_silent and peer is not None and not peer.is_here
@@ -305,17 +286,12 @@ class Witness:
             answers=False,
             is_unheard=self._board.is_silent,
             is_unreachable=is_unreachable,
-            phase=mark.phase if mark else "",
-            operation=mark.operation if mark else "",
-            call=mark.call if mark else 0,
-            global_step=mark.global_step if mark else 0,
-            silence_s=seen.silence_s if seen else 0.0,
             waits=stacks.is_waiting_for_peers(stack),
             location=stacks.user_location(stack) if stack else seen.place if seen else None,
             stack="".join(traceback.format_list(stack)),
             is_last_seen=not stack,
-            ended=ended,
             beat_s=running_time() - seen.changed_at if seen else 0.0,
+            **({} if seen is None else {**vars(seen.mark), "silence_s": seen.silence_s}),
         )
 
     def _hanging_worker(self) -> tuple[int, list[traceback.FrameSummary]] | None:
@@ -328,12 +304,6 @@ class Witness:
                 if stacks.is_fetching_data(stack):
                     return pid, stack
         return None
-
-
-def _pace_of(seen: Sighting) -> str:
-    rate = "" if seen.moves or seen.marks_per_s <= 0 else f"{seen.marks_per_s:.1f} marks/s"
-    told = "; ".join(filter(None, [rate, seen.pace if seen.moves or rate else ""]))
-    return f", and moves ({told})" if told else ""
 
 
 def _waits_on_a_handle(stack: Sequence[traceback.FrameSummary], frame: FrameType | None) -> bool:

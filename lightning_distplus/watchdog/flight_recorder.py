@@ -11,8 +11,9 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -106,17 +107,13 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The last collectives of one rank, oldest first, and the groups in which they ran."""
+    """The last calls of one rank, oldest first, and the groups in which they ran."""
 
     calls: list[Collective] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Global ranks of each group, by name. Gloo does not tell them to the recorder; they are added here."""
     roles: dict[str, str] = field(default_factory=dict)
     """What each group is for, by name, as whoever made it has said: ``"mesh_tp"``."""
-    enqueued: dict[str, int] = field(default_factory=dict)
-    """The number of the last collective in each group, where the dump leaves out what has ended."""
-    completed: dict[str, int] = field(default_factory=dict)
-    """The number of the last call in each group that has ended."""
 
     @property
     def unfinished(self) -> list[Collective]:
@@ -137,17 +134,14 @@ class Recording:
                 has as many lists of all ranks as it has ranks.
         """
         groups = {name: ranks if with_members else [] for name, ranks in self.groups.items()}
-        calls = [list(vars(call).values()) for call in self.calls]
-        rest = {"roles": self.roles, "enqueued": self.enqueued, "completed": self.completed}
-        return {"calls": calls, "groups": groups, **rest}
+        return {**vars(self), "calls": [list(vars(call).values()) for call in self.calls], "groups": groups}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Recording:
         """Reads what ``to_plain`` wrote."""
         names = list(Collective.__dataclass_fields__)
         calls = [Collective(**dict(zip(names, call, strict=True))) for call in values.get("calls", [])]
-        rest = {name: values.get(name, {}) for name in ("groups", "roles", "enqueued", "completed")}
-        return cls(calls=calls, **rest)
+        return cls(**{**values, "calls": calls})
 
 
 def arm() -> bool:
@@ -333,19 +327,23 @@ def _guilty(
 def _was_expected(call: Collective, calls: Sequence[Collective]) -> bool | None:
     """Whether this rank has made such a call after such calls before; None: nothing like it came before.
 
-    The longest context that came before decides: after the gradients of one step, a barrier that never followed them is
-    what is new, and the next step's first collective is not.
+    After the gradients of one step, a barrier that never followed them is what is new, and the next step's first
+    collective is not.
     """
-    past = [(one.group, one.signature) for one in calls if one.peer is None]
-    place = next(index for index, one in enumerate(calls) if one is call)
-    place -= sum(one.peer is not None for one in calls[:place])
-    now = past[place]
-    for length in range(min(_LONGEST_CONTEXT, place), 0, -1):
-        context = past[place - length : place]
-        followers = [past[index] for index in range(length, place) if past[index - length : index] == context]
-        if followers:
-            return now in followers
-    return None
+    collectives = [one for one in calls if one.peer is None]
+    signs = [(one.group, one.signature) for one in collectives]
+    place = next(index for index, one in enumerate(collectives) if one is call)
+    found = [signs[index] for index in _earlier(signs, place)]
+    return signs[place] in found if found else None
+
+
+def _earlier(signs: Sequence[Any], place: int, *, least: int = 1) -> list[int]:
+    """The places before this one that such calls led to; the longest way that came before decides."""
+    for length in range(min(_LONGEST_CONTEXT, place), least - 1, -1):
+        way = signs[place - length : place]
+        if found := [index for index in range(length, place) if signs[index - length : index] == way]:
+            return found
+    return []
 
 
 def p2p_call(frame: FrameType | None) -> Collective | None:
@@ -371,20 +369,13 @@ def waits_for_work(frame: FrameType | None) -> bool:
 
 def cycles(waits_for: Mapping[int, int]) -> list[list[int]]:
     """The cycles of a graph in which each rank waits for at most one other, each from its lowest rank on."""
-    found: list[list[int]] = []
-    seen: set[int] = set()
-    for start in sorted(waits_for):
-        path: list[int] = []
-        rank: int | None = start
-        while rank is not None and rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = waits_for.get(rank)
-        if rank in path:
-            cycle = path[path.index(rank) :]
-            first = cycle.index(min(cycle))
-            found.append(cycle[first:] + cycle[:first])
-    return found
+    found = []
+    for knot in _knots({rank: [other] for rank, other in waits_for.items()}):
+        cycle = [min(knot)]
+        while len(cycle) < len(knot):
+            cycle.append(waits_for[cycle[-1]])
+        found.append(cycle)
+    return sorted(found)
 
 
 def _read_frame(op: str, known: Mapping[str, Any]) -> Collective | None:
@@ -435,37 +426,27 @@ def load_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) 
     Raises:
         DumpError: The folder is none, holds no dump or two of one rank, or a file is not what torch writes.
     """
-    paths = _find(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise DumpError(f"{folder} {what}; name the folder that holds one dump per rank")
+    paths: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if (found := _RANK.search(path.name)) and path.is_file() and paths.setdefault(int(found[1]), path) != path:
+            raise DumpError(
+                f"{paths[int(found[1])].name} and {path.name} in {folder} are both of rank {int(found[1])}; "
+                "name a folder with the dumps of one incident"
+            )
+    if not paths:
+        raise DumpError(
+            f"{folder} holds no dump of torch's Flight Recorder: no file name ends with a rank, as nccl_trace_rank_0 "
+            "does. Torch writes them where TORCH_FR_DUMP_TEMP_FILE says, with TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+        )
     dumps = {}
     for number, (rank, path) in enumerate(sorted(paths.items()), 1):
         dumps[rank] = _read_file(path)
         if on_file is not None:
             on_file(number, len(paths))
     return dumps
-
-
-def _find(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise DumpError(f"{folder} {what}; name the folder that holds one dump per rank")
-    paths: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
-        match = _RANK.search(path.name)
-        if match is None or not path.is_file():
-            continue
-        rank = int(match[1])
-        if rank in paths:
-            raise DumpError(
-                f"{paths[rank].name} and {path.name} in {folder} are both of rank {rank}; "
-                "name a folder with the dumps of one incident"
-            )
-        paths[rank] = path
-    if not paths:
-        raise DumpError(
-            f"{folder} holds no dump of torch's Flight Recorder: no file name ends with a rank, as nccl_trace_rank_0 "
-            "does. Torch writes them where TORCH_FR_DUMP_TEMP_FILE says, with TORCH_NCCL_DUMP_ON_TIMEOUT=1"
-        )
-    return paths
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -514,8 +495,6 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
                 calls=read_entries(entries, groups),
                 groups=groups,
                 roles={names[name]: str(dump["pg_config"][name].get("desc", "")) for name in names},
-                enqueued=_numbers(dump, names, "last_enqueued_collective"),
-                completed=_numbers(dump, names, "last_completed_collective"),
             )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         raise DumpError(f"the dump of rank {rank} has an entry that torch does not write: {error!r}") from error
@@ -527,19 +506,6 @@ def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
     config = dump["pg_config"]
     groups = {str(name): sorted(ast.literal_eval(str(values["ranks"]))) for name, values in config.items()}
     return {name: ranks for name, ranks in groups.items() if ranks}
-
-
-def _numbers(dump: Mapping[str, Any], names: Mapping[str, str], field: str) -> dict[str, int]:
-    """A number of each group's status; torch numbers the groups of one process in the order of their names."""
-    status = dump.get("pg_status") or {}
-    known = {str(entry["pg_id"]): entry["process_group"][0] for entry in dump["entries"] if "pg_id" in entry}
-    if len(status) == len(names) and all(str(name).isdigit() for name in (*status, *names)):
-        known = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True)) | known
-    return {
-        names[known[number]]: int(values[field])
-        for number, values in status.items()
-        if known.get(number) in names and field in values
-    }
 
 
 # -- who waits for whom: the calls in flight of all ranks, followed across all groups to the ranks at their ends -------
@@ -571,7 +537,7 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
 
     A rank waits for every member of a group that has not come to a call which it has in flight; where all have come,
     its members wait for each other. A rank at an end is to blame: it waits for nobody. So is one whose call the others
-    have ended, and one that has stopped short of a call to which its like went on with the same calls in flight.
+    have ended, and one that has stopped short of a call to which its like went on with such calls in flight.
 
     Args:
         recordings: The record of each rank; a rank that a group names and that has none has left no dump.
@@ -583,23 +549,34 @@ def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = 
     job = _Job(recordings, elsewhere)
     if not any(job.in_flight.values()):
         return None
-    reasons = {**_ends_of(job), **job.halted()}
+    knots = list(_knots(job.edges(attended=True)))
+    reasons = {**_at_ends(job, knots), **_halted(job)}
     doubtful: dict[int, str] = {}
-    for rank in sorted(set(job.in_flight) - set(reasons)):
+    for rank in sorted(set(recordings) - set(reasons)):
         call, is_sure = _stopped_short(job, rank)
         if call is not None:
-            why = (
+            (reasons if is_sure else doubtful)[rank] = (
                 f"has not come to {call.describe()}, though such calls as it has in flight did not hold up ranks before"
             )
-            (reasons if is_sure else doubtful)[rank] = why
-    loose = dict.fromkeys(job.loose() - set(reasons), "has nothing in flight, and nobody is seen to wait for it")
-    is_sure = bool(reasons) and not loose and not doubtful and not job.is_patchy(reasons)
-    if is_sure:
+    idle = {rank for rank in job.ranks if not job.in_flight.get(rank)}
+    loose = dict.fromkeys(
+        idle - set(job.awaited) - job.elsewhere - set(reasons),
+        "has nothing in flight, and nobody is seen to wait for it",
+    )
+    # So many dumps may be missing that the true cause is in one of them.
+    is_patchy = bool(job.silent & set(reasons)) and len(job.silent) * _MOST_MISSING > len(job.ranks)
+    if reasons and not loose and not doubtful and not is_patchy:
         return Ends(culprits=sorted(reasons), is_decided=True, reasons=reasons)
-    reasons = {**doubtful, **loose, **reasons, **({} if reasons else _knot(job))}
-    if not reasons:
-        return None
-    return Ends(culprits=sorted(reasons), is_decided=False, reasons=reasons)
+    if not reasons:  # of the last knots nobody can say who ties them
+        reasons = {
+            rank: f"waits in {job.in_flight[rank][0].describe()}"
+            for knot in knots
+            if len(knot) > 1
+            for rank in knot
+            if job.in_flight.get(rank)
+        }
+    reasons = {**doubtful, **loose, **reasons}
+    return Ends(culprits=sorted(reasons), is_decided=False, reasons=reasons) if reasons else None
 
 
 class _Job:
@@ -607,311 +584,205 @@ class _Job:
 
     def __init__(self, recordings: Mapping[int, Recording], elsewhere: Collection[int]) -> None:
         self.recordings = recordings
-        self.elsewhere = set(elsewhere)
         self.members: dict[str, set[int]] = defaultdict(set)
         for rank, recording in recordings.items():
             for group, ranks in recording.groups.items():
                 self.members[group] |= {rank, *ranks}
         self.ranks = sorted(set(recordings).union(*self.members.values()))
         self.silent = set(self.ranks) - set(recordings)
+        self.elsewhere = set(elsewhere) & set(self.ranks)
         self.in_flight = {rank: recording.unfinished for rank, recording in recordings.items()}
-        self.reached: dict[tuple[int, str], int] = {}
-        self.ended: dict[tuple[int, str], int] = {}
-        self._read_numbers()
+        self.reached: dict[tuple[int, str], int] = defaultdict(int)
+        """The number of the last collective to which a rank has come in a group."""
+        self.ended: dict[tuple[int, str], int] = defaultdict(int)
+        for rank, recording in recordings.items():
+            for call in recording.calls:
+                place = (rank, call.group)
+                if call.peer is None:
+                    self.reached[place] = max(self.reached[place], call.seq)
+                    self.ended[place] = max(self.ended[place], call.seq if call.is_done else 0)
+        self.absent = {rank: self._absent(rank) for rank in recordings}
+        """For whom each rank waits, with the first call to which that one has not come."""
+        self.awaited = {
+            other: call for rank in sorted(recordings, reverse=True) for other, call in self.absent[rank].items()
+        }
+        """The ranks to whose call others have come, with that of the lowest rank."""
         self.ways = {
             rank: {call.peer - rank for call in one.calls if call.peer is not None} for rank, one in recordings.items()
         }
         """Where the sends and receives of each rank go; equal on ranks of the same stage."""
-        self.keys = {
-            rank: [_key(rank, recording, call) for call in recording.calls] for rank, recording in recordings.items()
-        }
-        """The place of each call in the program."""
-        self.absent = {rank: self._absent(rank) for rank in recordings}
-        """For whom each rank waits, with the first call to which that one has not come."""
-        self.attended = {rank: self._attended(rank) for rank in recordings}
-        """With whom each rank stands in its oldest call in flight, to which all have come."""
+        self.signs = {rank: [_sign(rank, one, call) for call in one.calls] for rank, one in recordings.items()}
+        """What each call is: the same at the same place of the program on two ranks that run it."""
 
-    def _read_numbers(self) -> None:
-        p2p = {
-            call.group for recording in self.recordings.values() for call in recording.calls if call.peer is not None
-        }
-        for rank, recording in self.recordings.items():
-            for call in recording.calls:
-                if call.peer is None:
-                    place = (rank, call.group)
-                    self.reached[place] = max(self.reached.get(place, 0), call.seq)
-                    if call.is_done:
-                        self.ended[place] = max(self.ended.get(place, 0), call.seq)
-        highest = {
-            group: max(self.reached.get((rank, group), 0) for rank in self.members[group]) for group in self.members
-        }
-        for rank, recording in self.recordings.items():
-            for group, number in recording.enqueued.items():
-                # Torch counts sends and receives in the same place, so that the number may be one of theirs.
-                if group not in p2p and number <= highest.get(group, 0):
-                    self.reached[rank, group] = max(self.reached.get((rank, group), 0), number)
-            for group, number in recording.completed.items():
-                if group not in p2p:
-                    self.ended[rank, group] = max(self.ended.get((rank, group), 0), number)
+    def likes(self, rank: int) -> list[int]:
+        """The other ranks of its stage, with a record."""
+        return [one for one, ways in self.ways.items() if one != rank and self.signs[one] and ways == self.ways[rank]]
 
     def _absent(self, rank: int) -> dict[int, Collective]:
         found: dict[int, Collective] = {}
         for index, call in enumerate(self.in_flight[rank]):
-            if call.peer is not None:
-                if not self._other_end_has_come(rank, call, is_first=index == 0):
-                    found.setdefault(call.peer, call)
-                continue
-            for member in self.members[call.group] - {rank}:
-                if self.reached.get((member, call.group), 0) < call.seq:
-                    found.setdefault(member, call)
-        found.pop(rank, None)
+            if call.peer is None:
+                missing = {one for one in self.members[call.group] if self.reached[one, call.group] < call.seq}
+            else:
+                missing = set() if self._other_end_has_come(rank, call, is_first=index == 0) else {call.peer}
+            for one in missing - {rank}:
+                found.setdefault(one, call)
         return found
 
     def _other_end_has_come(self, rank: int, call: Collective, *, is_first: bool) -> bool:
-        assert call.peer is not None
-        if call.peer in self.silent:
-            return False
         other = "recv" if call.op == "send" else "send"
-        theirs = [
-            one
-            for one in self.recordings[call.peer].calls
-            if one.peer == rank and one.op == other and one.group == call.group
-        ]
-        if any(not one.is_done for one in theirs):
-            return True
+        end = None if call.peer is None else self.recordings.get(call.peer)
+        theirs = [one for one in end.calls if (one.peer, one.op, one.group) == (rank, other, call.group)] if end else []
         # A short message may have been sent, and its receiver's stream be busy with what came before.
-        return other == "send" and bool(theirs) and not is_first
+        return any(not one.is_done for one in theirs) or (other == "send" and bool(theirs) and not is_first)
 
     def _attended(self, rank: int) -> set[int]:
+        """With whom a rank stands in its oldest call in flight, to which all have come."""
         call = next(iter(self.in_flight[rank]), None)
-        if call is None:
-            return set()
-        if call.peer is not None:
-            return {call.peer} if call.peer not in self.absent[rank] else set()
-        members = self.members[call.group] - {rank}
-        return members if not members & set(self.absent[rank]) else set()
+        others = set() if call is None else self.members[call.group] if call.peer is None else {call.peer}
+        return set() if others & set(self.absent[rank]) else others - {rank}
 
     def edges(self, *, attended: bool) -> dict[int, set[int]]:
         """Who waits for whom; ``attended`` takes in those that stand together in a call."""
         seen = {
-            rank: set(self.absent.get(rank, ())) | (self.attended.get(rank, set()) if attended else set())
-            for rank in self.ranks
+            rank: set(absent) | (self._attended(rank) if attended else set()) for rank, absent in self.absent.items()
         }
-        ranks = set(self.ranks)
-        return {**seen, **dict.fromkeys(self.elsewhere & ranks, ranks - self.elsewhere)}
-
-    def awaited(self) -> dict[int, Collective]:
-        """The ranks to whose call others have come, with that call."""
-        found: dict[int, Collective] = {}
-        for rank in sorted(self.absent):
-            for other, call in self.absent[rank].items():
-                found.setdefault(other, call)
-        return found
-
-    def loose(self) -> set[int]:
-        """Ranks with nothing in flight, or without a dump, for whom nobody is seen to wait."""
-        idle = {rank for rank, calls in self.in_flight.items() if not calls} | self.silent
-        return idle - set(self.awaited()) - self.elsewhere
-
-    def is_patchy(self, culprits: Collection[int]) -> bool:
-        """Whether so many dumps are missing that the true cause may be in one of them."""
-        return bool(self.silent & set(culprits)) and len(self.silent) * _MOST_MISSING > len(self.ranks)
-
-    def halted(self) -> dict[int, str]:
-        """Ranks with a call in flight that others have ended: their own device or driver stands."""
-        found: dict[int, str] = {}
-        for rank, calls in self.in_flight.items():
-            for call in calls:
-                if call.peer is not None or call.is_gloo or call.op not in _NEEDS_ALL:
-                    continue
-                ended = [
-                    one for one in self.members[call.group] - {rank} if self.ended.get((one, call.group), 0) >= call.seq
-                ]
-                if ended:
-                    found[rank] = f"has {call.describe()} in flight, which {name_ranks(sorted(ended))} ended"
-                    break
-        return found
+        nobody: dict[int, set[int]] = {rank: set() for rank in self.silent}
+        return {**seen, **nobody, **dict.fromkeys(self.elsewhere, set(self.ranks) - self.elsewhere)}
 
 
-def _ends_of(job: _Job) -> dict[int, str]:
+def _at_ends(job: _Job, knots: Iterable[set[int]]) -> dict[int, str]:
     """The ranks that wait for nobody while others wait for them, and why."""
-    awaited = job.awaited()
+    waits = job.edges(attended=False)
     found: dict[int, str] = {}
-    for knot in _knots(job.edges(attended=True)):
+    for knot in knots:
         # Ranks that stand together in a call are told apart by the calls to which only some of them have come.
-        waits = job.edges(attended=False)
-        inner = {other for rank in knot for other in waits[rank] if other in knot}
-        ends = knot if len(knot) == 1 else {rank for rank in knot if not waits[rank] and rank in inner}
-        for rank in ends & set(awaited):
-            found[rank] = _describe(job, rank, awaited[rank])
+        inner = set().union(*(waits[rank] for rank in knot))
+        ends = knot if len(knot) == 1 else {rank for rank in knot & inner if not waits[rank]}
+        for rank in ends & set(job.awaited):
+            call = job.awaited[rank].describe().partition(",")[0]
+            if rank in job.silent:
+                found[rank] = f"has left no dump, and others wait for it in {call}"
+            elif not job.recordings[rank].calls:
+                found[rank] = f"has an empty record, and others wait for it in {call}"
+            else:
+                idle = "" if job.in_flight[rank] else "; it has nothing in flight"
+                found[rank] = f"has not come to {call}, in which others wait for it{idle}"
     return found
 
 
-def _describe(job: _Job, rank: int, call: Collective) -> str:
-    name = call.describe().partition(",")[0]
-    if rank in job.silent:
-        return f"has left no dump, and others wait for it in {name}"
-    if not job.recordings[rank].calls:
-        return f"has an empty record, and others wait for it in {name}"
-    in_flight = "; it has nothing in flight" if not job.in_flight[rank] else ""
-    return f"has not come to {name}, in which others wait for it{in_flight}"
-
-
-def _knot(job: _Job) -> dict[int, str]:
-    """The ranks of the last knots, of which nobody can say who ties them."""
-    return {
-        rank: f"waits in {job.in_flight[rank][0].describe()}"
-        for knot in _knots(job.edges(attended=True))
-        if len(knot) > 1
-        for rank in knot
-        if job.in_flight.get(rank)
-    }
+def _halted(job: _Job) -> dict[int, str]:
+    """Ranks with a call in flight that others have ended: their own device or driver stands."""
+    found: dict[int, str] = {}
+    for rank, calls in job.in_flight.items():
+        for call in calls:
+            if call.peer is None and not call.is_gloo and call.op in _NEEDS_ALL and rank not in found:
+                others = job.members[call.group] - {rank}
+                if ended := sorted(one for one in others if job.ended[one, call.group] >= call.seq):
+                    found[rank] = f"has {call.describe()} in flight, which {name_ranks(ended)} ended"
+    return found
 
 
 def _knots(edges: Mapping[int, Collection[int]]) -> Iterator[set[int]]:
     """The sets of ranks that reach each other and nobody else: the ends of all ways through the graph."""
-    reach = {rank: _reached_from(rank, edges) for rank in edges}
-    seen: set[int] = set()
+    into: dict[int, list[int]] = defaultdict(list)
+    for rank, others in edges.items():
+        for other in others:
+            into[other].append(rank)
+    settled: set[int] = set()
     for rank in edges:
-        if rank not in seen and all(rank in reach[other] for other in reach[rank]):
-            knot = {rank, *reach[rank]}
-            seen |= knot
-            yield knot
+        if rank not in settled:
+            ahead, behind = _reached_from(rank, edges), _reached_from(rank, into)
+            settled |= {rank} | behind  # whoever leads to this rank is in its knot, or in none
+            if ahead <= behind:
+                yield {rank} | ahead
 
 
 def _reached_from(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
     found: set[int] = set()
     todo = [start]
     while todo:
-        for other in edges[todo.pop()]:
-            if other not in found:
-                found.add(other)
-                todo.append(other)
+        fresh = set(edges.get(todo.pop(), ())) - found
+        found |= fresh
+        todo += fresh
     return found
 
 
-# -- one that has stopped short --------------------------------------------------------------------------------------
+# -- one that has stopped short ----------------------------------------------------------------------------------------
 
 
 def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     """The call to which a rank has not come although the calls that it has in flight do not hold it up.
 
-    Ranks run the same program: where its like went on from the same place with the same calls in flight, or from such a
-    place with such calls, it would have gone on as well, unless it alone waits there, as one rank does that prints the
-    loss. Its own earlier rounds tell: it used to go on at once from there, or not.
+    Ranks run the same program: where its like went on from such calls while they were in flight, it would have gone on
+    as well, unless it alone waits there, as one rank does that prints the loss. Its own earlier rounds tell: it used to
+    go on at once from there, or not.
 
     Returns:
         The call, or None; and whether that is certain.
     """
-    calls = _missed(job, rank) if job.in_flight[rank] else []
-    if not calls:
+    missed = _missed(job, rank) if job.in_flight[rank] else None
+    if missed is None:
         return None, False
-    recording = job.recordings[rank]
-    is_passed = _went_on_alike(job, rank)
-    if not is_passed:
-        if any(job.keys[other][-1] == job.keys[rank][-1] for other in _likes(job, rank)):
-            return None, False  # its like has stopped in the same place, which may be one where ranks wait
-        is_passed = _is_passed(job, rank)
-    mine, usual = _gaps(recording, len(recording.calls) - 1), _usual(recording)
+    ends = {one: (job.signs[one][-1], job.recordings[one].calls[-1].seq) for one in (rank, *job.likes(rank))}
+    if list(ends.values()).count(ends[rank]) > 1:
+        return None, False  # its like has stopped in the same place, which may be one where ranks wait
+    calls, is_passed = job.recordings[rank].calls, _is_passed(job, rank)
+    gaps = _gaps(calls)
+    # In a dump of active calls only, what stands side by side did not follow on each other.
+    has_rounds = any(call.peer is None for call in calls if call.is_done)
+    rounds = _earlier(job.signs[rank], len(calls), least=2) if has_rounds else []
+    mine = [gap for place in rounds if (gap := gaps[place - 1]) is not None]
+    spent = sorted(gap for gap in gaps if gap is not None)
+    usual = spent[len(spent) // 4] if spent else 0  # at a quarter of its calls, at least, it does not wait
     at_once = _ALIKE * max(usual, _AT_ONCE_NS)
     if (mine and median(mine) > at_once) or not (mine or is_passed):
         return None, False
     goes_on = max(mine, default=0) <= at_once  # now and then it took longer: it may print every so often
     # A processor that is slow everywhere does not show where it waits.
     shows_waits = bool(mine) and usual <= _AT_ONCE_NS
-    return calls[0], is_passed and goes_on and (shows_waits or not _may_be_meant_alone(job, rank))
+    return missed, is_passed and goes_on and (shows_waits or not _may_be_meant_alone(job, rank))
 
 
-def _missed(job: _Job, rank: int) -> list[Collective]:
-    """The calls that this rank would make next, by what others wait for."""
-    found = []
+def _missed(job: _Job, rank: int) -> Collective | None:
+    """The call that this rank would make next, by what others wait for."""
     for other in sorted(job.absent):
-        call = job.absent[other].get(rank)
-        if call is None:
-            continue
-        if call.peer is None:
-            found.append(replace(call, seq=job.reached.get((rank, call.group), 0) + 1))
-        else:
-            found.append(replace(call, op="recv" if call.op == "send" else "send", peer=other))
-    return found
-
-
-def _went_on_alike(job: _Job, rank: int) -> bool:
-    """Whether its like has gone on from the same place of the program with the same calls in flight."""
-    keys = job.keys[rank]
-    own = {key for key, call in zip(keys, job.recordings[rank].calls, strict=True) if not call.is_done}
-    for other in _likes(job, rank):
-        calls, theirs = job.recordings[other].calls, job.keys[other]
-        end = theirs.index(keys[-1]) + 1 if keys[-1] in theirs[:-1] else 0
-        length = min(_LONGEST_CONTEXT, len(keys), end)
-        is_there = length and theirs[end - length : end] == keys[-length:]
-        if is_there and own <= {key for key, call in zip(theirs[:end], calls, strict=False) if not call.is_done}:
-            return True
-    return False
+        if (call := job.absent[other].get(rank)) is not None:
+            if call.peer is None:
+                return replace(call, seq=job.reached[rank, call.group] + 1)
+            return replace(call, op="recv" if call.op == "send" else "send", peer=other)
+    return None
 
 
 def _is_passed(job: _Job, rank: int) -> bool:
     """Whether a rank of its stage has gone on from such calls as its last ones, while they were in flight."""
-    last = _signs(job, rank)[-_SHORT_CONTEXT:]
-    for other in [rank, *_likes(job, rank)]:
-        calls, signs = job.recordings[other].calls, _signs(job, other)
-        for i in range(_SHORT_CONTEXT - 1, len(calls) - 1):
-            if not calls[i].is_done and signs[i - _SHORT_CONTEXT + 1 : i + 1] == last and not _are_one(calls, i):
+    last = job.signs[rank][-_SHORT_CONTEXT:]
+    for other in (rank, *job.likes(rank)):
+        calls, signs = job.recordings[other].calls, job.signs[other]
+        for end, gap in enumerate(_gaps(calls), 1):
+            if gap is not None and not calls[end - 1].is_done and signs[max(end - len(last), 0) : end] == last:
                 return True
     return False
 
 
-def _likes(job: _Job, rank: int) -> list[int]:
-    """The other ranks of its stage, with a record."""
-    return [one for one, ways in job.ways.items() if one != rank and job.keys[one] and ways == job.ways[rank]]
-
-
-def _key(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:
-    """The same for calls that stand at the same place of the program on two ranks that run it."""
+def _sign(rank: int, recording: Recording, call: Collective) -> tuple[Any, ...]:
     role = recording.roles.get(call.group, "")
     place = role if role not in _PLAIN_ROLES else call.group
-    return (place, call.op, call.seq, None if call.peer is None else call.peer - rank)
-
-
-def _signs(job: _Job, rank: int) -> list[tuple[Any, ...]]:
-    """What each call is, without its number."""
-    pairs = zip(job.keys[rank], job.recordings[rank].calls, strict=True)
-    return [(place, op, way, str(call.shapes)) for (place, op, _, way), call in pairs]
+    return (place, call.op, None if call.peer is None else call.peer - rank, str(call.shapes))
 
 
 def _may_be_meant_alone(job: _Job, rank: int) -> bool:
     """Whether a program may mean this rank: the first of a group, or the last of its stage."""
     p2p = {call.group for call in job.recordings[rank].calls if call.peer is not None}
     firsts = {min(job.members[group]) for group in job.recordings[rank].groups if group not in p2p}
-    return rank in firsts or rank == max([rank, *_likes(job, rank)])
+    return rank in firsts or rank == max([rank, *job.likes(rank)])
 
 
-def _usual(recording: Recording) -> int:
-    """How long the rank takes from one call to the next where it does not wait: at a quarter of its calls, at least."""
-    gaps = sorted(_gap(recording.calls, i) for i in range(len(recording.calls) - 1) if not _are_one(recording.calls, i))
-    return gaps[len(gaps) // 4] if gaps else 0
-
-
-def _gaps(recording: Recording, place: int) -> list[int]:
-    """How long the rank took, in earlier rounds, from such a call after such calls to its next one."""
-    if all(call.peer is not None for call in recording.calls if call.is_done):
-        return []  # a dump of active calls only: what stands side by side there did not follow on each other
-    signs = [(call.group, call.op, call.peer, str(call.shapes)) for call in recording.calls]
-    for length in range(min(_LONGEST_CONTEXT, place), 0, -1):
-        context = signs[place - length : place + 1]
-        found = [
-            i for i in range(length, place) if signs[i - length : i + 1] == context and not _are_one(recording.calls, i)
-        ]
-        if found:
-            return [_gap(recording.calls, i) for i in found]
-    return []
-
-
-def _are_one(calls: Sequence[Collective], index: int) -> bool:
-    """Whether a call and the next one are parts of one batch."""
-    one, other = calls[index], calls[index + 1]
-    return None not in (one.peer, other.peer) and (one.group, one.seq) == (other.group, other.seq)
-
-
-def _gap(calls: Sequence[Collective], index: int) -> int:
-    return calls[index + 1].created_ns - calls[index].created_ns
+def _gaps(calls: Sequence[Collective]) -> list[int | None]:
+    """Nanoseconds from each call to the next one; None between parts of one batch."""
+    return [
+        None
+        if None not in (one.peer, other.peer) and (one.group, one.seq) == (other.group, other.seq)
+        else other.created_ns - one.created_ns
+        for one, other in pairwise(calls)
+    ]

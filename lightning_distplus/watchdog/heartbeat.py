@@ -42,7 +42,6 @@ NUM_READERS = 4
 _WATCH_HOST_EVERY_S = 8.0  # so that all ranks together send the store less than a message a second each
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
-_FOLLOWS_S = 5.0  # sightings that are further apart belong to different silences of this rank
 _beats = itertools.count(1)  # of this process, over all its runs
 _MISSED_BEATS_S = 1.35  # seen so much later than the last one, and a look: its Python, or the way to it, has stopped
 
@@ -64,15 +63,6 @@ class Sighting:
     """What it counts, how fast, and when it is there; "" where nothing is counted."""
     moves: bool = False
     """Whether that moves, although it sets no marks."""
-    since: tuple[int, float] = (0, 0.0)
-    """Number of the mark, and ``running_time()``, at the first of the sightings that follow each other."""
-
-    @property
-    def marks_per_s(self) -> float:
-        """How fast its training thread moves; 0 where it stands still, or was not seen for long enough."""
-        seconds = self.changed_at - self.since[1]
-        moves = seconds > BEAT_S and self.silence_s < seconds / 2
-        return (self.mark.number - self.since[0]) / seconds if moves else 0.0
 
     @property
     def silence_s(self) -> float:
@@ -137,11 +127,7 @@ class Board:
         self._thread = threading.Thread(target=self._run, name="distplus-board", daemon=True)
 
     def start(self, *, has_process: bool = True) -> None:
-        """Starts the thread.
-
-        Args:
-            has_process: Whether this rank has a process of its own, so that its peers can find its slate.
-        """
+        """Starts the thread; peers find the slate of a rank that has a process of its own."""
         if has_process:
             self._slate = os.memfd_create(_NAME)
         with suppress(PeerError, RuntimeError):
@@ -174,7 +160,7 @@ class Board:
         if beat is None or (seen is not None and seen.beat >= beat["beat"]):
             return seen
         age_s = time.monotonic() - beat["at"]  # this clock is the same for all processes of a host
-        return _sighting(beat, Mark(**beat["mark"]), running_time() - age_s)
+        return _sighting(beat, running_time() - age_s)
 
     @property
     def ended(self) -> dict[int, str]:
@@ -204,10 +190,10 @@ class Board:
         """Whether all evidence of this rank is out: a rank that ends earlier would leave its peers without it."""
         return not self._to_post
 
-    def post_evidence(self, number: int, evidence: dict[str, Any]) -> None:
-        """Sends this rank's evidence at once; it holds for the mark of this number only."""
-        self._to_post.append(json.dumps({"number": number, "evidence": evidence}).encode())
-        self._posted = number
+    def post_evidence(self, evidence: dict[str, Any]) -> None:
+        """Sends this rank's evidence at once; it holds for the mark of its ``number`` only."""
+        self._to_post.append(json.dumps(evidence).encode())
+        self._posted = evidence["number"]
         self._has_post.set()
 
     def _run(self) -> None:
@@ -306,7 +292,7 @@ class Board:
         for rank, posted in zip(news, posts, strict=True):
             told = {} if posted is None else words_of(posted)
             if told and told["number"] == self.sightings[rank].mark.number:
-                self._weighed[rank], self.evidence[rank] = told["number"], told["evidence"]
+                self._weighed[rank], self.evidence[rank] = told["number"], told
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
@@ -314,24 +300,20 @@ class Board:
 
         A rank that has moved since it posted has said nothing of this silence.
         """
-        last, mark = self.sightings.get(rank), Mark(**data["mark"])
-        if last is None or data["beat"] > last.beat:  # an older one is shown again by a stranger
-            now = running_time()
-            follows = last is not None and now - last.changed_at < _FOLLOWS_S
-            since = last.since if last is not None and follows else (mark.number, now)
-            self.sightings[rank] = _sighting(data, mark, now, since)
-        if data["posted"] != mark.number:
+        last, seen = self.sightings.get(rank), _sighting(data, running_time())
+        if last is None or seen.beat > last.beat:  # an older one is shown again by a stranger
+            self.sightings[rank] = seen
+        if data["posted"] != seen.mark.number:
             self.evidence.pop(rank, None)
             return False
-        return self._weighed.get(rank) != mark.number or rank not in self.evidence
+        return self._weighed.get(rank) != seen.mark.number or rank not in self.evidence
 
 
-def _sighting(beat: dict[str, Any], mark: Mark, at: float, since: tuple[int, float] = (0, 0.0)) -> Sighting:
+def _sighting(beat: dict[str, Any], at: float) -> Sighting:
     return Sighting(
-        mark=mark,
+        mark=Mark(**beat["mark"]),
         beat=beat["beat"],
         changed_at=at,
-        since=since,
         place=beat["place"],
         pace=beat["pace"],
         moves=beat["moves"],

@@ -20,53 +20,32 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from lightning_distplus import errors
 from lightning_distplus.control.collective_check import sides
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.errors import (
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    CheckpointUnsafe,
-    DatasetMismatch,
-    DivergenceError,
-    PeerLost,
-    PeerMissing,
-    PreflightError,
-    RendezvousError,
-    message_of,
-)
 from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
+from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.evidence import Evidence
-from lightning_distplus.watchdog.flight_recorder import (
-    Collective,
-    DumpError,
-    Ends,
-    Mismatch,
-    Recording,
-    cycles,
-    follow,
-    load_dumps,
-    match,
-    read_recordings,
-)
+from lightning_distplus.watchdog.flight_recorder import Collective, Ends, Mismatch, Recording
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
 from lightning_distplus.world import World, name_ranks
 
 __all__ = [
+    "PlaceOfFailure",
     "Verdict",
     "describe_next",
     "duration_in_words",
     "find_verdicts",
     "judge",
     "judge_dumps",
-    "leave_verdict",
+    "judge_failure",
     "name_incident",
-    "place_of_failure",
     "print_block",
     "shown_mark",
 ]
@@ -228,14 +207,12 @@ class Verdict:
 
     def write(self, folder: Path, host: str) -> Path:
         """Writes the file aside and renames it."""
-        path = self._path(folder, host)
-        self._stage(path).rename(path)
-        return path
+        path, stage = self._stage(folder, host)
+        return stage.rename(path)
 
     def write_first(self, folder: Path, host: str) -> Path | None:
         """The same for what several ranks of a host find at once; None where the file of another rank is there."""
-        path = self._path(folder, host)
-        stage = self._stage(path)
+        path, stage = self._stage(folder, host)
         try:
             path.hardlink_to(stage)
         except FileExistsError:
@@ -244,14 +221,12 @@ class Verdict:
             stage.unlink()
         return path
 
-    def _path(self, folder: Path, host: str) -> Path:
-        return folder / f"verdict-{self.incident}-{host}.json"
-
-    def _stage(self, path: Path) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _stage(self, folder: Path, host: str) -> tuple[Path, Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"verdict-{self.incident}-{host}.json"
         stage = path.with_suffix(f".{os.getpid()}")
-        stage.write_text(json.dumps(asdict(self), indent=1))
-        return stage
+        stage.write_text(self.to_json())
+        return path, stage
 
 
 def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
@@ -512,7 +487,7 @@ def _alone(evidence: Mapping[int, Evidence], cause: str) -> str:
 
 def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:
     calls = {rank: one.collective for rank, one in evidence.items()}
-    found = cycles(
+    found = flight_recorder.cycles(
         {
             rank: call.peer
             for rank, call in calls.items()
@@ -566,7 +541,7 @@ def _in_a_lonely_call(evidence: Mapping[int, Evidence]) -> _Opinion | None:
 
 
 def _in_another_collective(evidence: Mapping[int, Evidence]) -> _Opinion | None:
-    found = match({rank: one.calls for rank, one in evidence.items() if one.answers})
+    found = flight_recorder.match({rank: one.calls for rank, one in evidence.items() if one.answers})
     if found is None or found.kind == "count":
         ends = _ends(evidence)
         if ends is not None and (ends.is_decided or all(one.is_recorded_only for one in evidence.values())):
@@ -598,7 +573,7 @@ def _ends(evidence: Mapping[int, Evidence]) -> Ends | None:
     records = {rank: one.calls for rank, one in evidence.items() if one.answers}
     unseen = {rank for rank, one in evidence.items() if one.answers and one.waits and not records[rank].unfinished}
     unseen |= {rank for rank, one in evidence.items() if not one.answers and not one.is_recorded_only}
-    return follow(records, elsewhere=unseen)
+    return flight_recorder.follow(records, elsewhere=unseen)
 
 
 def _at_the_ends(ends: Ends) -> _Opinion:
@@ -635,10 +610,10 @@ _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<")
 
 def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) -> Verdict:
     """Gives the verdict on the job that has left these dumps; see ``read_dumps`` for the arguments and errors."""
-    dumps = load_dumps(folder, on_file)
-    recordings = read_recordings(dumps)
+    dumps = flight_recorder.load_dumps(folder, on_file)
+    recordings = flight_recorder.read_recordings(dumps)
     if not any(recording.unfinished for recording in recordings.values()):
-        raise DumpError(
+        raise flight_recorder.DumpError(
             f"no rank had a call in flight when the {len(dumps)} dumps in {folder} were written; no hang seen"
         )
     ranks = set(recordings).union(*(ranks for one in recordings.values() for ranks in one.groups.values()))
@@ -674,34 +649,36 @@ def _location(dump: Mapping[str, Any]) -> str | None:
 # -- the verdict on a rank that has raised, or whose process is gone ---------------------------------------------------
 
 
-_KINDS = {
-    DivergenceError.__name__: "divergence",
-    PeerLost.__name__: "peer_lost",
-    PeerMissing.__name__: "peer_lost",
-}
+_KINDS = {"DivergenceError": "divergence", "PeerLost": "peer_lost", "PeerMissing": "peer_lost"}
 # The user or the scheduler has asked for the end; or the run has not begun, and all ranks show the same.
-_NO_INCIDENT = {"KeyboardInterrupt", "SIGTERMException", "Preempted", PreflightError.__name__, RendezvousError.__name__}
+_NO_INCIDENT = ("KeyboardInterrupt", "SIGTERMException", "Preempted", "PreflightError", "RendezvousError")
 # Their last sentence says what to do, and no line of code is to blame.
-_TELLS_REMEDY = {one.__name__ for one in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, DatasetMismatch)}
+_TELLS_REMEDY = ("CheckpointCorrupt", "CheckpointMismatch", "CheckpointUnsafe", "DatasetMismatch")
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _CAUSE_CHARACTERS = 1000
 _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _WHEREABOUTS = re.compile(r"in (.+?)(?: at (\S+:\d+))?$", re.DOTALL)
 _OF_WORKER = "in DataLoader worker process"
-_SPOKEN_S = 1.0  # how long the lowest rank of this host may take
+_NOWHERE: Mapping[str, Any] = {"phase": "", "operation": "", "location": None, "global_step": 0, "elapsed_s": 0.0}
 
 
-def place_of_failure(marks: Marks, error: BaseException) -> dict[str, Any]:
-    """Where this rank has failed, as ``FirstError.place``; called on the thread that has raised, or is about to."""
-    mark = marks.at_failure
-    stack = [*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)]
-    return {
-        "phase": mark.phase,
-        "operation": mark.operation,
-        "global_step": mark.global_step,
-        "location": _in_worker(message_of(error)) or user_location(stack),
-    }
+@dataclass
+class PlaceOfFailure:
+    """Knows where this rank has failed; asked on the thread that has raised, or is about to."""
+
+    marks: Marks
+
+    def place_of(self, error: BaseException) -> dict[str, Any]:
+        """See ``control.Locator``."""
+        mark = self.marks.at_failure
+        stack = [*stack_of(threading.get_ident()), *traceback.extract_tb(error.__traceback__)]
+        return {
+            "phase": mark.phase,
+            "operation": mark.operation,
+            "global_step": mark.global_step,
+            "location": _in_worker(errors.message_of(error)) or user_location(stack),
+        }
 
 
 def _in_worker(message: str) -> str | None:
@@ -711,58 +688,12 @@ def _in_worker(message: str) -> str | None:
     return user_location([traceback.FrameSummary(file, int(line), "") for file, line in _TEXT_FRAME.findall(message)])
 
 
-def leave_verdict(
-    first: FirstError,
-    *,
-    is_told: bool,
-    world: World,
-    run_id: str,
-    peers: Mapping[int, Peer],
-    last_seen: Callable[[int], Sighting | None],
-    folder: Path,
-) -> tuple[Verdict, Path] | None:
-    """Writes the verdict on an error, once on each host.
-
-    Args:
-        first: The first error of the job.
-        is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its own.
-        world: This process.
-        run_id: ``ControlPlane.run_id``.
-        peers: How the others have introduced themselves.
-        last_seen: Their last beats.
-        folder: Where verdicts go.
-
-    Returns:
-        The verdict and its file; None where there is nothing to write, or another rank of this host has written it.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+def judge_failure(
+    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
+) -> Verdict | None:
+    """Gives the verdict on the first error of the job; None where that is no incident."""
     if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
         return None
-    verdict = _verdict(first, world, run_id, peers, last_seen)
-    if not is_told and _is_written_by_another(verdict, world, peers, folder):
-        return None
-    path = verdict.write_first(folder, world.host)
-    return None if path is None else (verdict, path)
-
-
-def _is_written_by_another(verdict: Verdict, world: World, peers: Mapping[int, Peer], folder: Path) -> bool:
-    """Leaves it to the lowest rank of this host that lives; where that does not come to it, this rank writes."""
-    lower = [peers[rank] for rank in peers if rank < world.rank and rank not in verdict.culprits]
-    is_lowest = not any(one.is_here and one.state() is not ProcessState.GONE for one in lower)
-    end = running_time() + (0.0 if is_lowest else _SPOKEN_S)
-    while True:
-        recent = find_verdicts(folder, run_id=verdict.run_id, since=time.time() - _SAME_INCIDENT_S)
-        is_written = any(one["path"].name.endswith(f"-{world.host}.json") for one in recent)
-        if is_written or running_time() >= end:
-            return is_written
-        time.sleep(0.05)
-
-
-def _verdict(
-    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
-) -> Verdict:
     culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
     # Ranks that refuse a checkpoint together all stand where the one does that tells of it.
@@ -785,11 +716,7 @@ def _verdict(
         kind=kind,
         culprits=culprits,
         waiting=sorted(set(world.ranks) - set(culprits)),
-        phase=place.get("phase", ""),
-        operation=place.get("operation", ""),
-        location=place.get("location"),
-        global_step=place.get("global_step", 0),
-        elapsed_s=place.get("elapsed_s", 0.0),
+        **{name: place.get(name, nothing) for name, nothing in _NOWHERE.items()},
         cause=cause,
         remedy=remedy,
         hosts={rank: host for rank, (host, _) in known.items()},
@@ -813,14 +740,8 @@ def _place_of(seen: Sighting | None) -> dict[str, Any]:
     """Of a rank that cannot say it any more: its last beat."""
     if seen is None:
         return {}
-    return {
-        "phase": seen.mark.phase,
-        "operation": seen.mark.operation,
-        "global_step": seen.mark.global_step,
-        "location": seen.place,
-        "elapsed_s": seen.silence_s,
-        "beat_s": running_time() - seen.changed_at,
-    }
+    beat_s = running_time() - seen.changed_at
+    return {**vars(seen.mark), "location": seen.place, "elapsed_s": seen.silence_s, "beat_s": beat_s}
 
 
 def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -838,7 +759,7 @@ def _place_in(value: str) -> dict[str, Any]:
 
 def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     is_own = rank == first.rank
-    is_gone = first.type == PeerLost.__name__
+    is_gone = first.type == errors.PeerLost.__name__
     what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
     where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
     age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""

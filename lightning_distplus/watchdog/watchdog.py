@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_distplus import _compat, env
+from lightning_distplus import _compat, env, process
 from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
@@ -37,34 +37,18 @@ from lightning_distplus.errors import (
     show_errors_with,
     stop_showing_errors_with,
 )
-from lightning_distplus.process import (
-    HostLoad,
-    ProcessState,
-    catches_signal,
-    end_with_parent,
-    end_workers,
-    forks,
-    is_traced,
-    running_time,
-)
+from lightning_distplus.process import ProcessState, running_time
 from lightning_distplus.timeouts import Duration, parse_duration
-from lightning_distplus.watchdog import flight_recorder
+from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
-from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, Sighting, has_slate
+from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, has_slate
 from lightning_distplus.watchdog.progress import Marks, Progress
-from lightning_distplus.watchdog.stacks import (
-    PrintsStacks,
-    StackPrinter,
-    ask_for_stack,
-    fold_traceback,
-    ignore_signal,
-    is_debugged,
-)
+from lightning_distplus.watchdog.stacks import StackPrinter
 from lightning_distplus.watchdog.verdict import (
     Verdict,
     find_verdicts,
     judge,
-    leave_verdict,
+    judge_failure,
     name_incident,
     print_block,
     shown_mark,
@@ -90,13 +74,9 @@ _STEP_IN_FACTOR = 4
 _PEER_GRACE_S = 3.0  # how long a peer's error may take to end this rank by itself
 _JOIN_S = 5.0  # a verdict may be under way
 _LAST_S = 0.5  # the process that serves the store ends last
-
 _LINGER_S = 0.3  # so that the peers, which judge at the same moment, are not torn out of it
-
 _SETTLED_TURNS = 7
 _ASKS = 5  # for the stack of a process that would be killed: a busy host answers late
-
-_INCIDENT = "hang"
 _SIGNS_OF_TIME_OUT = ("timed out", "timeout", "time-out")
 
 
@@ -143,27 +123,26 @@ class Watchdog:
         self._marks = marks
         self._deadline = deadline
         self._last_deadline = last_deadline
-        self._report_after = None if report_after is None else parse_duration(report_after)
+        self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
         self._printer = StackPrinter.arm() if has_process else None
         thread = threading.get_ident()
-        self._board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
-        self._witness = Witness(plane, marks, self._board, thread=thread, printer=self._printer)
-        self._telling = Telling(plane, self._board, folder, on_shown)
+        self.board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
+        """What the ranks tell each other."""
+        self._witness = Witness(plane, marks, self.board, thread=thread, printer=self._printer)
+        self._telling = Telling(plane, self.board, folder, on_shown)
         self._on_shown = on_shown
         self._stopping = threading.Event()
         self._judges_together = threading.Lock()
-        self._aborts = threading.Lock()
-        self._restore_abort: Callable[[], None] | None = None
         self._have_judged_together = threading.Event()
+        self._aborts = threading.Lock()
+        self._restore: list[Callable[[], None]] = []
         self._heard_at: float | None = None
         self._on_its_way_at = -math.inf
         """When the training thread was last seen on its way out."""
         self._reported_at = -1
         self._judged_at = -1
-        self._restore_workers: Callable[[], None] = lambda: None
-        self._posted_at = -1
         self._posted: Evidence | None = None
         self._left_behind = (-1, 0)
         """A mark, and for how many turns this rank has stood there in a call to which somebody never comes."""
@@ -174,24 +153,25 @@ class Watchdog:
         if self._has_process:
             self._telling.arm()
             flight_recorder.arm()
-            self._restore_abort = _compat.on_terminate(self._speak_before_abort)
+            self._restore += filter(None, [_compat.on_terminate(self._speak_before_abort)])
             # From now on data workers that are forked from this process end when it is killed. A worker notices the
             # death of its rank between two samples only; until then its copies of the connections keep all peers
             # waiting, in the collectives and, where this rank serves it, for the store.
             multiprocessing.util.register_after_fork(self, _end_with_parent)
         if (printer := self._printer) is not None:
-            self._restore_workers = _compat.prepare_workers(lambda loader: PrintsStacks.where_needed(loader, printer))
-        self._board.start(has_process=self._has_process)
+            self._restore.append(
+                _compat.prepare_workers(lambda loader: stacks.PrintsStacks.where_needed(loader, printer))
+            )
+        self.board.start(has_process=self._has_process)
         self._thread.start()
 
     def meet_peers(self, points: Points) -> None:
         """Call it once, when all ranks have started theirs: this one can then see peers of its host that are silent.
 
-        Args:
-            points: The checked calls of the run; each beat tells where this rank stands between them.
+        From then on each beat tells where this rank stands between the checked calls of the run.
         """
-        self._board.points = points
-        self._board.open_slates(self._plane.peers_nearby())
+        self.board.points = points
+        self.board.open_slates(self._plane.peers_nearby())
 
     def stop(self) -> None:
         """Ends both threads; nothing is judged any more."""
@@ -199,10 +179,9 @@ class Watchdog:
             self._telling.disarm()
         self._stopping.set()
         self._thread.join(timeout=_JOIN_S)
-        self._board.stop()
-        if self._restore_abort is not None:
-            self._restore_abort()
-        self._restore_workers()
+        self.board.stop()
+        while self._restore:
+            self._restore.pop()()
         if self._printer is not None:
             self._printer.disarm()
             self._printer = None
@@ -210,7 +189,7 @@ class Watchdog:
     def end(self, how: str) -> None:
         """Says that the run has ended on this rank; peers that have not ended theirs are still watched."""
         self._marks.end(how)
-        self._board.alert.set()  # publishes it now
+        self.board.alert.set()  # publishes it now
 
     def rearm(self) -> None:
         """Call it where Lightning has put the handlers of all signals back: hooks follow in which a rank may hang."""
@@ -219,20 +198,10 @@ class Watchdog:
 
     def has_ended(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have ended their run, as far as this one has seen."""
-        return set(ranks) <= set(self._board.ended)
-
-    @property
-    def board(self) -> Board:
-        """What the ranks tell each other."""
-        return self._board
+        return set(ranks) <= set(self.board.ended)
 
     def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
-        """Leaves the verdict on an error that a rank has raised, once on each host; never raises.
-
-        Args:
-            error: The first error of the job.
-            is_told: Whether the others know it; False where the store was lost with it.
-        """
+        """Leaves the verdict on the first error of the job, once on each host; see ``Telling.tell_failure``."""
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
@@ -261,14 +230,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            self._watch_until_stopped()
+            while not self._stopping.wait(_TICK_S):
+                self.turn()
+            self._heed_peers()  # the training thread may have raised what a peer has judged, and be on its way out
         except Exception:  # the root of the thread: training goes on without a watchdog, and says so
             log.exception("rank %d: the watchdog has failed; nobody watches this rank", self._world.rank)
-
-    def _watch_until_stopped(self) -> None:
-        while not self._stopping.wait(_TICK_S):
-            self.turn()
-        self._heed_peers()  # the training thread may have raised what a peer has judged, and be on its way out
 
     def turn(self) -> None:
         """Looks once; the thread does so ten times a second. A verdict takes a second or two."""
@@ -289,12 +255,12 @@ class Watchdog:
         """A peer has judged already, or its process is about to end: this rank gives the same verdict on its host."""
         if error.type == _JudgedTogether.__name__:
             self._judge_together()
-        elif error.message.startswith(JUDGED) and (self._board.is_few or self._telling.speaks_for_host(error.ranks)):
-            verdict = self._telling.told_by(error.rank)
-            if verdict is not None:
-                self._give(verdict)
-        else:
+        elif not error.message.startswith(JUDGED):
             self.tell_failure(error)
+        elif (self.board.is_few or self._telling.speaks_for_host(error.ranks)) and (
+            verdict := self._telling.told_by(error.rank)
+        ):
+            self._give(verdict)
 
     def _end_after_grace(self, error: FirstError, heard_at: float) -> None:
         """A rank that cannot raise what it has heard, because its training thread is stuck, ends.
@@ -307,33 +273,30 @@ class Watchdog:
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
         is_late = last is not None and now - heard_at > last.total_seconds()
         if (is_stuck or is_late) and self._ends_run:
-            if self._telling.is_full:
-                _say(f"{error.describe()}\n{error.traceback}")
+            self._telling.say_if_full(f"{error.describe()}\n{error.traceback}")
             self._leave(error.as_heard().exit_code)
 
     def _look_at_silence(self) -> None:
         mark = self._marks.read()
-        silence_s = mark.silence_s
-        if silence_s < _ALERT_AFTER_S:
-            self._board.alert.clear()
-            self._board.is_asked = False
+        if mark.silence_s < _ALERT_AFTER_S:
+            self.board.alert.clear()
+            self.board.is_asked = False
             return
-        self._board.alert.set()
-        if self._board.is_asked:  # a peer considers a verdict
+        self.board.alert.set()
+        if self.board.is_asked:  # a peer considers a verdict
             self._post(mark.number)
         self._look_at_the_end(mark.number)
-        report_s = None if self._report_after is None else self._report_after.total_seconds()
-        if report_s is not None and silence_s > report_s and self._reported_at != mark.number:
+        if mark.silence_s > self._report_after_s and self._reported_at != mark.number:
             self._reported_at = mark.number
-            self._report_stall(silence_s)
+            self._report_stall(mark.silence_s)
         deadline_s = self._deadline_s()
-        if silence_s > deadline_s and self._judged_at != mark.number:
+        if mark.silence_s > deadline_s and self._judged_at != mark.number:
             self._consider(mark.number, deadline_s)
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
         deadline = self._deadline()
-        if deadline is not None and self._board.ended:
+        if deadline is not None and self.board.ended:
             deadline = max(deadline, self._last_deadline() or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
@@ -342,7 +305,7 @@ class Watchdog:
 
         The turns are counted, not the time: after a pause of this process what it waits for may just have arrived.
         """
-        left = {} if self._board.is_silent or self._plane.first_error else self._board.left
+        left = {} if self.board.is_silent or self._plane.first_error else self.board.left
         if not left or self._left_behind[0] != number:
             self._left_behind = (number, 0)
         if not left or (call := self._witness.collective_with(left)) is None:
@@ -350,37 +313,45 @@ class Watchdog:
         self._left_behind = (number, self._left_behind[1] + 1)
         if self._left_behind[1] < _SETTLED_TURNS:
             return
-        error = ended_early({rank: left[rank] for rank in left}, {self._world.rank: call})
-        first = self._plane.report_failure(error)
+        first = self._plane.report_failure(ended_early(left, {self._world.rank: call}))
         if first is not None and first.rank == self._world.rank:
             self.tell_failure(first)
             if self._ends_run:
-                time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
-                if self._telling.is_full:
-                    _say(first.describe())
+                self._linger()
+                self._telling.say_if_full(first.describe())
                 self._leave(ExitCode.DIVERGENCE)
 
+    def _linger(self) -> None:
+        time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
+
     def _leave(self, code: ExitCode) -> None:
+        """Ends this process at once: its training thread may stand in a call that nothing interrupts.
+
+        Its data workers end with it, as at an orderly exit. One that hangs in a sample would live on, and with it its
+        copies of all connections: peers would wait for an answer of a store that nobody serves.
+        """
         self._telling.leave(code)
-        _end_process(code)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        process.end_workers()
+        os._exit(int(code))
 
     def _post(self, number: int) -> None:
-        if self._posted_at != number:
-            self._posted_at = number
+        """Sends the evidence of this silence, once."""
+        if self._posted is None or self._posted.number != number:
             self._posted = self._witness.own()
-            self._board.post_evidence(number, asdict(self._posted))
+            self.board.post_evidence(asdict(self._posted))
 
     def _report_stall(self, silence_s: float) -> None:
-        if not self._board.reads:
-            return
-        alive = {rank for rank in self._board.sightings if self._board.beats(rank)}
-        if self._world.rank == min(alive, default=self._world.rank):
+        alive = {rank for rank in self.board.sightings if self.board.beats(rank)}
+        if self.board.reads and self._world.rank == min(alive, default=self._world.rank):
             log.warning(
                 "no progress for %.0f s (nothing is ended by this report):\n  %s\n  load of host %s: %s",
                 silence_s,
                 "\n  ".join(self._witness.brief()),
                 self._world.host,
-                HostLoad.now().describe(),
+                process.HostLoad.now().describe(),
             )
 
     # -- the verdict -------------------------------------------------------------------------------------------------
@@ -390,24 +361,24 @@ class Watchdog:
         self._post(number)
         if not self._must_judge(deadline_s):
             return
-        self._board.ask(number)
+        self.board.ask(number)
         self._collect(_COLLECT_S)
         self._witness.probe_hosts()
         deadline_s = max(deadline_s, self._deadline_s())  # this rank may have read only now that others have ended
         if self._marks.read().silence_s <= deadline_s or self._somebody_moves(deadline_s):
             return
         evidence = self._evidence()
-        if (
-            self._marks.read().number != number
-            or self._stopping.is_set()
-            or all(one.ended for one in evidence.values())
-        ):
+        has_moved = self._marks.read().number != number
+        if has_moved or self._stopping.is_set() or all(one.ended for one in evidence.values()):
             return
         self._judged_at = number
         if any(self._is_debugged(one) for one in evidence.values()):
             log.warning("a rank stands in a debugger; nothing is ended")
             return
-        self._give(self._judge(evidence, _INCIDENT))
+        self._give(self._judge(evidence, "hang"))
+
+    def _judge(self, evidence: dict[int, Evidence], kind: str) -> Verdict:
+        return judge(evidence, name_incident(kind, self._plane.run_id), self._plane.run_id)
 
     def _evidence(self) -> dict[int, Evidence]:
         """What the peers know of this rank holds for this rank as well: all judge by the same."""
@@ -416,7 +387,7 @@ class Watchdog:
 
     def _must_judge(self, deadline_s: float) -> bool:
         """Of many ranks the first one judges; where it does not, others do."""
-        if self._board.is_few:
+        if self.board.is_few:
             return True
         rank, node = self._world.rank, self._world.node_ranks
         if rank < NUM_READERS:
@@ -426,34 +397,33 @@ class Watchdog:
         else:
             return False
         is_due = self._marks.read().silence_s > deadline_s + patience_s
-        self._board.reads |= is_due
+        self.board.reads |= is_due
         return is_due
 
     def _collect(self, seconds: float) -> None:
         """Waits for the evidence of the others; longer for those that beat, which can still speak on a busy host."""
         begin = running_time()
-        asked_s = 0.0 if self._board.is_few else BEAT_S
+        asked_s = 0.0 if self.board.is_few else BEAT_S
         others = set(self._world.ranks) - {self._world.rank}
-        while (missing := others - set(self._board.evidence)) or not self._board.has_posted:
-            can_speak = any(self._board.beats(rank) for rank in missing)
+        while (missing := others - set(self.board.evidence)) or not self.board.has_posted:
+            can_speak = any(self.board.beats(rank) for rank in missing)
             if running_time() - begin > (_COLLECT_BUSY_S if can_speak else seconds) + asked_s:
                 return
             time.sleep(_TICK_S / 4)
 
     def _somebody_moves(self, deadline_s: float) -> bool:
-        for rank, seen in self._board.sightings.items():
-            if rank == self._world.rank:
-                continue
-            has_posted, beats = rank in self._board.evidence, self._board.beats(rank)
-            if not has_posted and seen.silence_s < deadline_s - (_MOVED_S if beats else _UNSEEN_S):
-                return True
-            if has_posted and beats and seen.silence_s < deadline_s - _MOVED_S:
-                return True
+        """Whether a peer has moved within the deadline, as far as its last beat tells."""
+        for rank in set(self.board.sightings) - {self._world.rank}:
+            beats = self.board.beats(rank)
+            if beats or rank not in self.board.evidence:
+                least_s = deadline_s - (_MOVED_S if beats else _UNSEEN_S)
+                if self.board.sightings[rank].silence_s < least_s:
+                    return True
         return False
 
     def _is_debugged(self, one: Evidence) -> bool:
-        peer = self._board.peers.get(one.rank)
-        return is_debugged(one.stack) or (peer is not None and peer.is_here and is_traced(one.pid))
+        peer = self.board.peers.get(one.rank)
+        return stacks.is_debugged(one.stack) or (peer is not None and peer.is_here and process.is_traced(one.pid))
 
     def _speak_before_abort(self, exception: str) -> None:
         """Tells the peers, from the thread on which C++ gives up, what this rank was doing; then the process ends.
@@ -465,7 +435,15 @@ class Watchdog:
             return
         with suppress(Exception):  # whatever happens here, the process ends as it would have ended
             self._witness.ended_by = exception or "of an unknown type"
-            self._plane.report_failure(_JudgedTogether(_last_words(self._witness.own())))
+            own = self._witness.own()
+            call = own.collective.describe() if own.collective else "no collective that is known"
+            self._plane.report_failure(
+                _JudgedTogether(
+                    f"an exception in C++ ({own.was_ended_by}) ends this process, which stands in {call}, at "
+                    f"{own.location}. In gloo it means that a peer's message does not fit: another shape, dtype or "
+                    "order of collectives. The verdict names the rank that differs."
+                )
+            )
             self._judge_together()
             self._telling.leave(ExitCode.PEER_LOST)
             time.sleep(_LINGER_S)  # the peers write their verdict, now that all evidence is there
@@ -477,91 +455,62 @@ class Watchdog:
         the first one has said where this rank stands.
         """
         self._witness.is_after_failure = True
-        self._board.alert.set()
+        self.board.alert.set()
         self._post(self._marks.read().number)  # anew where the training thread has moved on in its error
         if not self._judges_together.acquire(blocking=False):
             self._have_judged_together.wait(_JOIN_S)
             return
         try:
             self._collect(_COLLECT_S)
-            if not self._board.reads:
+            if not self.board.reads:
                 return
             verdict = self._telling.settle(self._judge(self._evidence(), "abort"))
             if self._telling.speaks_for_host(verdict.silent):
                 self._telling.tell(verdict)
-            self._telling.await_settled(set(self._board.evidence))
+            self._telling.await_settled(set(self.board.evidence))
         finally:
             self._have_judged_together.set()
 
-    def _judge(self, evidence: dict[int, Evidence], kind: str) -> Verdict:
-        run_id = self._plane.run_id
-        return judge(evidence, name_incident(kind, run_id), run_id)
-
     def _give(self, verdict: Verdict) -> None:
         self._telling.has_judged = True
-        if self._telling.speaks_for_host(verdict.silent) or (self._ends_run and not self._telling.is_done(verdict)):
+        speaks = self._telling.speaks_for_host(verdict.silent)
+        if speaks or (self._ends_run and not self._telling.is_done(verdict)):
             self._telling.tell(verdict)
         if self._ends_run:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
-            time.sleep(_LAST_S if self._world.rank == 0 else _LINGER_S)
+            self._linger()
             self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
-        elif self._telling.speaks_for_host(verdict.silent) and (found := self._telling.find_verdict()):
+        elif speaks and (found := self._telling.find_verdict()):
             print_block(*found)
             threading.Thread(target=self._on_shown, args=found[1:], name="distplus-on-shown", daemon=True).start()
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
-        """Only where this host knows it: stopped by a signal, or their stack was read while their Python was mute."""
+        """Kills culprits of this host, with what was forked from them, of which it is known that they cannot end.
+
+        They are stopped by a signal; or they have printed the stack for which they were asked, or do so now, while
+        their Python was mute, and could do it again.
+        """
         for rank in set(verdict.culprits) & set(verdict.silent) - {self._world.rank}:
-            peer, seen = self._board.peers.get(rank), self._board.last_seen(rank)
+            peer, seen = self.board.peers.get(rank), self.board.last_seen(rank)
             if peer is None or not peer.is_here or seen is None or seen.mark.ended:
                 continue
-            if peer.state() is ProcessState.STOPPED or self._has_shown_its_stack(rank, peer.pid, seen, verdict):
-                _end_peer(peer)
-
-    def _has_shown_its_stack(self, rank: int, pid: int, seen: Sighting, verdict: Verdict) -> bool:
-        """Whether a rank has printed the stack for which it was asked, or does so now, and could do it again."""
-        printer = seen.printer
-        if printer is None or not catches_signal(pid, printer.number):
-            return False
-        return bool(verdict.stacks.get(str(rank))) or any(ask_for_stack(pid, printer) for _ in range(_ASKS))
-
-
-def _last_words(own: Evidence) -> str:
-    call = own.collective.describe() if own.collective else "no collective that is known"
-    return (
-        f"an exception in C++ ({own.was_ended_by}) ends this process, which stands in {call}, at {own.location}. In "
-        "gloo it means that a peer's message does not fit: another shape, dtype or order of collectives. The verdict "
-        "names the rank that differs."
-    )
+            pid, printer = peer.pid, seen.printer
+            is_stuck = peer.state() is ProcessState.STOPPED
+            if not is_stuck and printer is not None and process.catches_signal(pid, printer.number):
+                has_shown = bool(verdict.stacks.get(str(rank)))
+                is_stuck = has_shown or any(stacks.ask_for_stack(pid, printer) for _ in range(_ASKS))
+            if is_stuck and peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(pid):
+                for one in (*process.forks(pid), pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
 
 
 def _end_with_parent(_: object) -> None:
     """Runs in a child. The system watches the thread that forked, so that one forked elsewhere is left alone."""
     is_of_main_thread = threading.current_thread().name == "MainThread"
     if multiprocessing.current_process().daemon and is_of_main_thread:
-        end_with_parent()
-
-
-def _end_process(code: ExitCode) -> None:
-    """Ends this process at once: its training thread may stand in a call that nothing interrupts.
-
-    Its data workers end with it, as at an orderly exit. One that hangs in a sample would live on, and with it its
-    copies of all connections: peers would wait for an answer of a store that nobody serves.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    end_workers()
-    os._exit(int(code))
-
-
-def _end_peer(peer: Peer) -> None:
-    """Kills the process of a rank of this host, and what was forked from it; nothing where it has ended, or is none."""
-    if peer.state() in (ProcessState.RUNNING, ProcessState.STOPPED) and has_slate(peer.pid):  # it is here
-        for pid in (*forks(peer.pid), peer.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process.end_with_parent()
 
 
 # -- how a verdict gets out, and what a person reads when a run ends ---------------------------------------------------
@@ -575,6 +524,8 @@ JUDGED = "the watchdogs have judged:\n"
 _LOOK_S = 0.025
 _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
+_FAILURE_S = 1.0  # the same where all of them have found that the store is lost
+_RECENT_S = 20.0
 _STORE_S = 0.3
 _SETTLED = "watchdog/together/settled"
 _at_exit: list[multiprocessing.util.Finalize] = []
@@ -582,14 +533,7 @@ _at_exit: list[multiprocessing.util.Finalize] = []
 
 
 class Telling:
-    """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends.
-
-    Args:
-        plane: The control plane.
-        board: Who is there.
-        folder: Where verdicts are written.
-        on_shown: Told the file of the verdict once it is printed; it takes little time and never raises.
-    """
+    """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends."""
 
     def __init__(self, plane: ControlPlane, board: Board, folder: Path, on_shown: Callable[[Path], None]) -> None:
         self._plane = plane
@@ -606,11 +550,14 @@ class Telling:
 
     def speaks_for_host(self, silent: Iterable[int] = ()) -> bool:
         """Whether this is the lowest rank of its host whose process is there and whose Python runs."""
-        here = {rank for rank, peer in self._peers_here() if peer.state() is not ProcessState.GONE}
-        return self._world.rank == min(here - set(silent) | {self._world.rank})
+        here = {rank for rank, peer in self._peers_here(silent) if peer.state() is not ProcessState.GONE}
+        return self._world.rank == min(here | {self._world.rank})
 
-    def _peers_here(self) -> list[tuple[int, Peer]]:
-        return [(rank, peer) for rank, peer in self._board.peers.items() if peer.host == self._world.host]
+    def _peers_here(self, silent: Iterable[int]) -> list[tuple[int, Peer]]:
+        out = {self._world.rank, *silent}
+        return [
+            (rank, one) for rank, one in self._board.peers.items() if one.host == self._world.host and rank not in out
+        ]
 
     # -- to the file and to the peers --------------------------------------------------------------------------------
 
@@ -620,23 +567,31 @@ class Telling:
             self._found = (verdict, verdict.write(self._folder, self._world.host))
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
-        """``leave_verdict``; it is printed when this process ends. Never raises."""
+        """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
+
+        Args:
+            error: The first error of the job.
+            is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its
+                own: the lowest rank of this host that lives writes, and where it does not come to it, another one.
+        """
         if self.has_judged:
             return
         try:
-            left = leave_verdict(
-                error,
-                is_told=is_told,
-                world=self._world,
-                run_id=self._plane.run_id,
-                peers=self._board.peers,
-                last_seen=self._board.last_seen,
-                folder=self._folder,
-            )
+            verdict = judge_failure(error, self._world, self._plane.run_id, self._board.peers, self._board.last_seen)
+            if verdict is None:
+                return
+            wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
+            if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
+                return
+            if (path := verdict.write_first(self._folder, self._world.host)) is not None:
+                self._found = (verdict, path)
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
-            return
-        self._found = left or self._found
+
+    def _written(self, since: float) -> list[Path]:
+        """The verdicts on this run that ranks of this host have written since then, oldest first."""
+        told = find_verdicts(self._folder, run_id=self._plane.run_id, since=since)
+        return [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
@@ -662,14 +617,14 @@ class Telling:
 
     def settle(self, verdict: Verdict) -> Verdict:
         """Makes all ranks that judge together give one verdict, the first: whoever has judged may end at once."""
-        told: list[bytes] = []
 
-        def claim() -> None:
-            told.append(self._line.claim("watchdog/together", verdict.to_json().encode()))
+        def claim() -> bytes:
+            told = self._line.claim("watchdog/together", verdict.to_json().encode())
             self._line.sign_in(_SETTLED)
+            return told
 
-        _within(_TOLD_S, claim)
-        return Verdict.from_json(told[0]) if told else verdict
+        told = _within(_TOLD_S, claim)
+        return verdict if told is None else Verdict.from_json(told)
 
     def await_settled(self, ranks: set[int]) -> None:
         """Keeps the process that serves the store until these ranks have the verdict that all give."""
@@ -699,24 +654,24 @@ class Telling:
         """Whether the user wants every traceback on the terminal."""
         return env.DISTPLUS_TRACEBACK.get() == "full"
 
-    def show(self, error: BaseException, printed: str) -> None:
-        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last.
+    def say_if_full(self, text: str) -> None:
+        """Prints what only a user sees who wants every traceback."""
+        if self.is_full:
+            _say(text)
 
-        Args:
-            error: The error.
-            printed: What the hooks of others have printed of it.
-        """
+    def show(self, error: BaseException, printed: str) -> None:
+        """Shows an uncaught error; the verdict, or what all ranks raise alike, comes last."""
         if not hasattr(sys, "ps1"):  # this process ends
-            ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
+            stacks.ignore_signal(signal.SIGTERM)  # which an agent sends to the others as soon as one rank has ended
         own = error if isinstance(error, DistplusError) else error.__cause__
         known = own if isinstance(own, DistplusError) else None
         text = ""
         if not self.is_full:
             path = self._leave_traceback(printed)
-            text = fold_traceback(printed) if known is None else self._line_of(known.exit_code, known)
+            text = stacks.fold_traceback(printed) if known is None else self._line_of(known.exit_code, known)
             if known is None and path is not None:
                 text += f"\n(whole traceback: {path})"
-        found = self._find_verdict()
+        found = self.find_verdict()
         if known is not None and found is None and self.speaks_for_host():
             self._await_others()
             text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
@@ -730,11 +685,11 @@ class Telling:
 
     def leave(self, code: ExitCode) -> None:
         """Shows the end of a process that ends now, without its training thread."""
-        ignore_signal(signal.SIGTERM)  # as above
+        stacks.ignore_signal(signal.SIGTERM)  # as above
         _silence_stdout()
         if self.show_block():
             return
-        found = self._find_verdict()
+        found = self.find_verdict()
         if found is None or not shown_mark(found[1]).exists():
             _say(self._line_of(code))
 
@@ -745,31 +700,24 @@ class Telling:
         self._is_over = True
         with suppress(Exception):  # the process ends
             found = self.find_verdict()
-            if found is not None and self.speaks_for_host(found[0].silent):
-                if waits:
-                    self._await_others(found[0].silent)
-                if multiprocessing.parent_process() is not None and _notebook() is not None:
-                    self._on_shown(found[1])  # the notebook prints it
-                else:
-                    shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
-                    print_block(*found)
-                    self._on_shown(found[1])
-                    return True
+            if found is None or not self.speaks_for_host(found[0].silent):
+                return False
+            if waits:
+                self._await_others(found[0].silent)
+            is_of_notebook = multiprocessing.parent_process() is not None and _notebook() is not None  # which prints it
+            if not is_of_notebook:
+                shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
+                print_block(*found)
+            self._on_shown(found[1])
+            return not is_of_notebook
         return False
 
     def find_verdict(self) -> tuple[Verdict, Path] | None:
-        """The verdict on this run, by whichever rank of this host has written it; None where there is none."""
-        if self._found is None:
-            told = find_verdicts(self._folder, run_id=self._plane.run_id, since=self._began_at)
-            here = [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
-            self._found = (Verdict.from_json(here[0].read_bytes()), here[0]) if here else None
-        return self._found
-
-    def _find_verdict(self) -> tuple[Verdict, Path] | None:
-        """The same; None also where it cannot be read."""
+        """The verdict on this run, by whichever rank of this host has written it; None where none can be read."""
         with suppress(Exception):  # the process ends
-            return self.find_verdict()
-        return None
+            if self._found is None and (paths := self._written(self._began_at)):
+                self._found = (Verdict.from_json(paths[0].read_bytes()), paths[0])
+        return self._found
 
     def _await_others(self, silent: Iterable[int] = ()) -> None:
         """Waits until the other ranks of this host have ended, and so said what they have to say.
@@ -777,7 +725,7 @@ class Telling:
         Not for as long as a peer has to end by itself: one that stands in a collective with this rank is let go only
         when this process ends.
         """
-        others = [peer for rank, peer in self._peers_here() if rank != self._world.rank and rank not in set(silent)]
+        others = [peer for _, peer in self._peers_here(silent)]
         _until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
 
     def _leave_traceback(self, text: str) -> Path | None:
@@ -856,11 +804,7 @@ def _notebook() -> Any:
 
 
 def show_after_cells(folder: Path) -> None:
-    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left.
-
-    Args:
-        folder: Where the artefacts of the run are.
-    """
+    """In a notebook, a cell that fails ends with the verdict that its ranks, which are forked from it, have left."""
     if (shell := _notebook()) is None:
         return
     began_at = time.time()

@@ -68,6 +68,37 @@ class Diary(resume_jobs.Diary):
             self.note("validate", batch_idx, tuple(batch[:, 0].int().tolist()))
 
 
+class WaitsForPlateau(Diary):
+    """Its learning rate falls where a logged number does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("epoch", float(self.trainer.current_epoch))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
+
+
+class OneSteps(Diary):
+    """Of its two optimizers, the first steps in each batch, and the second sums its gradients up."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) + self.other(batch).pow(2).mean())
+        first, _ = self.optimizers()
+        first.step()
+        first.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (self.layer, self.other)]
+
+
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
@@ -82,13 +113,14 @@ def fit(
     ckpt_path: str | Path | None = None,
     plans_schedule: bool = False,
     draws: bool = True,
+    diary: type[Diary] = Diary,
     strategy: Callable[[], Any] = ResilientDDP,
     seed: int = 5,
     **arguments: Any,
 ) -> Diary:
     """One fit on one rank, in this process."""
     pl.seed_everything(seed)
-    model = Diary(plans_schedule=plans_schedule, draws=draws)
+    model = diary(plans_schedule=plans_schedule, draws=draws)
     settings = {"strategy": strategy(), "max_epochs": 3, **arguments}
     val = DataLoader(torch.zeros(3, 2))
     random.random()
@@ -305,15 +337,34 @@ def on_one_rank(job: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def reads_of_a_resume(folder: str) -> dict[str, Any]:
-    run, saves = saved(shuffled, folder, max_epochs=1)
+    arguments = {"max_epochs": 1, "diary": WaitsForPlateau}
+    run, saves = saved(shuffled, folder, **arguments)
     data = Augmented()
-    resumed = fit(lambda: DataLoader(data, batch_size=2, shuffle=True), ckpt_path=saves[4][0], max_epochs=1)
-    return {"read": data.read, "asked": [one for ids in rest_of(resumed) for one in ids], "whole": rest_of(run)}
+    resumed = fit(lambda: DataLoader(data, batch_size=2, shuffle=True), ckpt_path=saves[4][0], **arguments)
+    return {
+        "read": data.read,
+        "asked": [one for ids in rest_of(resumed) for one in ids],
+        "whole": rest_of(run),
+        "schedules": [one.trainer.lr_scheduler_configs[0].scheduler.state_dict() for one in (run, resumed)],
+    }
 
 
-def test_resume_reads_nothing_that_is_done(tmp_path: Path) -> None:
+def test_resume_reads_nothing_that_is_done_and_schedulers_that_wait_for_a_plateau_step(tmp_path: Path) -> None:
     found = on_one_rank(reads_of_a_resume, str(tmp_path))
     assert found["read"] == found["asked"] == [one for ids in found["whole"][5:] for one in ids]
+    whole, resumed = found["schedules"]
+    assert whole["last_epoch"] == 1
+    assert resumed == whole
+
+
+def save_inside_a_window(folder: str) -> int:
+    return len(saved(shuffled, folder, diary=OneSteps, max_epochs=1)[1])
+
+
+def test_save_that_leaves_gradients_out_is_told_once(tmp_path: Path) -> None:
+    run = spawn(save_inside_a_window, 1, args=(str(tmp_path),), deadline="60s").check()
+    assert run.results[0] == 9
+    assert run.logs[0].count("behind batch 0 leaves gradients out: optimizer 1 (AdamW) has summed some") == 1
 
 
 def resume_with_another_seed(folder: str) -> list[Any]:

@@ -231,7 +231,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("make_data", "message"),
     [
-        (lambda: iterable_data(Counting(17), num_workers=2), "of 0 workers on each rank; this run has num_workers=2"),
+        (lambda: iterable_data(Counting(17), num_workers=2), "of 0 workers; this run has 2"),
         (
             lambda: iterable_data(nodes_of_torchdata("batches"), batched=True, batch_size=1),
             "written with batch_size=2; this run has 1",

@@ -42,10 +42,6 @@ class Hosts:
         """What one of two hosts sends to the other is dropped; both still reach everybody else."""
         _ip("-n", self.names[node], "route", "add", "blackhole", f"{self.addresses[other]}/32")
 
-    def set_mtu(self, node: int, size_bytes: int) -> None:
-        """Gives the interface of a host another MTU."""
-        _ip("-n", self.names[node], "link", "set", "eth0", "mtu", str(size_bytes))
-
     def slow_down(self, node: int, rate: str) -> None:
         """Lets a host send at that rate only, for example ``20mbit``."""
         shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]

@@ -40,7 +40,7 @@ class IsStopped(Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_rank == 1:
-            board = trainer.strategy._watchdog.board
+            board = trainer.strategy.watchdog.board
             threading.Thread(target=self.listen, args=(board,), daemon=True).start()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

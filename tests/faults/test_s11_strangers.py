@@ -98,7 +98,7 @@ def forge(link, keys):
             if key.startswith(prefix + b"gate/") or key.endswith((b"/arrived", b"/left", b"heard-by")):
                 link.sendall(b"\x09" + text(key) + text(b"1,forged,\xff"))
     for key in keys:
-        if key.endswith((b"distplus/run-id", b"distplus/secret", b"/job", b"/attempt", b"/knock/1", b"/answer/1")):
+        if key.endswith((b"distplus/run-id", b"distplus/card", b"/attempt", b"/knock/1", b"/answer/1")):
             link.sendall(b"\1" + text(key) + text(b'"forged"'))
 
 def strike(port):

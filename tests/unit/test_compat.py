@@ -141,7 +141,7 @@ def test_full_state_dict_context_has_the_signature_that_we_replace() -> None:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The default group; it is not handed over, because a reference to it would keep its socket open."""
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+    monkeypatch.setattr(_compat, "_warned", set())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield
     dist.destroy_process_group()
@@ -149,7 +149,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+    monkeypatch.setattr(_compat, "_warned", set())
     return Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
@@ -289,7 +289,7 @@ def test_what_workers_do_with_signals_is_added_to_and_given_back(monkeypatch) ->
 
 
 def test_without_the_full_state_dict_context_there_is_one_warning_per_module(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+    monkeypatch.setattr(_compat, "_warned", set())
     module = importlib.import_module("lightning.pytorch.strategies.fsdp")
     original = importlib.import_module("lightning.fabric.strategies.model_parallel")._get_full_state_dict_context
     monkeypatch.delattr(module, "_get_full_state_dict_context")
@@ -416,7 +416,7 @@ def test_buffers_that_are_not_saved_are_known() -> None:
 
 
 def test_without_the_scale_of_zero_a_step_is_not_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_compat.probing, "_warned", set())
+    monkeypatch.setattr(_compat, "_warned", set())
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: None))
     for _ in range(2):
         assert not _compat.discard_next_deepspeed_step(engine)

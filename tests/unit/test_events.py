@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import events
-from lightning_distplus.events import EventLog, ledger_files, read_events
+from lightning_distplus.events import EventLog, InHand, SampleNote, ledger_files, read_events
 from lightning_distplus.world import LAUNCHER
 
 
@@ -161,3 +162,53 @@ def test_a_large_ledger_is_rotated_and_read_in_order(tmp_path: Path, monkeypatch
     assert files == [f"events-rank00003.{number}.jsonl" for number in (4, 3, 2, 1)]  # the next event opens a new one
     assert len(ledger_files(tmp_path)) == len(files) + 1
     assert [event["seq"] for event in read_events(tmp_path) if event["rank"] == 3] == [*range(4, 12)]
+
+
+# -- samples in hand ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTPLUS_IN_HAND", "")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "5")
+
+
+def note(ids: list[int], width: int = 0) -> None:
+    mine = SampleNote()
+    mine.write(struct.pack(f"<{len(ids)}q", *ids), width)
+    mine.close()
+
+
+@pytest.mark.usefixtures("second_of_two_ranks")
+def test_the_launcher_reads_what_a_rank_noted_last_until_the_next_attempt() -> None:
+    launcher = InHand(2)
+    launcher.forget()
+    assert launcher.read() == {}
+    note([3, 1, 4])
+    note([7, 2])
+    assert launcher.read() == {5: [7, 2]}
+    note([0, 9, 1, 8], width=2)
+    assert launcher.read() == {5: [[0, 9], [1, 8]]}
+    launcher.forget()
+    assert launcher.read() == {}
+    launcher.close()
+
+
+@pytest.mark.usefixtures("second_of_two_ranks")
+def test_a_note_that_was_torn_by_a_kill_is_none() -> None:
+    launcher = InHand(2)
+    launcher.forget()
+    note([3, 1, 4])
+    with Path(os.environ["DISTPLUS_IN_HAND"]).open("r+b") as memory:
+        memory.seek((1 << 20) + 16)
+        memory.write(b"\xff")
+    assert launcher.read() == {}
+    launcher.close()
+
+
+@pytest.mark.usefixtures("second_of_two_ranks")
+def test_without_a_launcher_nothing_is_written() -> None:
+    note([3])
+    os.environ["DISTPLUS_IN_HAND"] = "/proc/self/fd/9999"
+    note([3])

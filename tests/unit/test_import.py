@@ -50,6 +50,7 @@ def test_errors_time_outs_and_launch_values_need_no_torch() -> None:
         import sys
         from lightning_distplus import DistplusError, ExitCode, Timeouts
         import lightning_distplus.env, lightning_distplus.events, lightning_distplus.world
+        import lightning_distplus.cli.launch, lightning_distplus.launch.warm  # the signals of a job come first (P7)
         assert not {"torch", "lightning", "deepspeed"} & set(sys.modules)
     """)
 
@@ -101,7 +102,7 @@ def test_every_public_name_can_be_imported(name: str) -> None:
     assert name in lightning_distplus._HOMES
 
 
-@pytest.mark.parametrize("package", ["control", "strategies", "errors", "world", "timeouts", "run_access"])
+@pytest.mark.parametrize("package", ["control", "strategies", "errors"])
 def test_every_name_in_all_is_there(package: str) -> None:
     module = importlib.import_module(f"lightning_distplus.{package}")
     assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name))

@@ -1,7 +1,8 @@
-"""The load of this host: what the system says, in one line, and never an error."""
+"""The load of this host: what the system says, in one line, and never an error; and who has started a rank."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_distplus import process
-from lightning_distplus.process import HostLoad
+from lightning_distplus.events import InHand
+from lightning_distplus.process import HostLoad, introduce_starter, launcher_has_ended, starter_has_ended
 
 
 def test_the_load_of_this_host_is_plausible_and_quickly_told() -> None:
@@ -72,3 +74,33 @@ print(len(workers), [worker.exitcode for worker in workers], flush=True)
     assert ended.stdout == "2 [-9, -9]\n", ended.stderr
     assert "killed by signal" not in ended.stderr
     assert ended.returncode == 0
+
+
+# -- who has started this rank -----------------------------------------------------------------------------------------
+
+
+def test_a_rank_knows_whether_its_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTPLUS_IN_HAND", "")
+    assert not launcher_has_ended()  # nobody has started it
+    launcher = InHand(2)
+    assert not launcher_has_ended()
+    launcher.close()
+    assert not launcher_has_ended()  # its process is there
+    os.environ["DISTPLUS_IN_HAND"] = "/proc/4194305/fd/3"  # no number of a process is as high
+    assert launcher_has_ended()
+
+
+def test_a_job_knows_whether_its_starter_has_ended_and_one_of_a_launcher_does_not_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DISTPLUS_STARTER", "")
+    assert not starter_has_ended("")
+    introduce_starter()
+    mine = os.environ["DISTPLUS_STARTER"]
+    assert not starter_has_ended(mine)
+    gone = f"{os.getpid()}:1"  # the number was another process's before
+    assert not starter_has_ended(gone)
+    os.environ["DISTPLUS_STARTER"] = gone
+    assert starter_has_ended(gone)
+    assert not starter_has_ended("of torchrun")
+    assert not starter_has_ended("")

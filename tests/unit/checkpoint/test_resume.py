@@ -32,7 +32,7 @@ def attempt(home: Path, number: int, *fits: list[Path], run_id: str = "job", ran
 
 
 def newest(home: Path, number: int | None = None) -> Path | None:
-    return JobSaves.of_fit(home, "job", number).newest_valid(verify="full")
+    return JobSaves.of_fit(home, "job", number).newest_valid()
 
 
 def test_the_newest_valid_checkpoint_of_the_job_is_found_in_all_its_folders(tmp_path: Path) -> None:

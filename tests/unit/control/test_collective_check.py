@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, WatchedGate
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, StepGate
 from lightning_distplus.control.collective_check import Place, Whereabouts, disagreement, sides
 from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
 
@@ -48,8 +48,8 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         points.end()
 
 
-def gate_of(points: Points, plane: ControlPlane, later: timedelta) -> WatchedGate:
-    gate = WatchedGate(plane, points=points, name="run")
+def gate_of(points: Points, plane: ControlPlane, later: timedelta) -> StepGate:
+    gate = StepGate(plane, points=points, name="run")
     gate.open(later)
     return gate
 
@@ -162,7 +162,7 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
         points.enter_gate(record())
         since = time.monotonic()
         while time.monotonic() - since < 0.3:
-            points._while_waiting(time.monotonic() - since)
+            points.while_waiting(time.monotonic() - since)
             time.sleep(0.01)
         points.leave_gate()
         points.meet(BARRIER)

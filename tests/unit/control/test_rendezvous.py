@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from lightning_distplus import env
-from lightning_distplus.control import Address, connect
-from lightning_distplus.control.rendezvous import (
-    Refusals,
-    Unheard,
-    _agree_on_job,
-    _Joined,
-    await_port,
-    explain_silence,
-    is_local,
-    listen_on,
-)
-from lightning_distplus.control.secret import Secret, SignedStore
+from lightning_distplus.control import Address, ControlPlane, connect
+from lightning_distplus.control.rendezvous import Notes, _Meeting, explain_silence, is_local, listen_on
 from lightning_distplus.errors import RendezvousError
 from lightning_distplus.testing import spawn
 from lightning_distplus.testing.spawning import free_port
 from lightning_distplus.world import World
-
-__all__ = []
 
 NOWHERE = "no-such-host.invalid"  # a name that RFC 2606 keeps out of every name service
 ELSEWHERE = "192.0.2.1"  # an address that RFC 5737 keeps for documents
@@ -60,35 +52,46 @@ def test_only_in_kubernetes_may_the_main_name_not_resolve_yet(monkeypatch: pytes
 # -- where the main address leads, and processes that are refused ------------------------------------------------------
 
 
-def test_a_refusal_is_heard_by_who_still_waits_a_while_later_and_last_by_who_serves_the_store() -> None:
-    store = SignedStore(HashStore(), Secret())
-    waiting, serving = (Refusals(store, "refused", serves_store=serves) for serves in (False, True))
-    for second in range(10):
-        waiting.raise_if_any(float(second))
-    waiting.leave("rank 1 twice")
-    waiting.leave("something later")
-    waiting.raise_if_any(10.0)
-    serving.raise_if_any(10.0)
-    waiting.raise_if_any(11.4)
-    with pytest.raises(RendezvousError, match=r"was refused\. rank 1 twice"):
-        waiting.raise_if_any(11.7)
-    serving.raise_if_any(11.7)
-    with pytest.raises(RendezvousError, match="rank 1 twice"):
-        serving.raise_if_any(12.6)
-
-
-def test_who_serves_the_store_says_which_job_is_right_also_where_a_stray_rank_came_first() -> None:
+def test_who_still_waits_a_while_after_a_refusal_says_why_and_who_serves_the_store_ends_last(later: timedelta) -> None:
+    """Rank 2 of three never comes, and rank 1 comes twice."""
     store = HashStore()
 
-    def joined(rank: int, job: str) -> _Joined:
-        return _Joined(store, World(rank=rank, size=2), Secret("ours"), Address(host="127.0.0.1", port=1, job=job))
+    def come(rank: int, pid: int) -> tuple[str, float]:
+        begin = time.monotonic()
+        meeting = _Meeting(World(rank=rank, size=3, pid=pid), Address(host="127.0.0.1", port=1), later)
+        with pytest.raises(RendezvousError, match="Two processes call themselves rank 1 of 3") as refused:
+            meeting.meet(store)
+        return str(refused.value), time.monotonic() - begin
 
-    stray = joined(1, "killed")
-    _agree_on_job(stray, serves_store=False)
-    _agree_on_job(joined(0, "new"), serves_store=True)
-    _agree_on_job(joined(1, "new"), serves_store=False)
-    with pytest.raises(RendezvousError, match="belongs to another job"):
-        _agree_on_job(stray, serves_store=False)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(come, rank, rank + 1) for rank in (0, 1)]
+        time.sleep(0.3)
+        text, seconds = come(1, 3)
+        assert not text.startswith("The ranks cannot meet")
+        assert seconds < 1
+        (text, last), (told, seconds) = (one.result() for one in waiting)
+    assert text.startswith("The ranks cannot meet, because one process was refused. Two processes")
+    assert told == f"{text} (Told by rank 0, host {socket.gethostname()}, pid 1.)"
+    assert 1.5 < seconds <= last + 0.1 < 4
+
+
+def test_who_serves_the_store_says_which_job_is_right_also_where_a_stray_rank_came_first(later: timedelta) -> None:
+    store = HashStore()
+
+    def enter(rank: int, **own: Any) -> ControlPlane:
+        address = Address(host="127.0.0.1", port=1, job="ours")
+        return _Meeting(World(rank=rank, size=2), replace(address, **own), later)._introduce(store, leads=rank == 0)
+
+    with ThreadPoolExecutor() as pool:
+        stray = pool.submit(enter, 1, job="killed")
+        time.sleep(0.1)
+        first = enter(0)
+        with pytest.raises(RendezvousError, match="job is 'killed' here and 'ours' there"):
+            stray.result()
+    with pytest.raises(RendezvousError, match="attempt is 1 here and 0 there"):
+        enter(1, attempt=1)
+    assert enter(1, attempt=1, is_counted_apart=True).run_id == first.run_id
+    first.stop_listening()
 
 
 def test_an_address_is_local_where_it_can_be_bound() -> None:
@@ -136,7 +139,7 @@ def nobody(rank: int) -> bool:
 
 
 def test_what_a_rank_leaves_is_heard_by_rank_0_until_that_rank_comes(tmp_path: Path) -> None:
-    waiting, lost = Unheard(tmp_path / "run", MEETING, 0), Unheard(tmp_path / "run", MEETING, 3)
+    waiting, lost = Notes(tmp_path / "run", MEETING, 0), Notes(tmp_path / "run", MEETING, 3)
     assert waiting.look(0.0) is None
     lost.leave("rank 3 gets no answer")
     assert waiting.look(0.1) is None  # it looks four times a second
@@ -145,36 +148,36 @@ def test_what_a_rank_leaves_is_heard_by_rank_0_until_that_rank_comes(tmp_path: P
 
 
 def test_a_note_of_an_earlier_start_counts_at_the_deadline_and_is_taken_away_by_its_rank(tmp_path: Path) -> None:
-    Unheard(tmp_path, MEETING, 1).leave("rank 1 gets no answer")
-    waiting = Unheard(tmp_path, MEETING, 0)
+    Notes(tmp_path, MEETING, 1).leave("rank 1 gets no answer")
+    waiting = Notes(tmp_path, MEETING, 0)
     assert waiting.look(0.0) is None
     assert waiting.last_word(nobody) == "rank 1 gets no answer"
-    again = Unheard(tmp_path, MEETING, 1)
+    again = Notes(tmp_path, MEETING, 1)
     assert waiting.last_word(nobody) is None
     again.leave("rank 1 gets no answer")  # the same words, and another start
     assert waiting.look(1.0) == "rank 1 gets no answer"
 
 
 def test_no_other_run_hears_it_and_the_others_hear_rank_0_only(tmp_path: Path) -> None:
-    other = Unheard(tmp_path, "distplus/job/0 node-zero:29501", 0)
-    second = Unheard(tmp_path, MEETING, 2)
-    Unheard(tmp_path, MEETING, 1).leave("rank 1")
+    other = Notes(tmp_path, "distplus/job/0 node-zero:29501", 0)
+    second = Notes(tmp_path, MEETING, 2)
+    Notes(tmp_path, MEETING, 1).leave("rank 1")
     assert (other.look(0.0), other.last_word(nobody), second.look(0.0)) == (None, None, None)
-    Unheard(tmp_path, MEETING, 0).leave("rank 0 cannot listen")
+    Notes(tmp_path, MEETING, 0).leave("rank 0 cannot listen")
     assert second.look(1.0) == "rank 0 cannot listen"
 
 
 def test_a_folder_that_takes_no_file_and_a_broken_note_are_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    nowhere = Unheard(tmp_path / "file", MEETING, 1)
+    nowhere = Notes(tmp_path / "file", MEETING, 1)
     nowhere.leave("nobody hears it")
     assert nowhere.last_word(nobody) is None
-    Unheard(None, MEETING, 1).leave("nobody hears it")
-    writes = Unheard(tmp_path, MEETING, 1)
+    Notes(None, MEETING, 1).leave("nobody hears it")
+    writes = Notes(tmp_path, MEETING, 1)
     writes.leave("soon torn")
     (note,) = tmp_path.glob("unmet-*")
-    note.write_text("{")
-    assert Unheard(tmp_path, MEETING, 0).last_word(nobody) is None
+    note.write_bytes(b"\xff")
+    assert Notes(tmp_path, MEETING, 0).last_word(nobody) is None
 
 
 def meet(rank: int, port: int, folder: str) -> None:
@@ -185,8 +188,7 @@ def meet(rank: int, port: int, folder: str) -> None:
 
 def test_at_the_deadline_all_who_came_say_what_the_missing_rank_has_left(tmp_path: Path) -> None:
     port = free_port()
-    address = Address(host="127.0.0.1", port=port)
-    Unheard(tmp_path, f"{address.prefix} {address.host}:{port}", 1).leave("Rank 1 on b gets no answer.")
+    Notes(tmp_path, f"/0 127.0.0.1:{port}", 1).leave("Rank 1 on b gets no answer.")
     run = spawn(meet, 2, args=(port, str(tmp_path)), deadline="40s")
     assert run.exit_codes == {0: 1, 1: 1}
     for log in run.logs.values():  # PeerMissing would end a run with another code
@@ -197,10 +199,9 @@ def test_at_the_deadline_all_who_came_say_what_the_missing_rank_has_left(tmp_pat
 def test_an_unheard_rank_0_ends_those_who_wait_for_its_port(tmp_path: Path) -> None:
     """Nobody listens at the port."""
     port = free_port()
-    address = Address(host="127.0.0.1", port=port)
-    meeting = f"{address.prefix} {address.host}:{port}"
-    world = World(rank=1, size=2)
-    unheard = Unheard(tmp_path, meeting, 1)
-    Unheard(tmp_path, meeting, 0).leave("Rank 0 on a cannot listen.")
+    meeting = _Meeting(
+        World(rank=1, size=2), Address(host="127.0.0.1", port=port), timedelta(seconds=30), folder=tmp_path
+    )
+    Notes(tmp_path, f"/0 127.0.0.1:{port}", 0).leave("Rank 0 on a cannot listen.")
     with pytest.raises(RendezvousError, match=r"cannot reach the store\. Rank 0 on a cannot listen\."):
-        await_port(world, "127.0.0.1", port, timedelta(seconds=30), unheard)
+        meeting.open_store()

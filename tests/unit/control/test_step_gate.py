@@ -59,7 +59,7 @@ def test_a_rank_with_another_version_is_named(make_ranks, later) -> None:
     ranks = make_ranks(2)
     gates = _opened(ranks, later)
     foreign = b"\2 a longer record of a later version" + bytes(60)
-    gates[1]._gate.post(1, foreign)
+    gates[1]._slots.post(1, foreign)
 
     (error,) = _exchange(ranks, gates, [_record()], later, only=[0])
 
@@ -142,7 +142,7 @@ def test_many_ranks_count_records_and_keep_a_bounded_number_of_keys(
         return found
 
     assert ranks.run(run) == [{True}] * size
-    num_groups = len(gates[0]._gate._slots)
+    num_groups = len(gates[0]._slots._slots)
     assert ranks.num_keys() <= 3 * num_groups + 2 + 1  # the slots, the two counters, and one digest
 
 

@@ -79,27 +79,20 @@ def replace_all(folder: Path) -> None:
     [
         (
             rewrite("1.npy", np.arange(90, dtype=np.uint16)),
-            r"source 1 \(code\): file 2, 1\.npy: 328 bytes in the checkpoint, 308 in this run$",
+            r"source 1 \(code\): file 2, 1\.npy: bytes: 328 in the checkpoint, 308 in this run$",
         ),
         (
             rewrite("1.npy", np.arange(100, dtype=np.uint16)),
-            r"source 1 \(code\): file 2, 1\.npy: content [0-9a-f]{16} in the checkpoint, [0-9a-f]{16} in this run, 328",
+            r"source 1 \(code\): file 2, 1\.npy: content: '[0-9a-f]{16}' in the checkpoint, '[0-9a-f]{16}' in this",
         ),
         (widen, r"source 1 \(code\): dtype: 'uint16' in the checkpoint, 'int32' in this run$"),
         (
             lambda folder: (folder / "b" / "0.npy").unlink(),
-            r"source 1 \(code\): number of files: 3 in the checkpoint, 2 in this run; 0\.npy \(328 bytes\) is missing",
+            r"source 1 \(code\): number of files: 3 in the checkpoint, 2 in this run$",
         ),
-        (
-            rewrite("3.npy", np.arange(9, dtype=np.uint16)),
-            r"number of files: 3 in the checkpoint, 4 in this run; 3\.npy \(146 bytes\) is not in the checkpoint$",
-        ),
-        (swap, r"file 1, 0\.npy: content .* \(2 of 3 differ\)$"),
-        (replace_all, r"file 1, 0\.npy in the checkpoint and new_0\.npy in this run: 328 bytes .* \(3 of 3 differ\)$"),
-        (
-            lengthen_pair,
-            r"source 0 \(.*/a\): file 1, a\.idx: content .*\(2 of 2 differ\)$",
-        ),
+        (swap, r"file 1, 0\.npy: content: .* in this run$"),
+        (replace_all, r"file 1, new_0\.npy: bytes: 328 in the checkpoint, 308 in this run$"),
+        (lengthen_pair, r"source 0 \(.*/a\): file 1, a\.idx: content: .* in this run$"),
     ],
 )
 def test_what_has_changed_is_named_with_both_sides(
@@ -215,7 +208,7 @@ def test_change_within_a_large_file_is_told_by_its_time_with_what_was_compared(
     assert re.fullmatch(
         r"source 0 \(.*large\.bin\): file 1, large\.bin was modified at 20\S+ \S+ UTC, and at 2023-11-14 22:13:20 UTC "
         r"when the checkpoint was written: its size \(17825792 bytes\) and the samples of its content "
-        r"have not changed; what lies between the samples was not compared",
+        r"have not changed; the rest was not compared",
         text,
     ), text
 
@@ -232,7 +225,7 @@ def test_file_that_is_compared_as_a_whole_may_have_any_time(
 def test_change_of_what_is_sampled_is_refused_as_before(large: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(large, tmp_path / "copy"))
     change_in_place(folder / "large.bin", 100)
-    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content [0-9a-f]{16} in the checkpoint"):
+    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content: '[0-9a-f]{16}' in the checkpoint"):
         run_large(folder, max_steps=4, load=large / "saved.ckpt")
 
 
@@ -249,24 +242,21 @@ def test_record_of_version_1_is_read(large: Path, tmp_path: Path, caplog: pytest
     assert min(run_large(folder, max_steps=4, load=tmp_path / "old.ckpt").steps) == 2
     assert not [one for one in warnings_of(caplog) if "modified" in one]
     change_in_place(folder / "large.bin", 100)
-    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content [0-9a-f]{16} in the checkpoint"):
+    with pytest.raises(DatasetMismatch, match=r"file 1, large\.bin: content: '[0-9a-f]{16}' in the checkpoint"):
         run_large(folder, max_steps=4, load=tmp_path / "old.ckpt")
 
 
-def test_rewritten_files_of_a_folder_are_counted_and_told_which_were_not_looked_into(tmp_path: Path) -> None:
+def test_rewritten_file_of_a_folder_is_told_also_where_it_is_not_looked_into(tmp_path: Path) -> None:
     for number in range(70):
         (tmp_path / f"{number:02d}.bin").write_bytes(bytes(300_000))
     source = Source(path=str(tmp_path), dtype="uint16")
     before = inventory([open_source(source, 4).contents()])
-    for number in (1, 5):
-        os.utime(tmp_path / f"{number:02d}.bin", (1_700_000_000, 1_700_000_000))
-    text = rewritten(before, 0, open_source(source, 4).contents())
-    assert text.startswith("file 2, 01.bin was modified at 2023-11-14 22:13:20 UTC, and at "), text
-    assert " (and 1 more of 70 files)" in text
-    skipped = [row[0] for row in before["sources"][0]["files"] if not row[2]]
-    os.utime(tmp_path / skipped[0], (1_700_000_000, 1_700_000_000))
-    for number in (1, 5):
-        row = before["sources"][0]["files"][number]
+    rows = before["sources"][0]["files"]
+    looked_into, skipped = (next(row for row in rows[1:] if bool(row[2]) is has_digest) for has_digest in (True, False))
+    for row, compared in ((looked_into, r"and the samples of its content have"), (skipped, "has")):
+        os.utime(tmp_path / row[0], (1_700_000_000, 1_700_000_000))
+        text = rewritten(before, 0, open_source(source, 4).contents())
+        number = rows.index(row) + 1
+        assert text.startswith(f"file {number}, {row[0]} was modified at 2023-11-14 22:13:20 UTC, and at "), text
+        assert text.endswith(f"its size (300000 bytes) {compared} not changed; the rest was not compared"), text
         os.utime(tmp_path / row[0], ns=(row[3], row[3]))
-    text = rewritten(before, 0, open_source(source, 4).contents())
-    assert text.endswith("its size (300000 bytes) has not changed; its content was not compared"), text

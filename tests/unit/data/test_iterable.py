@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_distplus.data.iterable import pack, unpack
+from lightning_distplus.data.iterable import StreamState, WorkerState, _Place, pack, unpack
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -48,3 +48,18 @@ def test_states_of_random_generators_come_back_as_they_were() -> None:
 def test_what_a_checkpoint_cannot_hold_is_refused_with_its_place() -> None:
     with pytest.raises(TypeError, match=r"state of X holds a builtins\.function at state_dict\(\)\['a'\]\[0\]\[1\]"):
         pack({"a": [(1, lambda: None)]}, owner="X")
+
+
+def test_places_of_plain_loaders_that_earlier_versions_saved_are_read() -> None:
+    """Inside a pass, before a pass that goes on where the one before has left the data, and before a new one."""
+    stream = {"workers": [{"data": {"done": 4}, "epoch": 1, "num_taken": 4, "is_ended": False}], "last_worker": 0}
+    saved = {"epoch": 3, "batch": 2, "number": 1, "stream": stream, "is_over": False, "is_seeded": True}
+    inside = _Place.saved(saved, num_workers=0)
+    assert inside.stream.opened() == stream
+    assert (inside.epoch, inside.batch, inside.number, inside.num_passes) == (3, 2, 1, 1)
+    before = {**saved, "batch": 0, "number": 0, "is_over": True, "num_passes": 2, "is_seeded": False}
+    goes_on = _Place.saved(before, num_workers=0)
+    assert [one.epoch < goes_on.num_passes for one in goes_on.stream.workers] == [True], "it reads its last batch again"
+    assert not goes_on.is_seeded
+    anew = _Place.saved({**before, "stream": None}, num_workers=2)
+    assert anew.stream == StreamState((WorkerState(epoch=2),) * 2)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_distplus.launch.supervisor import Attempt, Culprit, History, Poison
+from lightning_distplus.launch.supervisor import History, Poison
 
 
 @pytest.fixture
@@ -20,8 +20,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
 
 
 def end(poison: Poison, *, step: int, rank: int = 1, samples: list[int]) -> None:
-    attempt = Attempt(number=0, culprit=Culprit(rank=rank, code=1), ended_at=0.0, has_started=True, step=step)
-    poison.note(attempt, History(samples={rank: samples}))
+    poison.note(rank, History(step=step, samples={rank: samples}))
 
 
 def test_the_same_samples_in_the_same_hands_are_set_apart_once_for_each_step(poison: Poison) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_distplus.cli.launch import parse, resuming
 from lightning_distplus.launch.agent import RankOutput
-from lightning_distplus.launch.supervisor import Attempt, Culprit, RestartPolicy, find_culprit
+from lightning_distplus.launch.supervisor import Culprit, History, RestartPolicy, find_culprit
 
 
 @pytest.mark.parametrize(
@@ -36,36 +36,37 @@ def test_a_culprit_that_its_agent_terminated_on_the_way_out_has_the_code_of_its_
     assert find_culprit({0: 171, 1: -15}, [], {1: 1}) == Culprit(rank=0, code=171)
 
 
-def attempt(code: int = -9, *, step: int | None = 5, at: float = 0.0, has_started: bool = True) -> Attempt:
-    culprit = Culprit(rank=0, code=code)
-    return Attempt(number=0, culprit=culprit, ended_at=at, has_started=has_started, step=step)
+def refuse(
+    policy: RestartPolicy, code: int = -9, *, step: int | None = 5, at: float = 0.0, has_started: bool = True
+) -> tuple[int, str] | None:
+    return policy.refusal(Culprit(rank=0, code=code), History(has_started=has_started, step=step), at)
 
 
 def test_restarts_count_within_their_window() -> None:
     policy = RestartPolicy(max_restarts=2, window=timedelta(seconds=10), same_step=99)
-    codes = [policy.refusal(attempt(at=at)) for at in (0, 5, 9, 30)]
+    codes = [refuse(policy, at=at) for at in (0, 5, 9, 30)]
     assert [refusal and refusal[0] for refusal in codes] == [None, None, 137, None]
 
 
 def test_the_same_step_three_times_ends_the_job_and_any_progress_counts() -> None:
     policy = RestartPolicy(max_restarts=99)
-    refusals = [policy.refusal(attempt(step=step)) for step in (3, 3, 4, 4, 2, 9)]
+    refusals = [refuse(policy, step=step) for step in (3, 3, 4, 4, 2, 9)]
     assert [refusal and refusal[0] for refusal in refusals] == [None, None, None, None, 174, None]
 
 
 @pytest.mark.parametrize("code", [143, 172, 173])
 def test_some_ends_are_not_followed_by_a_restart(code: int) -> None:
-    refusal = RestartPolicy(max_restarts=9).refusal(attempt(code))
+    refusal = refuse(RestartPolicy(max_restarts=9), code)
     assert refusal is not None
     assert refusal[0] == code
 
 
 def test_a_wrong_command_is_not_repeated_but_a_kill_at_the_start_is() -> None:
     policy = RestartPolicy(max_restarts=9)
-    refusal = policy.refusal(attempt(2, has_started=False, step=None))
+    refusal = refuse(policy, 2, has_started=False, step=None)
     assert refusal is not None
     assert refusal[0] == 2
-    assert policy.refusal(attempt(-9, has_started=False, step=None)) is None
+    assert refuse(policy, -9, has_started=False, step=None) is None
 
 
 def test_auto_is_added_where_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,10 +155,10 @@ def test_options_of_torchrun_without_effect_are_named(capsys: pytest.CaptureFixt
 
 def test_the_place_of_the_next_attempt_is_told() -> None:
     policy = RestartPolicy(max_restarts=10)
-    assert policy.refusal(attempt(step=5)) is None
+    assert refuse(policy) is None
     assert policy.place_of_next() == "attempt 2 of 11"
     policy = RestartPolicy(max_restarts=10, window=timedelta(days=1))
-    assert policy.refusal(attempt(step=5)) is None
+    assert refuse(policy) is None
     assert policy.place_of_next() == "restart 1 of 10 within 1 day, 0:00:00"
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_distplus import env
 from lightning_distplus.errors import PreflightError
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Status, raise_errors, run_checks
-from lightning_distplus.preflight.agreement import as_message, merged, run_in_time
+from lightning_distplus.preflight.agreement import as_message, merged
 
 
 def fails(facts: Facts) -> Iterator[Finding]:
@@ -180,7 +180,8 @@ def test_a_check_that_hangs_is_a_warning_and_the_others_are_made() -> None:
     def speaks(facts: Facts) -> Iterator[Finding]:
         yield Finding(status=Status.NOTE, subject="here")
 
-    findings = run_in_time({"speaks": speaks, "hangs": hangs}, Facts(variables={}), {}, timedelta(seconds=0.5))
+    checks = {"speaks": speaks, "hangs": hangs}
+    findings = run_checks(checks, Facts(variables={}), deadline=timedelta(seconds=0.5))
     ends.set()
     assert [(found.check, found.status) for found in findings] == [("speaks", Status.NOTE), ("hangs", Status.WARNING)]
     assert "'hangs' had not ended" in findings[1].subject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_a_window_of_steps_is_one_line_of_at_most_100_bytes_a_step_and_says_wher
 def test_the_times_of_a_step_cost_40_microseconds_at_most() -> None:
     times = StepTimes(lambda *_, **__: None)
     profiler = MarkingProfiler(PassThroughProfiler(), Marks(phase=lambda: "step"), times)
-    times.begin(0)
+    times.begin(0, {})
     began = time.thread_time()
     for step in range(2000):
         times.pass_gate(step, 0.0)
@@ -167,14 +168,16 @@ def test_what_the_protections_cost_is_told_after_64_steps_then_twice_as_many() -
     told: list[dict[str, float]] = []
     marks = Marks(phase=lambda: "step")
     costs = ProtectionCosts(lambda kind, **fields: told.append(fields), marks)
-    costs.begin(monitor_s=5.0)
+    monitor = SimpleNamespace(spent_s=5.0)
+    costs.begin(monitor)
     for step in range(200):
         for _ in range(10):
             marks.set("x")
         costs.ledger_s += 1e-5
-        costs.pass_gate(waited_s=2e-4 if step % 4 else 1e-4, monitor_s=5.0 + (step + 1) * 1e-4)
+        monitor.spent_s += 1e-4
+        costs.pass_gate(waited_s=2e-4 if step % 4 else 1e-4)
     assert [one["steps"] for one in told] == [64, 128]
-    costs.write(monitor_s=5.02)
+    costs.write()
     assert told[-1] == {"steps": 200, "gate_us": 100.0, "monitor_us": 100.0, "ledger_us": 10.0} | {
         "watchdog_us": told[-1]["watchdog_us"]
     }
@@ -183,6 +186,6 @@ def test_what_the_protections_cost_is_told_after_64_steps_then_twice_as_many() -
 
 def test_a_run_of_a_few_steps_tells_no_costs() -> None:
     costs = ProtectionCosts(lambda *_, **__: pytest.fail("told"), Marks(phase=lambda: "step"))
-    costs.begin(0.0)
-    costs.pass_gate(1e-4, 0.0)
-    costs.write(0.0)
+    costs.begin(None)
+    costs.pass_gate(1e-4)
+    costs.write()

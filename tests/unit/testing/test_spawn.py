@@ -206,7 +206,7 @@ def test_mistakes_are_refused_with_the_remedy() -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
     script = (
-        "import sys, lightning_distplus.testing as t; t.spawn, t.FaultPlan, t.assert_resumes_exactly\n"
+        "import sys, lightning_distplus.testing as t; t.spawn, t.FaultPlan, t.preload\n"
         "assert not {'torch', 'lightning'} & set(sys.modules); assert callable(t.spawn)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=30)

@@ -225,7 +225,6 @@ class Mesh:
         self.counts: dict[tuple[Any, ...], int] = defaultdict(int)
         self.met: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
         self.entries: list[list[dict[str, Any]]] = [[] for _ in range(self.size)]
-        self.enqueued: list[dict[str, int]] = [{} for _ in range(self.size)]
         self.asleep: dict[int, list[int]] = defaultdict(list)
         todo = list(range(self.size))
         while todo:
@@ -310,8 +309,6 @@ class Mesh:
         self._put(node, [*self.tails[rank], *([before] if before else [])])
 
     def _record(self, rank: int, name: str, title: str, shape: list[int] | None, node: Any, *, is_p2p: bool) -> None:
-        seq = self.counts[rank, name, "p2p"] if is_p2p else self.counts[rank, name]
-        self.enqueued[rank][name] = seq  # as torch does: one number for both kinds
         sizes = [] if shape is None else [shape]
         self.entries[rank].append({
             "pg_id": int(name), "process_group": [name, self.groups[name][0]],
@@ -401,24 +398,12 @@ class Mesh:
                 for name, (desc, ranks) in self.groups.items()
                 if rank in ranks
             }
-            dump = {"version": "2.10", "pg_config": config, "pg_status": self._status(rank), "entries": written}
+            dump = {"version": "2.10", "pg_config": config, "entries": written}
             if self.seed % 2:
                 (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
             else:
                 (folder / f"nccl_trace_rank_{rank}.json").write_text(json.dumps(dump))
         return folder
-
-    def _status(self, rank: int) -> dict[str, dict[str, str]]:
-        ended: dict[str, tuple[float, int]] = {}
-        for entry in self.entries[rank]:
-            if entry["state"] is not None and entry["state"].done is not None:
-                name, seq = entry["process_group"][0], entry["p2p_seq_id"] or entry["collective_seq_id"]
-                ended[name] = max(ended.get(name, (0.0, 0)), (entry["state"].done, seq))
-        last = {name: str(ended[name][1] if name in ended else -1) for name in self.enqueued[rank]}
-        return {
-            name: {"last_enqueued_collective": str(seq), "last_completed_collective": last[name]}
-            for name, seq in self.enqueued[rank].items()
-        }
 
     def _entries(self, rank: int) -> list[dict[str, Any]]:
         return [found for entry in self.entries[rank][-self.ring :] if (found := self._entry(entry, rank)) is not None]

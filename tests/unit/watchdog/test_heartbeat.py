@@ -33,8 +33,9 @@ def test_evidence_of_an_earlier_silence_is_dropped_once_the_rank_has_moved() -> 
         for board in boards:
             board.alert.set()
             board.start()
-        boards[1].post_evidence(marks[1].read().number, {"rank": 1})
-        assert until(lambda: boards[0].evidence == {1: {"rank": 1}})
+        evidence = {"rank": 1, "number": marks[1].read().number}
+        boards[1].post_evidence(evidence)
+        assert until(lambda: boards[0].evidence == {1: evidence})
         marks[1].set("backward")
         assert until(lambda: boards[0].evidence == {})
     finally:

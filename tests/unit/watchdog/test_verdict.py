@@ -16,7 +16,7 @@ from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, leave_verdict, name_incident
+from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
 from lightning_distplus.world import World
 
 
@@ -266,16 +266,14 @@ def test_what_all_ranks_refuse_is_answered_with_the_command_and_names_them_all(t
         refuse_foreign(tmp_path / "iter-3.pth")
     world = World(rank=1, size=3)
     first = FirstError.of(refused.value, world, {"location": "/home/me/train.py:41"})
-    left = leave_verdict(
-        first, is_told=True, world=world, run_id="a", peers={}, last_seen=lambda rank: None, folder=tmp_path
-    )
-    assert left is not None
-    assert left[0].remedy.startswith("Make one of it that it can: distplus import --from litgpt ")
-    assert left[0].cause.endswith("which Lightning cannot resume from.")
-    assert left[0].location == "/home/me/train.py:41"
-    assert left[0].culprits == [0, 1, 2]
-    assert left[0].render().startswith("RANKS 0-2 FAILED at train.py:41\n")
-    assert "stack of rank 1, innermost last" in left[0].render()
+    verdict = judge_failure(first, world, "a", peers={}, last_seen=lambda rank: None)
+    assert verdict is not None
+    assert verdict.remedy.startswith("Make one of it that it can: distplus import --from litgpt ")
+    assert verdict.cause.endswith("which Lightning cannot resume from.")
+    assert verdict.location == "/home/me/train.py:41"
+    assert verdict.culprits == [0, 1, 2]
+    assert verdict.render().startswith("RANKS 0-2 FAILED at train.py:41\n")
+    assert "stack of rank 1, innermost last" in verdict.render()
 
 
 def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:

@@ -22,6 +22,19 @@ from typing import Any
 
 from lightning_distplus import env
 
+__all__ = [
+    "LEDGER_VERSION",
+    "EventLog",
+    "InHand",
+    "SampleNote",
+    "folder_of_run",
+    "ledger_files",
+    "parse_event",
+    "read_events",
+    "read_ledger",
+    "told_by_rank",
+]
+
 logger = logging.getLogger(__name__)
 
 LEDGER_VERSION = 1

@@ -42,7 +42,7 @@ class Wider(jobs.Model):
             self.extra = torch.nn.Linear(3, 3)
 
 
-def load(name: str, saved_by: str, path: str, folder: str, wider: bool = False, **more: Any) -> tuple[str, Any]:
+def load(name: str, path: str, folder: str, wider: bool = False, **more: Any) -> tuple[str, Any]:
     trainer = jobs.trainer(name, 2, folder, **more, max_steps=2)
     try:
         trainer.fit(Wider() if wider else jobs.Model(), jobs.loader(), ckpt_path=path)
@@ -77,7 +77,7 @@ def test_a_changed_byte_is_refused_on_all_ranks_by_file(name: str, saved: Saved,
     data = bytearray(payload.read_bytes())
     data[len(data) // 2] ^= 1
     payload.write_bytes(data)
-    run = spawn(load, 2, args=(name, name, str(path), str(tmp_path))).check()
+    run = spawn(load, 2, args=(name, str(path), str(tmp_path))).check()
     for kind, message in run.results.values():
         assert kind == "CheckpointCorrupt"
         assert payload.name in message
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_by_name(
     saved_by: str, loaded_by: str, saved: Saved, tmp_path: Path
 ) -> None:
     path = saved(saved_by, tmp_path)
-    run = spawn(load, 2, args=(loaded_by, saved_by, str(path), str(tmp_path))).check()
+    run = spawn(load, 2, args=(loaded_by, str(path), str(tmp_path))).check()
     for kind, message in run.results.values():
         assert kind == "CheckpointMismatch"
         assert saved_by in message
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_by_name(
 @pytest.mark.parametrize("name", jobs.STRATEGIES)
 def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(name: str, saved: Saved, tmp_path: Path) -> None:
     path = saved(name, tmp_path)
-    run = spawn(load, 2, args=(name, name, str(path), str(tmp_path), True)).check()
+    run = spawn(load, 2, args=(name, str(path), str(tmp_path), True)).check()
     for kind, message in run.results.values():
         assert kind == "CheckpointMismatch", message
         assert "extra" in message
@@ -133,13 +133,13 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(name: str, saved:
 def test_a_checkpoint_without_a_manifest_loads_and_is_called_unverified(saved: Saved, tmp_path: Path) -> None:
     path = saved("ResilientFSDP", tmp_path)
     shutil.rmtree(path / ".distplus")
-    run = spawn(load, 2, args=("ResilientFSDP", "", str(path), str(tmp_path))).check()
+    run = spawn(load, 2, args=("ResilientFSDP", str(path), str(tmp_path))).check()
     assert set(run.results.values()) == {("resumed", 2)}
     assert "unverified" in run.logs[0]
 
 
 def load_verifying(path: str, folder: str) -> list[str]:
-    return [load("ResilientDDP", "", path, folder, verify=mode)[0] for mode in ("size", "off", "full")]
+    return [load("ResilientDDP", path, folder, verify=mode)[0] for mode in ("size", "off", "full")]
 
 
 def test_how_much_is_verified_before_a_load_is_an_argument(saved: Saved, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_foreign_checkpoints_that_cannot_be_loaded_are_one_clear_error_on_all_ra
     folder.mkdir()
     reasons = {damaged: "CRC", empty: "an empty file", text: "a whole zip file", folder: "none of them"}
     for path, reason in reasons.items():
-        run = spawn(load, 2, args=("ResilientDDP", "", str(path), str(tmp_path)))
+        run = spawn(load, 2, args=("ResilientDDP", str(path), str(tmp_path)))
         for kind, message in run.results.values():
             assert kind == "CheckpointCorrupt"
             assert reason in message

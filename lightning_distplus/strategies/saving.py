@@ -67,9 +67,7 @@ OnSaveFailure = Literal["continue", "raise"]
 class FailingSaves:
     """Follows the saves of one fit. All ranks call it alike: whether a save has failed is agreed before.
 
-    Args:
-        policy: ``"continue"``: a failed save is logged and the next one is the retry; what still is not saved when
-            training ends is an error. ``"raise"``: the first failure ends the run.
+    What still is not saved when training ends is an error.
     """
 
     def __init__(self, policy: OnSaveFailure) -> None:

@@ -99,7 +99,6 @@ class Facts:
     devices: int | None = None
     """Processes per node that the Trainer expects."""
     num_nodes: int | None = None
-    """Nodes that the Trainer expects."""
     environment: str = ""
     """Class of the cluster environment that Lightning has chosen."""
     started: int | None = None
@@ -109,7 +108,6 @@ class Facts:
     accelerator: str = ""
     """``"cuda"``, ``"cpu"`` and so on."""
     folder: Path = field(default_factory=Path.cwd)
-    """Where the run writes."""
     trial_bytes: int = 64 << 20
     """How much the check of that folder writes, at most."""
     command: tuple[str, ...] = field(default_factory=lambda: _without_interpreter(sys.orig_argv))

@@ -51,10 +51,10 @@ class Evidence:
     load: dict[str, Any] = field(default_factory=dict)
     is_last_seen: bool = False
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
-    is_recorded_only: bool = False
-    """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
     beat_s: float = 0.0
     """How old that moment is."""
+    is_recorded_only: bool = False
+    """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
     was_ended_by: str = ""
     """The C++ exception that ends its process, where that is what happened."""
 

@@ -40,13 +40,7 @@ from torch.utils.data import (
 )
 
 from lightning_distplus import env
-from lightning_distplus.data.batches import (
-    AUGMENT,
-    Geometry,
-    fetch_seeded,
-    generators_kept,
-    seed_generators,
-)
+from lightning_distplus.data.batches import AUGMENT, Geometry, fetch_seeded, generators_kept, seed_generators
 from lightning_distplus.data.iterable import (
     ShownDataset,
     StreamOrder,

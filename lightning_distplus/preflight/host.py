@@ -257,7 +257,7 @@ DEFECTS = (
         status=Status.WARNING,
         subject="DistributedDataParallel over gloo ends with a segmentation fault when it is made.",
         remedy="unset TORCH_DISTRIBUTED_DEBUG, or set it to INFO",
-        source="tests/faults/test_doctor.py shows it",
+        source="tests/faults/test_s7_odd_ranks.py shows it",
     ),
 )
 """Dated, and each with a test: a defect of torch that is no more makes its test fail."""

@@ -100,7 +100,6 @@ class Board:
         self._watched_host_at = -math.inf
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = running_time()
-        """When the store last answered."""
         self.reads = plane.world.size <= DIRECT_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
         self.is_few = plane.world.size <= DIRECT_RANKS

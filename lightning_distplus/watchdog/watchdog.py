@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_distplus import _compat, env, errors, process
 from lightning_distplus.control import ControlPlane, Points
@@ -75,6 +75,18 @@ class _JudgedTogether(RuntimeError):
     has_verdict = True
 
 
+class Limits(Protocol):
+    """Knows how long a rank may be silent, such as ``run_access.Phases``; None: no verdict is given."""
+
+    @property
+    def deadline(self) -> timedelta | None:
+        """In the present phase."""
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        """At the end, of a rank that is alone because others have ended their run."""
+
+
 class Watchdog:
     """Watches the training thread of this process, and judges with the watchdogs of the other ranks.
 
@@ -83,13 +95,12 @@ class Watchdog:
     Args:
         plane: The control plane.
         marks: This rank's marks.
-        deadline: The longest silence in the present phase, asked for at every tick; None: no verdict.
+        limits: Knows how long a rank may be silent; asked at every tick.
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
-        last_deadline: The longest silence of a rank that is alone, because others have ended their run.
         on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
@@ -97,21 +108,19 @@ class Watchdog:
         self,
         plane: ControlPlane,
         marks: Marks,
+        limits: Limits,
         *,
-        deadline: Callable[[], timedelta | None],
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
-        last_deadline: Callable[[], timedelta | None] = lambda: None,
         on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
-        self._deadline = deadline
-        self._last_deadline = last_deadline
+        self._limits = limits
         self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
@@ -256,7 +265,7 @@ class Watchdog:
 
         One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
         """
-        now, last = running_time(), self._last_deadline()
+        now, last = running_time(), self._limits.last_deadline
         if self._witness.is_on_its_way_out():
             self._on_its_way_at = now
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
@@ -284,9 +293,9 @@ class Watchdog:
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
-        deadline = self._deadline()
+        deadline = self._limits.deadline
         if deadline is not None and self.board.ended:
-            deadline = max(deadline, self._last_deadline() or deadline)
+            deadline = max(deadline, self._limits.last_deadline or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
     def _look_at_the_end(self, number: int) -> None:

@@ -16,7 +16,7 @@ from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p
 from lightning_distplus.watchdog.heartbeat import Board
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
-from lightning_distplus.world import name_ranks
+from lightning_distplus.world import name_ranks, ranks_by_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +224,7 @@ class Witness:
 
     def brief(self) -> list[str]:
         """Where the ranks are, those in the same place in one line, the smallest groups first; asks nobody."""
-        groups: dict[str, list[int]] = {}
-        for rank in self._world.ranks:
-            groups.setdefault(self._place_of(rank), []).append(rank)
+        groups = ranks_by_text({rank: self._place_of(rank) for rank in self._world.ranks})
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: len(one[1]))]
         more = [f"and {len(lines) - _BRIEF_LINES} more places"] if len(lines) > _BRIEF_LINES else []
         return [*lines[:_BRIEF_LINES], *more]

@@ -28,7 +28,7 @@ from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.errors import DistplusError, ExitCode, HangDetected, PeerError, PeerLost
-from lightning_distplus.process import ProcessState, running_time
+from lightning_distplus.process import ProcessState, running_time, until
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
@@ -519,7 +519,6 @@ def _end_with_parent(_: object) -> None:
 # launch`` the launcher does, after its own lines.
 
 JUDGED = "the watchdogs have judged:\n"
-_LOOK_S = 0.025
 _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _FAILURE_S = 1.0  # the same where all of them have found that the store is lost
@@ -577,7 +576,7 @@ class Telling:
             if verdict is None:
                 return
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
-            if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
+            if not is_told and until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
                 return
             if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
                 self._found = (verdict, verdict.write(self._folder, self._world.host))
@@ -591,7 +590,7 @@ class Telling:
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        return _until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
+        return until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
@@ -627,7 +626,7 @@ class Telling:
         if self._world.rank == self._plane.host_rank:
             others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
             with suppress(PeerError, RuntimeError):
-                _until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
+                until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
 
     # -- to the terminal ---------------------------------------------------------------------------------------------
 
@@ -722,7 +721,7 @@ class Telling:
         when this process ends.
         """
         others = [peer for _, peer in self._peers_here(silent)]
-        _until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
+        until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
 
     def _leave_traceback(self, text: str) -> Path | None:
         """Writes the whole traceback of this rank; None where that fails."""
@@ -743,14 +742,6 @@ class Telling:
         culprits = self._culprits()
         why = f" because of {name_ranks(culprits)}" if culprits else f" with {type(error).__name__}" if error else ""
         return f"rank {self._world.rank} stopped{why}, exit {int(code)}"
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Looks again and again; whether the condition has come true in time."""
-    end = running_time() + seconds
-    while not (is_true := condition()) and running_time() < end:
-        time.sleep(_LOOK_S)
-    return is_true
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

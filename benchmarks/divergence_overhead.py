@@ -1,8 +1,7 @@
 """What the divergence monitor adds to a step, with the stock broadcast credited; its passes over memory; its rivals.
 
 The monitor is toggled inside one fit with DDP on two processes, each pinned to a core, in blocks of steps as in
-``strategy_cost``: everything on with default settings, Lightning's broadcast alone, and the broadcast again (A/A). The
-number of the step rides in DDP's bucket in all of them, because DDP cannot let go of a parameter; its cost is apart.
+``strategy_cost``: everything on with default settings, Lightning's broadcast alone, and the broadcast again (A/A).
 Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` single calls are timed: DDP on gloo dies of a segmentation fault (torch 2.13).
 """
 
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader
 from benchmarks import jobs, strategy_cost
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus import RankDivergenceMonitor, ResilientDDP
-from lightning_distplus.divergence.gradients import BucketHook, LocalGradients, Mailbox, NonFiniteCheck
+from lightning_distplus.divergence.gradients import BucketHook, GradientCheck, LocalGradients
 from lightning_distplus.divergence.replicas import Windows, from_reductions
 from lightning_distplus.testing import spawn
 
@@ -47,7 +46,6 @@ def run(quick: bool) -> list[Figure]:
         *figures,
         *_gradient_figures(repeats),
         *_window_figures(repeats, 16 if quick else 1),
-        _tie_figure(repeats),
         *_rival_figures(quick),
     ]
 
@@ -75,15 +73,15 @@ class _Toggle(strategy_cost.Toggle):
 
     def _with_checks(self, gate: Callable[[Any, int], None], *, is_on: bool) -> Callable[[Any, int], None]:
         monitor, checks = self._monitor, list(self._monitor.checks)
-        hooks = [check._bucket_hook for check in checks if isinstance(check, NonFiniteCheck)]
+        gradient_checks = [check for check in checks if isinstance(check, GradientCheck)]
 
         def switched(batch: Any, batch_idx: int) -> None:
-            assert monitor._gate is not None
-            monitor._gate.is_open = is_on
+            assert monitor._run is not None
+            monitor._run.gate.is_open = is_on
             monitor.checks = checks if is_on else []
-            for hook in hooks:
-                assert hook is not None
-                hook._is_retired = not is_on
+            for check in gradient_checks:
+                assert check._hook is not None
+                check._hook._gradients = check._gradients if is_on else None
             gate(batch, batch_idx)
 
         return switched
@@ -190,24 +188,11 @@ def _backward(rank: int, folder: str, tokens: int, repeats: int) -> dict[str, li
     return took
 
 
-def _tie_figure(repeats: int) -> Figure:
-    """The number of the step, on its way through the graph into its gradient."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    mailbox = Mailbox(0, 2, weight)
-    took = _fastest_ms(
-        50 * repeats,
-        plain=lambda: (2 * weight).sum().backward(),
-        tied=lambda: mailbox.tie((2 * weight).sum(), 7).backward(),
-    )
-    added_us = (took["tied"] - took["plain"]) * 1e3
-    return Figure(name="number of the step in the bucket", value=added_us, unit="us", note="part of the 200 us")
-
-
 def _window_figures(repeats: int, smaller: int) -> list[Figure]:
     """One window of sixteen of the weights' fingerprint: as CPUs take it, and as other devices do."""
     weights = [torch.randn(_STATE_PARAMETERS // smaller // 10) for _ in range(10)]
     windows = Windows(weights, 16)
-    parts = [windows._part(piece) for piece in windows.pieces[3]]
+    parts = [weights[piece.number].view(-1)[piece.start : piece.stop] for piece in windows.pieces[3]]
     size_mb = sum(part.numel() for part in parts) * 4 / 1e6
     took = _fastest_ms(
         3 * repeats,

@@ -1,9 +1,8 @@
 """What ``Trainer(strategy=Resilient...())`` adds to steps of 20 ms with all that it brings, against stock.
 
 Gate, divergence monitor and preemption handler are toggled inside one fit as in ``strategy_cost``: all of them, the
-broadcast of Lightning alone, and the broadcast again (A/A). Of DDP the number of the step rides in the bucket in all of
-them, because DDP cannot let go of a parameter; ``divergence_overhead`` has its cost. The full comparisons of the state,
-of which the budget allows one in hundreds of steps, fall out of the medians.
+broadcast of Lightning alone, and the broadcast again (A/A). The full comparisons of the state, of which the budget
+allows one in hundreds of steps, fall out of the medians.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from benchmarks import strategy_cost
 from benchmarks.figures import Figure
 from lightning_distplus import PreemptionHandler, RankDivergenceMonitor
-from lightning_distplus.divergence.gradients import NonFiniteCheck
+from lightning_distplus.divergence.gradients import GradientCheck
 
 __all__ = ["Toggle", "run"]
 
@@ -44,7 +43,7 @@ class Toggle(strategy_cost.Toggle):
         with_ours = list(trainer.callbacks)
         kinds = (RankDivergenceMonitor, PreemptionHandler)
         (monitor,) = (one for one in with_ours if isinstance(one, RankDivergenceMonitor))
-        (check,) = (one for one in monitor.checks if isinstance(one, NonFiniteCheck))
+        (check,) = (one for one in monitor.checks if isinstance(one, GradientCheck))
         assert any(isinstance(one, PreemptionHandler) for one in with_ours)
         without = [one for one in with_ours if not isinstance(one, kinds)]
 
@@ -52,8 +51,8 @@ class Toggle(strategy_cost.Toggle):
             def pass_gate(batch: Any, batch_idx: int) -> None:
                 trainer.callbacks[:] = with_ours if is_on else without
                 trainer.strategy.gate.is_open = is_on
-                if check._bucket_hook is not None:
-                    check._bucket_hook._is_retired = not is_on
+                if check._hook is not None:
+                    check._hook._gradients = check._gradients if is_on else None
                 vars(check._gradients).pop("filtered", None)
                 if not is_on:
                     check._gradients.filtered = lambda gradient, name_of: None  # type: ignore[method-assign]

@@ -99,7 +99,6 @@ def _leaf(path: str, value: Any, tensor: torch.Tensor | None) -> _Leaf:
 
 
 def _exchange_leaves(mine: list[_Leaf]) -> list[list[_Leaf]]:
-    """What every rank holds, in rank order."""
     if not dist.is_initialized():
         return [mine]
     points = active_points()

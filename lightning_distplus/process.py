@@ -333,12 +333,10 @@ def _send(pid: int, number: signal.Signals) -> None:
 def _ranks() -> list[int]:
     """Processes that this one has started as leaders of sessions of their own, which is how the agent starts ranks."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has just ended
-            for word in (task / "children").read_text().split():
-                with suppress(ProcessLookupError):
-                    if os.getsid(int(word)) == int(word):
-                        found.append(int(word))
+    for pid in children(os.getpid()):
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.getsid(pid) == pid:
+                found.append(pid)
     return found
 
 

@@ -138,14 +138,7 @@ class BatchGate:
         points: The named points of the run, where the strategy checks them.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        plane: ControlPlane,
-        *,
-        waits: Waits,
-        points: Points | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, plane: ControlPlane, *, waits: Waits, points: Points | None = None) -> None:
         self._trainer = trainer
         self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE, points=points)
         self._waits = waits
@@ -313,7 +306,6 @@ class BatchGate:
         return {"epoch": None, "global_step": last.global_step + 1, "micro_batch": micro_batch}
 
     def _tell(self, field: str, values: Sequence[Any], *, remedy: str, expected: Any = None) -> None:
-        """Raises where the values differ."""
         if len(set(values)) > 1:
             where = f"before step {self._trainer.global_step}; nothing was averaged"
             error = disagreement(field, dict(enumerate(values)), where=where, remedy=remedy, expected=expected)

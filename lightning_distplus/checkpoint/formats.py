@@ -716,19 +716,17 @@ def _moments_of_litgpt(
     groups, state = optimizer.get("param_groups") or [{}], optimizer.get("state") or {}
     if isinstance(groups, dict):  # of shards, by number
         groups = [groups[number] for number in sorted(groups)]
-    names = list(weights)
-    named = {
-        names[key] if isinstance(key, int) and key < len(names) else _ADDED_BY_WRAPPERS.sub("", str(key)): values
-        for key, values in state.items()
-    }
-    if not named:
+    if not state:
         return {}, {}, "the source has none"
-    by_number = any(isinstance(key, int) for key in state)
+    numbers: dict[Any, str] = dict(enumerate(weights))
+    named = {_ADDED_BY_WRAPPERS.sub("", str(numbers.get(key, key))): values for key, values in state.items()}
     fits = all(
-        name in weights and values.get("exp_avg", weights[name]).shape == weights[name].shape
+        name in weights
+        and {"exp_avg", "exp_avg_sq"} <= values.keys()
+        and values["exp_avg"].shape == weights[name].shape
         for name, values in named.items()
     )
-    if not fits or (by_number and len(groups) > 1) or not all("exp_avg_sq" in values for values in named.values()):
+    if not fits or (len(groups) > 1 and any(isinstance(key, int) for key in state)):
         return {}, {}, "they are not those of AdamW over the parameters in the order of the weights"
     moments: dict[str, dict[str, Tensor]] = {}
     for name, values in named.items():

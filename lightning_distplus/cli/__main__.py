@@ -11,105 +11,91 @@ import io
 import re
 import shutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_distplus import __version__, recipes
 from lightning_distplus.errors import DistplusError, ExitCode
 
 __all__ = ["main", "run_completion", "run_init"]
 
-
 PROGRAM = "distplus"
 
 
-@dataclass(frozen=True)
-class Command:
-    """One subcommand: the module and its function that runs it, its line in ``--help``, and the end of its own."""
+class Command(NamedTuple):
+    """One subcommand: the module and its function that runs it, and its line in ``--help``."""
 
     module: str
+    function: str
     summary: str
-    examples: str = ""
-    function: str = "main"
-    keeps_name: bool = False
-    """Whether the module reads the command's name itself, as LightningCLI does."""
+
+    @property
+    def keeps_name(self) -> bool:
+        """Whether the module reads the command's name itself, as LightningCLI does."""
+        return self.module == "training"
 
 
-_FIT = """
+COMMANDS = {
+    "init": Command("__main__", "run_init", "write a starting point here: a script, or a recipe"),
+    "fit": Command("training", "main", "train, or resume with --ckpt_path auto"),
+    "validate": Command("training", "main", "run the validation loop"),
+    "test": Command("training", "main", "run the test loop"),
+    "predict": Command("training", "main", "run the prediction loop"),
+    "launch": Command("launch", "main", "start the ranks, and restart them from the newest checkpoint"),
+    "prepare": Command("data", "run_prepare", "turn text, JSONL or Parquet into token files"),
+    "audit": Command("data", "run_audit", "check that every sample was trained on once"),
+    "preflight": Command("preflight", "run_preflight", "meet all ranks, and check every host"),
+    "rehearse": Command("rehearse", "main", "what a configuration would do on many ranks"),
+    "doctor": Command("preflight", "run_doctor", "what would go wrong on this host"),
+    "report": Command("report", "main", "show a run: attempts, goodput, verdicts, checkpoints"),
+    "top": Command("report", "run_top", "show what each rank does, as the run goes on"),
+    "verify": Command("checkpoints", "run_verify", "check every checkpoint in a folder"),
+    "import": Command("checkpoints", "run_import", "make a checkpoint of another program one to resume from"),
+    "export": Command("checkpoints", "run_export", "write a checkpoint as one file, or for another program"),
+    "completion": Command("__main__", "run_completion", "print what completes commands and options in a shell"),
+}
+_EXAMPLES = """
+distplus init              # train.py: 40 lines of Lightning, two processes
+distplus init tinyllama    # a small Llama on two CPU processes, under FSDP
+distplus init tinyllama --size 1.1b --strategy ddp    # on 16 GPUs, under DDP
 distplus fit --config recipe:tiny_cpu_fsdp --trainer.max_steps 20
 distplus fit --config my.yaml --ckpt_path auto
 distplus fit --config my.yaml --print_config
-
---ckpt_path auto: goes on from the newest valid checkpoint of this run. Where there is none, fit starts anew; where
-there are only torn or damaged ones it refuses, and starts anew with --allow_fresh."""
-_INIT = """
-distplus init                                        train.py: 40 lines, stock Lightning, two CPU processes
-distplus init tinyllama                              a small Llama on two CPU processes, under FSDP
-distplus init tinyllama --size 1.1b --strategy ddp   TinyLlama 1.1B on 16 GPUs, under DDP"""
-_PREPARE = """
+distplus validate --config my.yaml --ckpt_path auto
+distplus test --config my.yaml --ckpt_path auto
+distplus predict --config my.yaml --ckpt_path auto
 distplus prepare notes.txt --output data/notes --vocab_size 4096
-distplus prepare slimpajama/train/ --output data/slimpajama --tokenizer llama2/ --append_eod --shuffle_seed 1"""
-_PREFLIGHT = """
+distplus prepare slimpajama/ --output sp --tokenizer llama2/ --shuffle_seed 1
+distplus audit runs/x --json
 srun --nodes 2 --ntasks-per-node 8 distplus preflight --json
-torchrun --nproc-per-node 8 -m lightning_distplus.cli preflight --deadline 5m"""
-_REHEARSE = """
+torchrun --nproc-per-node 8 -m lightning_distplus.cli preflight --deadline 5m
 distplus rehearse --config recipe:tinyllama_1.1b_fsdp --world 64
-distplus rehearse --config my.yaml --json"""
-_DOCTOR = """
+distplus rehearse --config my.yaml --json
 distplus doctor
-distplus doctor --devices 8 --nodes 2 --json"""
-_REPORT = """
+distplus doctor --devices 8 --nodes 2 --json
 distplus report runs/x --html report.html
-distplus report --dumps nccl_traces/ --json"""
-_VERIFY = """
+distplus report --dumps nccl_traces/ --json
+distplus top runs/x --every 5
 distplus verify runs/x/checkpoints
-distplus verify --deep runs/x/checkpoints/step=300.ckpt --json"""
-_IMPORT = """
+distplus verify --deep runs/x/checkpoints/step=300.ckpt --json
 distplus import --from hf TinyLlama-1.1B/ --to tinyllama.ckpt
-distplus import --from litgpt out/tinyllama_1b/iter-100000-ckpt.pth --to tinyllama.ckpt --dry_run
-distplus import --from lightning lightning_logs/version_0/checkpoints/last.ckpt --to last.ckpt"""
-_EXPORT = """
-distplus export step=10.ckpt whole.ckpt                shards as one file, moments and all
-distplus export step=10.ckpt weights.safetensors       the weights, by their names in the module
-distplus export --to hf step=10.ckpt tinyllama/        for transformers: config.json and model.safetensors
-distplus export --to litgpt step=10.ckpt tinyllama/    for litgpt: model_config.yaml and lit_model.pth"""
-_COMPLETION = """
+distplus import --from litgpt out/iter-100000-ckpt.pth --to x.ckpt --dry_run
+distplus import --from lightning version_0/checkpoints/last.ckpt --to x.ckpt
+distplus export step=10.ckpt whole.ckpt             # one file, with moments
+distplus export step=10.ckpt weights.safetensors    # the weights, by name
+distplus export --to hf step=10.ckpt tinyllama/     # for transformers
+distplus export --to litgpt step=10.ckpt tinyllama/ # for litgpt
 eval "$(distplus completion bash)"
-distplus completion fish | source"""
-COMMANDS = {
-    "init": Command("__main__", "write a starting point here: a script, or a recipe", _INIT, "run_init"),
-    "fit": Command("training", "train, or resume with --ckpt_path auto", _FIT, keeps_name=True),
-    **{
-        name: Command(
-            "training", f"run the {loop} loop", f"distplus {name} --config my.yaml --ckpt_path auto", keeps_name=True
-        )
-        for name, loop in (("validate", "validation"), ("test", "test"), ("predict", "prediction"))
-    },
-    "launch": Command("launch", "start the ranks, and restart them from the newest checkpoint"),
-    "prepare": Command("data", "turn text, JSONL or Parquet into token files", _PREPARE, "run_prepare"),
-    "audit": Command(
-        "data", "check that every sample was trained on once", "distplus audit runs/x --json", "run_audit"
-    ),
-    "preflight": Command("preflight", "meet all ranks, and check every host", _PREFLIGHT, "run_preflight"),
-    "rehearse": Command("rehearse", "what a configuration would do on many ranks", _REHEARSE),
-    "doctor": Command("preflight", "what would go wrong on this host", _DOCTOR, "run_doctor"),
-    "report": Command("report", "show a run: attempts, goodput, verdicts, checkpoints", _REPORT),
-    "top": Command(
-        "report", "show what each rank does, as the run goes on", "distplus top runs/x --every 5", "run_top"
-    ),
-    "verify": Command("checkpoints", "check every checkpoint in a folder", _VERIFY, "run_verify"),
-    "import": Command("checkpoints", "make a checkpoint of another program one to resume from", _IMPORT, "run_import"),
-    "export": Command("checkpoints", "write a checkpoint as one file, or for another program", _EXPORT, "run_export"),
-    "completion": Command(
-        "__main__", "print what completes commands and options in a shell", _COMPLETION, "run_completion"
-    ),
-}
+distplus completion fish | source
+"""
+_AUTO = """
+--ckpt_path auto: goes on from the newest valid checkpoint of this run. Where
+there is none, fit starts anew; where there are only torn or damaged ones it
+refuses, and starts anew with --allow_fresh."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
-        if not end.code and command.examples and {"-h", "--help"} & set(arguments):
-            print("\nexamples:\n" + textwrap.indent(command.examples.strip(), "  "))
+        examples = [f"  {line}" for line in _EXAMPLES.splitlines() if re.search(rf"(distplus|cli) {name}\b", line)]
+        if not end.code and examples and {"-h", "--help"} & set(arguments):
+            print("\nexamples:", *examples, *(_AUTO.splitlines() if name == "fit" else ()), sep="\n")
         raise
 
 
@@ -165,7 +152,6 @@ def _parse_name(arguments: list[str]) -> str:
 
 # -- distplus init -----------------------------------------------------------------------------------------------------
 
-
 _PREPARE_TINY = """python -m lightning_distplus.recipes.corpus data
 distplus prepare data/code.jsonl --output data/code --vocab_size 4096 --append_eod
 distplus prepare data/prose.jsonl --output data/prose --tokenizer data/code.tokenizer.json --append_eod"""
@@ -176,7 +162,16 @@ _TWO_HOSTS = "--nnodes 2 --nproc 8 --rdzv HOST:29400 --job-id tinyllama"
 
 def run_init(argv: Sequence[str]) -> int:
     """Exit code 0 where the files are written, 1 where one of them exists."""
-    arguments = _parser_of_init().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="distplus init",
+        description="Writes a starting point into the current folder: a script, or the files of a recipe.",
+    )
+    parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
+    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
+    of_strategy = f"of tinyllama: {', '.join(recipes.strategies())} (default: fsdp)"
+    parser.add_argument("--strategy", choices=recipes.strategies(), default="fsdp", metavar="NAME", help=of_strategy)
+    parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
+    arguments = parser.parse_args(argv)
     if arguments.what == "script":
         sources = [Path(recipes.__file__).with_name("train.py")]
         commands = ["python train.py"]
@@ -203,22 +198,7 @@ def run_init(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser_of_init() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus init",
-        description="Writes a starting point into the current folder: a script, or the files of a recipe.",
-    )
-    parser.add_argument("what", nargs="?", choices=("script", "tinyllama"), default="script", help="default: script")
-    parser.add_argument("--size", choices=("cpu", "1.1b"), default="cpu", help="of tinyllama (default: cpu)")
-    parser.add_argument(
-        "--strategy", choices=recipes.strategies(), default="fsdp", help="of tinyllama (default: %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="write over files of these names")
-    return parser
-
-
 # -- distplus completion -----------------------------------------------------------------------------------------------
-
 
 _OPTION = re.compile(r"(?<![\w.-])--[a-zA-Z][\w.-]*")
 

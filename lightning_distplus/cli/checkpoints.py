@@ -54,7 +54,15 @@ TRUST_HELP = "read pickles that name more than tensors and plain data, and run w
 
 def run_verify(argv: Sequence[str]) -> int:
     """Exit code 0 where every checkpoint is committed and sound, 1 where one is not, or where there is none."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
+    deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    add("--quick", action="store_true", help="compare sizes only, read nothing")
+    add("--deep", action="store_true", help=deep)
+    add("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
+    add("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
     folder: Path = arguments.folder
     if not folder.exists():
         print(f"distplus verify: {folder} does not exist.", file=sys.stderr)
@@ -119,18 +127,6 @@ def _tensor_findings(path: Path, tensors: Mapping[str, str], is_trusted: bool) -
             return tuple(tensor_findings(path, tensors))
     except CheckpointUnsafe as error:
         return (_Refusal(str(path), "tensors and plain data", str(error)),)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distplus verify", description="Checks checkpoints against their manifests.")
-    deep = "also compare every tensor with its fingerprint and, without a manifest, the CRC of every member"
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="a folder of checkpoints, or one checkpoint")
-    add("--quick", action="store_true", help="compare sizes only, read nothing")
-    add("--deep", action="store_true", help=deep)
-    add("--trust", action="store_true", help=f"with --deep: {TRUST_HELP}")
-    add("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -210,7 +206,24 @@ def run_export(argv: Sequence[str]) -> int:
     Raises:
         CheckpointUnsafe: A pickle in it might run code, and ``--trust`` is not given.
     """
-    arguments = _exports_parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="distplus export",
+        description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
+        "folder of another program.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
+    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
+    parser.add_argument(
+        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
+    )
+    parser.add_argument(
+        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
+    )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+    arguments = parser.parse_args(argv)
     source, target = arguments.checkpoint, arguments.target
     if target.exists():
         print(f"distplus export: {target} exists already. Give another name, or remove it first.", file=sys.stderr)
@@ -258,27 +271,6 @@ def _export(arguments: argparse.Namespace) -> None:
                 formats.write_whole(source, stage)
 
         commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
-
-
-def _exports_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus export",
-        description="Writes a checkpoint as one file, the whole state (.ckpt) or the weights (.safetensors), or as the "
-        "folder of another program.",
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, file or folder; it is verified")
-    parser.add_argument("target", type=Path, metavar="OUT", help="FILE.ckpt, FILE.safetensors, or a folder")
-    parser.add_argument(
-        "--to", choices=("hf", "litgpt", "safetensors"), help="for whom: OUT is a folder, of safetensors a file"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="with --to: the run's YAML file or recipe:NAME, where the checkpoint says less"
-    )
-    parser.add_argument(
-        "--universal", action="store_true", help="of DeepSpeed: a folder that any number of ranks can resume from"
-    )
-    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
-    return parser
 
 
 def _check(source: Path) -> None:
@@ -423,7 +415,6 @@ def _require_same_model(found: Mapping[str, Any], given: Mapping[str, Any]) -> N
 
 
 def _rows_of(found: Foreign, run: Mapping[str, Any]) -> _Rows:
-    """What is kept of a source, and what is not."""
     num = sum(one.numel() for one in found.weights.values())
     rows = [("weights", f"{len(found.weights)} tensors, {num:,} numbers", "kept, float32")]
     if found.moments:
@@ -498,7 +489,6 @@ def _loops_after(step: int) -> dict[str, Any]:
 
 
 def _of_lightning(source: Path) -> tuple[dict[str, Any], _Rows]:
-    """The checkpoint as it is, in one file."""
     import torch
 
     from lightning_distplus import _compat

@@ -129,7 +129,13 @@ def _summary(result: PreparedTokens) -> str:
 
 def run_audit(argv: Sequence[str]) -> int:
     """Exit code 0 where nothing was repeated and nothing missed, 1 otherwise, and where there are no records."""
-    arguments = _audits_parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="distplus audit", description="Merges what SampleAudit wrote in all runs and on all ranks of a job."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="default_root_dir of the job, or the folder of records")
+    parser.add_argument("--limit", type=int, default=20, help="findings to print of each kind (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the whole report for a machine")
+    arguments = parser.parse_args(argv)
     folder = _records_in(arguments.run)
     if folder is None:
         print(
@@ -154,16 +160,6 @@ def run_audit(argv: Sequence[str]) -> int:
 def _records_in(run: Path) -> Path | None:
     candidates = (run, run / "distplus" / "audit", run / "audit")
     return next((folder for folder in candidates if any(folder.glob("*.audit"))), None)
-
-
-def _audits_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus audit", description="Merges what SampleAudit wrote in all runs and on all ranks of a job."
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="default_root_dir of the job, or the folder of records")
-    parser.add_argument("--limit", type=int, default=20, help="findings to print of each kind (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the whole report for a machine")
-    return parser
 
 
 def _lines(report: AuditReport, limit: int) -> Iterator[str]:

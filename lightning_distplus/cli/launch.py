@@ -23,20 +23,22 @@ _DISTPLUS = ["-m", "lightning_distplus.cli"]
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_IN_FILE = re.compile(r"^ckpt_path:\s*(?!null\b|~)\S", re.MULTILINE)
 _TORCHS_PORT = 29400  # where torchrun's agents meet when nobody names a port
-_EPILOG = """Behind the options stands a script with its arguments, or -m and a module, as for torchrun; or `--` and a
-command of distplus. A script that is restarted goes on from the newest valid checkpoint of this job where its
-trainer.fit names none.
+_EPILOG = """Behind the options stands a script with its arguments, or -m and a module, as
+for torchrun; or `--` and a command of distplus. A script that is restarted
+goes on from the newest valid checkpoint of this job where its trainer.fit
+names none.
 
-exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do not requeue); else that of the rank
-that ended the last attempt, a signal as 128 and its number.
+exit codes: 0 done, 143 stopped when asked, 174 no progress over restarts (do
+not requeue); else that of the rank that ended the last attempt, a signal as
+128 and its number.
 
 examples:
   distplus launch --nproc 8 --max-restarts 10 train.py --lr 1e-3
-  distplus launch --nproc 8 --max-restarts 10 --window 1d -- fit --config recipe:tiny_cpu_fsdp
+  distplus launch --nproc 8 --window 1d -- fit --config recipe:tiny_cpu_fsdp
 """
 _SLURM_EPILOG = """examples:
-  distplus launch slurm --nodes 2 --gpus-per-node 8 -- fit --config run.yaml > job.sh
-  distplus launch slurm --nodes 2 --gpus-per-node 8 --time 1-00 --submit -- fit --config run.yaml
+  distplus launch slurm --nodes 2 --gpus-per-node 8 -- fit --config x.yaml > job
+  distplus launch slurm --nodes 2 --time 1-00 --submit -- fit --config x.yaml
 """
 # Of torchrun's command line, what has no meaning here: all output is in files and shown, and ranks are numbered by who
 # meets.
@@ -100,7 +102,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
 
     Of a command of distplus, ``arguments.is_own`` is set, and only its own words are returned.
     """
-    parser, flags = _parser()
+    parser = _parser()
+    flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     options, command, is_behind_dashes = _split(argv, flags)
     arguments = parser.parse_args(options)
     if arguments.module:
@@ -116,7 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
         parser.error("--quarantine works on one host: the samples in hand are known to the launcher of their rank")
     if min(arguments.nproc, arguments.max_restarts + 1, arguments.same_step) < 1:
         parser.error("--nproc and --same-step are at least 1, --max-restarts is at least 0")
-    if ignored := [name for name in _WITHOUT_EFFECT if getattr(arguments, _variable(name)) is not None]:
+    if ignored := [name for name in _WITHOUT_EFFECT if getattr(arguments, name[2:].replace("-", "_")) is not None]:
         print(f"distplus launch: {', '.join(ignored)}: options of torchrun without effect here", file=sys.stderr)
     return arguments, command
 
@@ -139,27 +142,16 @@ def _split(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list
     return options, [], False
 
 
-def _variable(name: str) -> str:
-    return name[2:].replace("-", "_")
-
-
-def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
-    """The parser of the options, and those that take no value."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distplus launch",
-        usage="distplus launch [options] SCRIPT ... | -m MODULE ... | -- fit|validate|test|predict ...",
+        usage="distplus launch [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
         description="Start the ranks of this host under torchrun's agent, and restart them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    flags = {"-h", "--help"}
-
-    def add(*names: str, **settings: Any) -> None:
-        action = parser.add_argument(*names, **{"dest": _variable(names[0]), **settings})
-        if action.nargs == 0:
-            flags.update(names)
-
+    add = parser.add_argument
     add("--nproc", "--nproc-per-node", type=_processes, default=1, help="ranks on this host; or gpu, cpu, auto")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="hosts; run this command on each of them")
     add("--rdzv", "--rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where hosts meet; one has this name")
@@ -183,7 +175,7 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
     add("--master-port", default="", help=argparse.SUPPRESS)
     for name in _WITHOUT_EFFECT:
         add(name, *{"--redirects": ["-r"], "--tee": ["-t"]}.get(name, []), help=argparse.SUPPRESS)
-    return parser, flags
+    return parser
 
 
 def _read_meeting_point(parser: argparse.ArgumentParser, arguments: Any) -> None:
@@ -270,8 +262,8 @@ def _run_slurm(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="distplus launch slurm",
         usage="distplus launch slurm [--submit] [options] -- fit ...",
-        description="Print a batch script that starts one task per rank and is requeued after a committed save; "
-        "or submit it.",
+        description="Print a batch script that starts one task per rank and is requeued after a\n"
+        "committed save; or submit it.",
         epilog=_SLURM_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -40,7 +40,13 @@ _COLOURS = {Status.ERROR: "red", Status.WARNING: "yellow", Status.NOTE: "green"}
 
 def run_doctor(argv: Sequence[str]) -> int:
     """Exit code 0 where nothing is wrong, 173 where a check found an error, 2 for an unknown check."""
-    parser = _doctors_parser()
+    parser = argparse.ArgumentParser(
+        prog="distplus doctor",
+        description="Looks for what would go wrong on this host: launch, torch and its versions, shared memory, disk.",
+        epilog=f"checks: {', '.join(CHECKS)}. Exit code 0: nothing is wrong; 173: something is.",
+    )
+    parser.add_argument("--check", action="append", default=[], metavar="MODULE:FUNCTION", help="a check of your own")
+    _add_settings(parser)
     arguments = parser.parse_args(argv)
     checks = dict(CHECKS)
     for place in arguments.check:
@@ -57,19 +63,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     return _exit_code(findings)
 
 
-def _doctors_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus doctor",
-        description="Looks for what would go wrong on this host: launch, torch and its versions, shared memory, disk.",
-        epilog=f"checks: {', '.join(CHECKS)}. Exit code 0: nothing is wrong; 173: something is.",
-    )
-    parser.add_argument("--check", action="append", default=[], metavar="MODULE:FUNCTION", help="a check of your own")
-    _add_settings(parser)
-    return parser
-
-
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that ``doctor`` and ``preflight`` share."""
     add = parser.add_argument
     add("--folder", type=Path, default=Path(), help="where the run will write (default: here)")
     add("--devices", type=int, help="processes per node of the run, to check the launch against")
@@ -113,7 +107,6 @@ def _facts(arguments: argparse.Namespace) -> Facts:
 def _tell(
     findings: Sequence[Finding], facts: Facts, names: Sequence[str], begin: float, as_json: Mapping[str, Any] | None
 ) -> None:
-    """Prints a table, or JSON with these fields."""
     elapsed_s = time.monotonic() - begin
     if as_json is None:
         print_findings(findings, facts, names, elapsed_s)

@@ -102,20 +102,12 @@ def _without_memory(class_type: type, *arguments: Any, **named: Any) -> Any:
         return class_type(*arguments, **named)
 
 
-_OURS = {
-    "DDPStrategy": "lightning_distplus.ResilientDDP",
-    "FSDPStrategy": "lightning_distplus.ResilientFSDP",
-    "ModelParallelStrategy": "lightning_distplus.ResilientModelParallel",
-    "DeepSpeedStrategy": "lightning_distplus.ResilientDeepSpeed",
-}
-
-
 def _on_any_device(strategy: Any, ranks: int) -> Any:
     """Ours in the place of the parent, which may refuse a CPU; it takes the same arguments."""
     if isinstance(strategy, Namespace):
         name = str(strategy.get("class_path", "")).rpartition(".")[2]
-        if name in _OURS:
-            strategy["class_path"] = _OURS[name]
+        if name in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+            strategy["class_path"] = f"lightning_distplus.Resilient{name.removesuffix('Strategy')}"
         return strategy
     if strategy in ("auto", None):
         return "resilient_ddp" if ranks > 1 else "auto"
@@ -209,24 +201,21 @@ def rates(
     if is_by_epochs and steps_per_epoch is None:
         return {}, "it moves by epochs, whose length is not known"
     per_count = schedule.frequency * (steps_per_epoch if is_by_epochs else 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the schedule moves and the optimizer does not
-        return _follow(optimizer, schedule.scheduler, {step: step // per_count for step in wanted})
-
-
-def _follow(optimizer: Optimizer, scheduler: Any, counts: dict[int, int]) -> tuple[dict[int, list[float]], str]:
-    """Counts the schedule up, one by one; a long one jumps where its rate is a function of the count alone."""
     found: dict[int, list[float]] = {}
     end, here = time.monotonic() + _MAX_STEPPING_S, 0
-    for step, count in counts.items():
-        if count > _MAX_STEPPED and hasattr(scheduler, "lr_lambdas"):
-            scheduler.last_epoch = here = count - 1
-        while here < count:
-            scheduler.step()
-            here += 1
-            if time.monotonic() > end:
-                return found, f"{here} of {count} steps of it took {_MAX_STEPPING_S:g} s"
-        found[step] = [float(group["lr"]) for group in optimizer.param_groups]
+    scheduler = schedule.scheduler
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the schedule moves and the optimizer does not
+        for step in wanted:
+            count = step // per_count
+            if count > _MAX_STEPPED and hasattr(scheduler, "lr_lambdas"):  # its rate is a function of the count alone
+                scheduler.last_epoch = here = count - 1
+            while here < count:
+                scheduler.step()
+                here += 1
+                if time.monotonic() > end:
+                    return found, f"{here} of {count} steps of it took {_MAX_STEPPING_S:g} s"
+            found[step] = [float(group["lr"]) for group in optimizer.param_groups]
     return found, ""
 
 
@@ -253,24 +242,21 @@ class Rehearsal:
         """Notes a finding."""
         self.findings.append(Finding(check=check, status=status, subject=subject, detail=detail, remedy=remedy))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "version": 1,
-            "ranks": self.layout.ranks,
-            "nodes": self.layout.nodes,
-            "strategy": self.strategy,
-            "precision": self.layout.precision,
-            "batch": self.batch,
-            "checkpoint": self.checkpoint,
-            "schedule": self.schedule,
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
-
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 where the run could start, 173 where a finding is an error."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="distplus rehearse",
+        allow_abbrev=False,
+        description="Builds a configuration as distplus fit takes it, with the model on the meta device and the ranks "
+        "pretended: batch sizes, learning rates, size and time of a checkpoint.",
+        epilog=f"Everything else is passed on: --config FILE, --trainer.max_steps N. Checks: {', '.join(CHECKS)}. "
+        "Exit code 0: it could start; 173: it could not.",
+    )
+    parser.add_argument("--world", type=int, metavar="RANKS", help="ranks of the run (default: as the file says)")
+    parser.add_argument("--off", action="append", default=[], metavar="NAME", help="leave this out of the report")
+    parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments, rest = parser.parse_known_args(argv)
     for name in (*arguments.off, *arguments.warn):
         if name not in CHECKS:
@@ -286,27 +272,15 @@ def main(argv: Sequence[str]) -> int:
         if one.check not in arguments.off
     ]
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        layout = {"ranks": found.layout.ranks, "nodes": found.layout.nodes, "precision": found.layout.precision}
+        findings = [finding.to_dict() for finding in found.findings]
+        told = {"version": 1, **layout, "strategy": found.strategy, "batch": found.batch}
+        told |= {"checkpoint": found.checkpoint, "schedule": found.schedule, "findings": findings}
+        print(json.dumps(told, indent=2))
     else:
         _tell(found, time.monotonic() - begin, [name for name in CHECKS if name not in arguments.off])
     has_errors = any(finding.status is Status.ERROR for finding in found.findings)
     return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distplus rehearse",
-        allow_abbrev=False,
-        description="Builds a configuration as distplus fit takes it, with the model on the meta device and the ranks "
-        "pretended: batch sizes, learning rates, size and time of a checkpoint.",
-        epilog=f"Everything else is passed on: --config FILE, --trainer.max_steps N. Checks: {', '.join(CHECKS)}. "
-        "Exit code 0: it could start; 173: it could not.",
-    )
-    parser.add_argument("--world", type=int, metavar="RANKS", help="ranks of the run (default: as the file says)")
-    parser.add_argument("--off", action="append", default=[], metavar="NAME", help="leave this out of the report")
-    parser.add_argument("--warn", action="append", default=[], metavar="NAME", help="its errors are warnings")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) -> None:
@@ -334,7 +308,6 @@ def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) 
 
 
 def _spread(found: Rehearsal, asked: Layout, ranks: int) -> Layout:
-    """So many ranks, on nodes as the configuration has them."""
     if ranks < asked.per_node:
         return replace(asked, per_node=ranks, nodes=1)
     nodes, left = divmod(ranks, asked.per_node)
@@ -479,6 +452,5 @@ def _tell(found: Rehearsal, elapsed_s: float, names: list[str]) -> None:
 
 
 def _gib(size_bytes: float) -> str:
-    """Two digits that count."""
     value = size_bytes / 2**30
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"

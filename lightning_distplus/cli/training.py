@@ -20,13 +20,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-    instantiate_class,
-)
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf.errors import OmegaConfBaseException
 

@@ -7,8 +7,8 @@ import logging
 import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -23,8 +23,8 @@ from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
-from lightning_distplus.majority import disagreement, first_difference
-from lightning_distplus.run_access import Host, host_of
+from lightning_distplus.majority import disagreement, first_difference, is_equal
+from lightning_distplus.run_access import host_of
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant
 from lightning_distplus.watchdog.verdict import Verdict, name_incident
 
@@ -48,29 +48,32 @@ class MonitoredRun:
 
     Args:
         trainer: Its model is built; the engine has not wrapped it.
-        host: The means of the strategy, or those made for it.
         monitor: Whose checks see it.
     """
 
     gate: BatchGate
     """Where the ranks meet; it is there once the engine has wrapped the model."""
 
-    def __init__(self, trainer: Any, host: Host, monitor: GateMonitor) -> None:
+    def __init__(self, trainer: Any, monitor: GateMonitor) -> None:
         self.trainer: Trainer = trainer
         self.module: LightningModule = trainer.lightning_module
-        self.plane, self.rank = host.plane, host.plane.world.rank
-        self._host = host
-        self.note, self.step_parts = host.note, host.step_parts
+        self.host = host_of(trainer)
+        self.plane, self.rank = self.host.plane, self.host.plane.world.rank
+        self.note, self.step_parts = self.host.note, self.host.step_parts
         self.on_divergence, self.skips, self.budget = monitor.on_divergence, monitor.skips, Budget(monitor.budget)
         self.parameters_every_n_steps = monitor.parameters_every_n_steps
-        self.num_divergences = 0
-        self._folder = Path(host.folder)
+        self.monitor = monitor
         self._warned: set[str] = set()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the engine has wrapped the model, and the checks have hold of it."""
+        return hasattr(self, "gate")
 
     @property
     def patience(self) -> timedelta:
         """How long a rank waits for its peers now."""
-        return self._host.patience
+        return self.host.patience
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
@@ -82,11 +85,9 @@ class MonitoredRun:
         delivered = getattr(getattr(self.trainer, "datamodule", None), "delivered", None)
         return None if delivered is None else list(delivered.ids.tolist())
 
-    def differ(
-        self, field: str, values: Mapping[int, Any], *, where: str, remedy: str, wrong: Iterable[int] | None = None
-    ) -> None:
+    def differ(self, field: str, values: Mapping[int, Any], *, parameter: str | None = None, **how: Any) -> None:
         """Tells of a ``disagreement`` with these arguments."""
-        self.tell(disagreement(field, values, where=where, remedy=remedy, wrong=wrong))
+        self.tell(disagreement(field, values, **how), parameter)
 
     def tell(self, error: DivergenceError, parameter: str | None = None) -> None:
         """Writes the evidence down; every rank that has found the same difference calls this.
@@ -94,7 +95,7 @@ class MonitoredRun:
         Raises:
             DivergenceError: The one given, unless the user only wants to be warned, and the run can go on.
         """
-        self.num_divergences += 1
+        self.monitor.num_divergences += 1
         if self.on_divergence != "warn" or error.field in _BLOCKING:
             self._write(error, parameter)
             error.has_verdict = True
@@ -108,35 +109,21 @@ class MonitoredRun:
 
     def _write(self, error: DivergenceError, parameter: str | None) -> None:
         """One line in each ledger, and one verdict per host; never raises."""
-        world, step = self.plane.world, self.trainer.global_step
+        world, step, message = self.plane.world, self.trainer.global_step, str(error)
         self.note("divergence", field=error.field, ranks=error.ranks, values=error.values, global_step=step)
-        knows_alone = set(error.values) == {self.rank}
-        if world.local_rank != 0 and not knows_alone:
+        if world.local_rank != 0 and set(error.values) != {self.rank}:  # where it alone knows, it writes
             return
-        message = str(error)
+        plain = (int, float, str, bool, list, dict, type(None))
+        values = {str(rank): one if isinstance(one, plain) else str(one) for rank, one in error.values.items()}
         verdict = Verdict(
-            incident=f"{name_incident('divergence', self.plane.run_id)}-step{step}",
-            run_id=self.plane.run_id,
-            kind="divergence",
-            culprits=error.ranks,
-            waiting=sorted(set(world.ranks) - set(error.ranks)),
-            phase="step",
-            operation=error.field,
-            location=None,
-            global_step=step,
-            elapsed_s=0.0,
-            cause=message.splitlines()[0],
-            remedy=message.rpartition("do: ")[2],
-            field=error.field,
-            values={str(rank): _plain(value) for rank, value in error.values.items()},
+            incident=f"{name_incident('divergence', self.plane.run_id)}-step{step}", run_id=self.plane.run_id,
+            kind="divergence", culprits=error.ranks, waiting=sorted(set(world.ranks) - set(error.ranks)),
+            phase="step", operation=error.field, location=None, global_step=step, elapsed_s=0.0,
+            cause=message.splitlines()[0], remedy=message.rpartition("do: ")[2], field=error.field, values=values,
             parameter=parameter,
-        )
+        )  # fmt: skip
         with suppress(OSError):
-            verdict.write(self._folder, world.host)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, list, dict, type(None))) else str(value)
+            verdict.write(Path(self.host.folder), world.host)
 
 
 class Check:
@@ -266,7 +253,7 @@ class SkipBudget:
 
 _KEPT = 32  # measurements of a look, and lengths of steps
 _SETTLED = 20  # steps, before their length is known
-_PARTS = {"state": 0.5, "batch": 0.25, "everything": 0.25}
+_PARTS = {"state": 0.4, "everything": 0.2, "settings": 0.2, "batch": 0.2}
 
 
 class Budget:
@@ -286,6 +273,7 @@ class Budget:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._began = 0.0
         self._agreed: dict[str, float] = {}
+        self._asked: Counter[str] = Counter()
 
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
@@ -294,11 +282,16 @@ class Budget:
             self._steps.append(now - self._began)
         self._began = now
 
+    def is_due(self, look: str) -> bool:
+        """Whether a look of each step, ``"settings"`` or ``"batch"``, is due in this one; all ranks count alike."""
+        self._asked[look] += 1
+        return not self._agreed or self._asked[look] % self.exceeds(look) == 0
+
     def took(self, look: str, began: float, scale: int = 1) -> None:
         """A look has ended.
 
         Args:
-            look: ``"state"``, ``"batch"`` or ``"everything"``.
+            look: A key of ``_PARTS``.
             began: ``time.thread_time()`` before it.
             scale: So many looks make the whole whose cost counts: the windows of the state.
         """
@@ -365,14 +358,13 @@ class GateMonitor(Callback, GateParticipant):
         self.checks = list(checks)
         self.skips = SkipBudget(max_skips_in_a_row)
         self.budget = budget
-        self._host: Host | None = None
         self._run: MonitoredRun | None = None
-        self._gate: BatchGate | None = None
         self._hooks: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _CHECK_HOOKS}
         self.spent_s = 0.0
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
         """Steps in which the ranks were compared."""
+        self.num_divergences = 0
 
     def take_over(self, checks: Sequence[Check]) -> None:
         """Runs the checks of another monitor, in the place of its own of the same kind."""
@@ -387,25 +379,24 @@ class GateMonitor(Callback, GateParticipant):
         if stage != "fit" or trainer.world_size == 1:
             return
         install_exit_codes()
-        self._host = host = host_of(trainer)
+        self._run = run = MonitoredRun(trainer, self)
+        self.num_divergences = 0
         strategy: Any = trainer.strategy
         inner = strategy.setup
 
         def setup(trainer: Trainer) -> None:
             vars(strategy).pop("setup", None)
-            self._run = run = MonitoredRun(trainer, host, self)
             for check in self.checks:
                 check.run = run
                 check.before_engine()
             inner(trainer)
-            self._attach(run, host.gate(trainer))
+            self._attach(run)
 
         strategy.setup = setup
 
-    def _attach(self, run: MonitoredRun, gate: BatchGate) -> None:
-        """The engine has wrapped the model."""
-        self._gate = run.gate = gate
-        gate.add(self)
+    def _attach(self, run: MonitoredRun) -> None:
+        run.gate = run.host.gate(run.trainer)
+        run.gate.add(self)
         for check in self.checks:
             check.attach()
         # Bound are those hooks of a step that its checks have: most have one or two.
@@ -417,17 +408,16 @@ class GateMonitor(Callback, GateParticipant):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first comparison: everything is restored, nothing has run."""
-        if self._gate is None or self._host is None:
+        if self._run is None:
             return
-        for check in self.checks:
-            check.start()
+        self.hand_on("start")
         # Lightning need not call what would do nothing; what a subclass has is its own.
         idle = [f"on_{hook}" for hook in _CHECK_HOOKS if not (self._hooks[hook] or hook == "train_batch_end")]
         idle += [] if self._hooks["train_batch_end"] or trainer.loggers else ["on_train_batch_end"]
         own = [name for name in idle if getattr(type(self), name, None) is getattr(GateMonitor, name, None)]
         _compat.skip_step_hooks(self, *own)
-        if self._host.owns_gate:
-            self._gate.open()
+        if self._run.host.owns_gate:
+            self._run.gate.open()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -468,7 +458,7 @@ class GateMonitor(Callback, GateParticipant):
         """Field by field, the same on all ranks; of a fingerprint, all of them lay open what is behind it."""
         for field, remedy in _REMEDIES.items():
             values = {rank: getattr(record, field) for rank, record in enumerate(records)}
-            if len(set(map(repr, values.values()))) > 1:
+            if not is_equal(values.values()):
                 behind = {name: value for check in self.checks for name, value in check.explain(field).items()}
                 name, found = first_difference(run.gather(f"behind {field}", behind)) or (field, values)
                 where = f"before step {run.trainer.global_step}; nothing was averaged"
@@ -499,22 +489,22 @@ class GateMonitor(Callback, GateParticipant):
         """Hands it on to the checks, and their metrics to the loggers."""
         self._each("train_batch_end")
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._gate is not None and every and (batch_idx + 1) % every == 0:
+        if self._run is not None and every and (batch_idx + 1) % every == 0:
             metrics = self.metrics()
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def metrics(self) -> dict[str, float]:
-        """What goes to the loggers, as ``distplus/...``."""
-        found = {name: value for check in self.checks for name, value in check.metrics().items()}
-        return {f"distplus/{name}": value for name, value in found.items()}
+        """What goes to the logger, as ``distplus/...``."""
+        return {f"distplus/{name}": value for check in self.checks for name, value in check.metrics().items()}
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def hand_on(self, hook: str) -> None:
         """Calls a hook of all checks, while the run is connected."""
-        for check in self.checks if self._gate is not None else ():
-            getattr(check, hook)()
+        if self._run is not None and self._run.is_attached:
+            for check in self.checks:
+                getattr(check, hook)()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands it on to the checks."""
@@ -542,22 +532,23 @@ class GateMonitor(Callback, GateParticipant):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Tells the peers, where the strategy does not, and steps aside; never raises."""
-        if self._host is not None and self._gate is not None:
-            self._gate.is_open = False
-            self._host.report(exception)
+        if self._run is not None and self._run.is_attached:
+            self._run.gate.is_open = False
+            self._run.host.report(exception)
             self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts everything back; never raises."""
         self._detach()
-        if self._host is not None:
+        if self._run is not None:
             vars(trainer.strategy).pop("setup", None)
-            self._host.close()
-        self._host = self._gate = None
+            self._run.host.close()
+        self._run = None
         self._hooks = {hook: [] for hook in _CHECK_HOOKS}
         _compat.restore_step_hooks(self)
 
     def _detach(self) -> None:
-        for check in self.checks if self._gate is not None else ():
-            with suppress(Exception):
-                check.detach()
+        if self._run is not None and self._run.is_attached:
+            for check in self.checks:
+                with suppress(Exception):
+                    check.detach()

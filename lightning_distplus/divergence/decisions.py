@@ -23,13 +23,7 @@ class DecisionCheck(Check):
     A rank that wants to stop says so before it does. Where all ranks want the same after the same step, nothing
     changes. Where only some do, these go on for one more optimizer step, and then all stop: the others are on their way
     to it already. Inside an accumulation window a wish waits for the window's end.
-
-    Args:
-        before_save: Called on all ranks when they have met before a save.
     """
-
-    def __init__(self, before_save: Callable[[], None]) -> None:
-        self._before_save = before_save
 
     def attach(self) -> None:
         """Stands around the Trainer's decisions."""
@@ -96,7 +90,7 @@ class DecisionCheck(Check):
     def _save(self, inner: Callable[..., None], *arguments: Any, **named: Any) -> None:
         if self.run.gate.is_open:
             self.run.gate.meet(Moment.SAVE)
-            self._before_save()
+            self.run.monitor.hand_on("before_save")
         inner(*arguments, **named)
 
     # -- agreeing ----------------------------------------------------------------------------------------------------

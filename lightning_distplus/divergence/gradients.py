@@ -1,12 +1,11 @@
-"""Gradients before they meet those of other ranks: values that are not finite, steps that do not belong together."""
+"""Gradients before they meet those of other ranks: values that are not finite, and sums in which a rank is missing."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,18 +24,15 @@ from lightning_distplus.divergence.replicas import plain_name
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import disagreement
 from lightning_distplus.trainer_gate import Flag, Moment, flags_of
-from lightning_distplus.world import ranges
+from lightning_distplus.world import name_ranks
 
 __all__ = [
     "BucketHook",
     "FlaggingReduceScatter",
+    "GradientCheck",
     "LocalFailureCheck",
     "LocalGradients",
-    "Mailbox",
     "NonFinite",
-    "NonFiniteCheck",
-    "PairingCheck",
-    "TieToLoss",
     "name_at",
 ]
 
@@ -98,10 +94,8 @@ class LocalGradients:
         if self.found is not None:
             return
         if not loss.is_cpu:
-            self._wait_for(torch.isfinite(loss.detach()).all(), "loss", lambda: None)
-            return
-        value = (loss if loss.numel() == 1 else loss.detach().sum()).item()
-        if not math.isfinite(value):
+            self._wait_for(torch.isfinite(loss.detach()).all(), "loss")
+        elif not math.isfinite(value := (loss if loss.numel() == 1 else loss.detach().sum()).item()):
             self._remember("loss", value)
 
     def look_at(self, gradient: Tensor, name_of: _NameOf) -> bool | Tensor:
@@ -116,17 +110,14 @@ class LocalGradients:
         """
         if not gradient.is_cpu:
             if self._may_overflow:  # the loss alone decides
-                is_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
-                return self._wait_for(is_finite, "gradient", lambda: None)
+                return self._wait_for(torch.ones((), dtype=torch.bool, device=gradient.device), "gradient")
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             return self._wait_for(torch.isfinite(norm), "gradient", lambda: name_of(0))
         if self.found is not None:
             return False
         if not self._may_overflow and not math.isfinite(_norm(gradient)):
             flat = gradient.reshape(-1)
-            positions = torch.isfinite(flat).logical_not_().nonzero()
-            if len(positions):
-                index = int(positions[0])
+            for index in torch.isfinite(flat).logical_not_().nonzero()[:1].flatten().tolist():
                 self._remember("gradient", float(flat[index]), name_of(index))
                 return False
         return True
@@ -156,7 +147,7 @@ class LocalGradients:
         self.found = self._is_finite = None
         self._pending.clear()
 
-    def _wait_for(self, is_finite: Tensor, what: str, name: Callable[[], str | None]) -> Tensor:
+    def _wait_for(self, is_finite: Tensor, what: str, name: Callable[[], str | None] = lambda: None) -> Tensor:
         """Whether everything up to here is finite, as the device will know."""
         self._pending.append((is_finite, what, name))
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
@@ -190,23 +181,27 @@ class BucketHook:
     Otherwise the result is, bit for bit, that of DDP without a hook.
 
     Args:
-        gradients: The eyes of this rank.
+        gradients: The eyes of this rank; None: it only reduces.
         names: Of the parameters, by identity.
         group: The process group of the model.
     """
 
-    def __init__(self, gradients: LocalGradients, names: dict[int, str], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, gradients: LocalGradients | None, names: dict[int, str], group: dist.ProcessGroup | None
+    ) -> None:
         self._gradients = gradients
         self._names = names
         self._group = group
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
-        self._is_retired = False
+        self.is_whole: bool | None = None
+        """Whether the sum that this rank has begun holds all buckets; None: it has begun none since this was reset."""
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """Examines a ``GradBucket``, scales it by the number of ranks and starts its all-reduce."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
+        self.is_whole = bucket.is_last()  # DDP sends the buckets in their order
         size = dist.get_world_size(self._group)
-        if self._is_retired:
+        if self._gradients is None:
             buffer.mul_(1 / size)
         else:
             self._sent.append((buffer, parameters[0]))
@@ -220,7 +215,7 @@ class BucketHook:
 
     def retire(self) -> None:
         """From now on it only reduces; DDP cannot let go of a hook."""
-        self._is_retired = True
+        self._gradients = None
 
     def was_flagged(self) -> bool:
         """After a backward: whether some rank has sent the flag; the same answer on all ranks. Takes the flag away."""
@@ -240,6 +235,7 @@ class BucketHook:
 
     def _look_and_scale(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
         """On a CPU block by block: what has just been read for the look is scaled out of the cache."""
+        assert self._gradients is not None
         keeps: bool | Tensor = True
         blocks = torch.split(buffer, _BLOCK) if buffer.is_cpu and buffer.numel() > _BLOCK else (buffer,)
         for number, block in enumerate(blocks):
@@ -292,57 +288,99 @@ class FlaggingReduceScatter:
         return name_at(sections, column)
 
 
-# -- the check of losses and gradients that are not finite -------------------------------------------------------------
+# -- the check of gradients, before the sum and after it ---------------------------------------------------------------
 
 _SHOWN_RANKS = 8
 _WARN_EVERY = 100  # steps
 
 
-class NonFiniteCheck(Check):
-    """Stops a NaN on one rank before it reaches the weights of all.
+class GradientCheck(Check):
+    """Stops a NaN on one rank before it reaches the weights of all, and a rank that has left out a sum of gradients.
 
-    The rank that has it contributes zeros to the sum, so that nobody is left alone in a collective. Under DDP the flag
-    rides in the bucket; under every other engine, beside a loss scaler, and beside a communication hook of the user's,
-    the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn and step
-    without that rank's contribution.
+    The rank that has a NaN contributes zeros to the sum, so that nobody is left alone in a collective. Under DDP the
+    flag rides in the bucket; under every other engine, beside a loss scaler, and beside a communication hook of the
+    user's, the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn and
+    step without that rank's contribution.
 
     Where every rank has found something, the ranks do not differ: all leave the step out and go on, with a warning once
     in 100 steps. A loss scaler gets its gradients back as they were, and leaves the step out by itself.
+
+    Under DDP a rank that leaves out one sum is a step off from then on: step k is averaged with step k + 1, on all
+    ranks alike, and nothing that compares weights, shapes or sequence numbers sees it. So each rank looks, before it
+    steps, whether its backward has sent all buckets. As the ranks meet before each step, a rank without a whole sum is
+    the one that is off. This needs automatic optimization, and no communication hook of the user's.
     """
 
     def __init__(self) -> None:
         self._gradients = LocalGradients()
-        self._bucket_hook: BucketHook | None = None
+        self._hook: BucketHook | None = None
         self._handles: list[Any] = []
         self._is_flagged = False
         self._engine: Any = None
-        self._has_scaler = False
+        self._has_scaler = self._meets = False
         self._warned_at: int | None = None
-        self.is_incomplete = False
-        """Whether the sum of this step's gradients lacks what some rank should have contributed."""
-
-    def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """A new step begins."""
-        self.is_incomplete = False
-        return {}
+        self._summed: set[int] = set()
+        self._looks_for_unfrozen = True  # a run that goes on within an epoch does not begin it
 
     def attach(self) -> None:
         """Puts eyes on the gradients, where the engine has them whole and not yet reduced."""
         model: Any = self.run.trainer.strategy.model
         self._engine = model if hasattr(model, "is_gradient_accumulation_boundary") else None
-        may_overflow = self._has_scaler = getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
-        if self._engine is not None:
-            may_overflow = bool(self._engine.fp16_enabled())
+        self._has_scaler = getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
+        may_overflow = self._has_scaler if self._engine is None else bool(self._engine.fp16_enabled())
         self._gradients = LocalGradients(self._where, gradients_may_overflow=may_overflow)
-        if not self._watch_buckets(model, may_overflow) and not self._watch_units(model):
+        if isinstance(model, DistributedDataParallel):
+            self._watch_buckets(model, None if may_overflow else self._gradients)
+        self._meets = self._hook is None or may_overflow
+        if self._meets and not self._watch_units(model):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:  # its size is not known yet where it is partitioned
-                    self._watch_leaf(parameter, partial(name_at, [(plain_name(name), sys.maxsize)]))
+                    self._watch_leaf(parameter, [(plain_name(name), sys.maxsize)])
+
+    def _watch_buckets(self, model: DistributedDataParallel, gradients: LocalGradients | None) -> None:
+        names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        hook = BucketHook(gradients, names, model.process_group)
+        try:
+            # A function without annotations: torch compares those of a hook with classes, ours are strings.
+            model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        except RuntimeError:
+            log.info("rank %d: the model has a communication hook; gradients are looked at one by one", self.run.rank)
+            return
+        self._hook = hook
+        self._summed = {id(one) for one in model.parameters() if one.requires_grad}
+
+    def _watch_units(self, model: torch.nn.Module) -> bool:
+        for unit in _compat.flat_units(model):
+            self._watch_leaf(unit.parameter, [(plain_name(name), numel) for name, numel in unit.sections])
+        is_watched = bool(self._handles)
+        for prefix, module in model.named_modules():
+            if isinstance(module, FSDPModule) and (own := _parameters_of(module, prefix)):
+                module.set_custom_reduce_scatter(FlaggingReduceScatter(self._gradients, own))  # type: ignore[arg-type]
+                is_watched = True
+        return is_watched
+
+    def _watch_leaf(self, leaf: Any, sections: Sequence[tuple[str, int]]) -> None:
+        name_of = partial(name_at, sections)
+        self._handles.append(leaf.register_hook(lambda gradient: self._gradients.filtered(gradient, name_of)))
+
+    def _where(self) -> str:
+        ids, text = self.run.sample_ids(), f"micro-batch {self.run.trainer.fit_loop.epoch_loop.batch_idx}"
+        if ids is None:
+            return text
+        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        return f"{text}, samples {', '.join(map(str, ids[:_SHOWN_IDS]))}{more}"
 
     def needs(self, hook: str) -> bool:
         """Lightning steps or goes back again right after a backward; what rode in the buckets can be read then."""
-        is_manual = self._bucket_hook is not None and not self.run.module.automatic_optimization
-        return super().needs(hook) and (hook != "after_backward" or is_manual)
+        return super().needs(hook) and (hook != "after_backward" or not (self._meets or self._is_automatic))
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(self.run.module.automatic_optimization)
+
+    def epoch_start(self) -> None:
+        """Callbacks that unfreeze parameters do so at the begin of an epoch."""
+        self._looks_for_unfrozen = True
 
     def before_backward(self, loss: Tensor) -> None:
         """A loss that is not finite counts, whatever its gradients are."""
@@ -351,16 +389,22 @@ class NonFiniteCheck(Check):
 
     def after_backward(self) -> None:
         """Reads what rode in the buckets; all ranks read the same."""
-        if self._bucket_hook is not None and self._bucket_hook.was_flagged():
+        if self._hook is not None and self._hook.was_flagged():
             self._is_flagged = True
 
     def before_optimizer_step(self, optimizer: Any) -> None:
-        """Agrees on whether the step is made."""
+        """Agrees on whether the step is made, the same on all ranks."""
         if self._engine is not None and not self._engine.is_gradient_accumulation_boundary():
             return
+        if self._hook is not None and self._is_automatic:
+            self._require_sum(optimizer)
         self.after_backward()
         self._gradients.settle()
-        if self._agree():
+        if self._meets:
+            flag = Flag.NONE if self._gradients.found is None else Flag.NOT_FINITE
+            records = self.run.gate.meet(Moment.GRADIENTS, flag)
+            self._is_flagged = any(flags_of(record) & Flag.NOT_FINITE for record in records)
+        if self._is_flagged:
             self._act(optimizer)
         else:
             self.run.skips.stepped()
@@ -372,61 +416,43 @@ class NonFiniteCheck(Check):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._bucket_hook is not None:
-            self._bucket_hook.retire()
-        self._bucket_hook = None
+        if self._hook is not None:
+            self._hook.retire()
+        self._hook = None
 
-    # -- watching ----------------------------------------------------------------------------------------------------
+    # -- sums in which this rank is missing --------------------------------------------------------------------------
 
-    def _watch_buckets(self, model: Any, may_overflow: bool) -> bool:
-        """DDP: one look at each bucket, and the flag in it."""
-        if not isinstance(model, DistributedDataParallel) or may_overflow:
-            return False
-        names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-        hook = BucketHook(self._gradients, names, model.process_group)
-        try:
-            # A function without annotations: torch compares those of a hook with classes, ours are strings.
-            model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-        except RuntimeError:
-            log.info("rank %d: the model has a communication hook; gradients are looked at one by one", self.run.rank)
-            return False
-        self._bucket_hook = hook
-        return True
+    def _require_sum(self, optimizer: Any) -> None:
+        """This rank alone knows; the others stand in the sum, and hear of it when this one ends."""
+        assert self._hook is not None
+        is_whole, self._hook.is_whole = self._hook.is_whole, None
+        if _compat.skips_backward(self.run.trainer):  # on all ranks
+            return
+        remedy = (
+            "look for no_sync, a loss that does not depend on all parameters, or a skipped backward; "
+            "find_unused_parameters=True where parameters may go unused"
+        )
+        what = ""
+        if is_whole is None:
+            what = "its backward did not take part in the sum of gradients"
+        elif not is_whole:
+            what = "the sum of gradients was begun and not finished: a parameter got no gradient"
+        elif self._looks_for_unfrozen:
+            self._looks_for_unfrozen = False
+            unfrozen = {id(one) for one in _parameters(optimizer) if one.requires_grad} - self._summed
+            names = [name for name, one in self.run.module.named_parameters() if id(one) in unfrozen]
+            if names:
+                what = "DDP does not sum the gradients of what was frozen when it was built: "
+                what += f"{names[0]} (1 of {len(names)})"
+                remedy = "let all parameters that are trained at some time require gradients when fit begins, and keep "
+                remedy += "them still by a learning rate of 0"
+        if what:
+            where = f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here"
+            self.run.differ("gradient_sum", {self.run.rank: what}, wrong=[self.run.rank], where=where, remedy=remedy)
 
-    def _watch_units(self, model: torch.nn.Module) -> bool:
-        """FSDP: one look at each unit's gradients."""
-        for unit in _compat.flat_units(model):
-            sections = [(plain_name(name), numel) for name, numel in unit.sections]
-            self._watch_leaf(unit.parameter, partial(name_at, sections))
-        is_watched = bool(self._handles)
-        for prefix, module in model.named_modules():
-            if isinstance(module, FSDPModule) and (own := _parameters_of(module, prefix)):
-                module.set_custom_reduce_scatter(FlaggingReduceScatter(self._gradients, own))  # type: ignore[arg-type]
-                is_watched = True
-        return is_watched
-
-    def _watch_leaf(self, leaf: Any, name_of: _NameOf) -> None:
-        self._handles.append(leaf.register_hook(lambda gradient: self._gradients.filtered(gradient, name_of)))
-
-    # -- agreeing ----------------------------------------------------------------------------------------------------
-
-    def _where(self) -> str:
-        ids = self.run.sample_ids()
-        text = f"micro-batch {self.run.trainer.fit_loop.epoch_loop.batch_idx}"
-        if ids is None:
-            return text
-        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
-        return f"{text}, samples {', '.join(map(str, ids[:_SHOWN_IDS]))}{more}"
-
-    def _agree(self) -> bool:
-        """Whether some rank has found something; the same answer on all ranks."""
-        if self._bucket_hook is not None:
-            return self._is_flagged
-        flag = Flag.NONE if self._gradients.found is None else Flag.NOT_FINITE
-        return any(flags_of(record) & Flag.NOT_FINITE for record in self.run.gate.meet(Moment.GRADIENTS, flag))
+    # -- values that are not finite ----------------------------------------------------------------------------------
 
     def _act(self, optimizer: Any) -> None:
-        self.is_incomplete = True
         run, size = self.run, self.run.plane.world.size
         told = run.gather("not-finite", self._gradients.found)
         findings = {rank: NonFinite(*one) for rank, one in enumerate(told) if one is not None}
@@ -434,9 +460,8 @@ class NonFiniteCheck(Check):
             self._leave_out_alike(optimizer, findings)
             return
         error = _error(findings, run.trainer.global_step, size, run.on_divergence)
-        parameter = findings[error.ranks[0]].parameter
         if run.on_divergence != "skip":
-            run.tell(error, parameter)
+            run.tell(error, findings[error.ranks[0]].parameter)
             return
         try:
             run.skips.skipped(error)
@@ -469,7 +494,6 @@ class NonFiniteCheck(Check):
             )  # fmt: skip
 
     def _leave_out(self, optimizer: Any) -> bool:
-        """Whether it could."""
         if self._engine is None:
             _drop_gradients(_parameters(optimizer))
             return True
@@ -499,11 +523,10 @@ def _parameters_of(module: Any, prefix: str) -> list[tuple[str, torch.Size]]:
 def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) -> DivergenceError:
     ranks = sorted(findings)
     what = findings[ranks[0]].what
-    who = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {ranges(ranks)} have"
     outcomes = {"skip": "all ranks leave the step out", "warn": "the step is made without it"}
-    outcome = outcomes.get(policy, "no weight has changed")
     lines = [
-        f"{who} a {what} that is not finite in step {step}; it was kept out of the sum, and {outcome}.",
+        f"{name_ranks(ranks).capitalize()} {'has' if len(ranks) == 1 else 'have'} a {what} that is not finite in step "
+        f"{step}; it was kept out of the sum, and {outcomes.get(policy, 'no weight has changed')}.",
         *(f"  rank {rank}: {findings[rank].text}" for rank in ranks[:_SHOWN_RANKS]),
         f"  the other {size - len(ranks)} of {size} ranks: finite",
         "  do: look at these samples, then at the learning rate and the precision. "
@@ -511,263 +534,6 @@ def _error(findings: dict[int, NonFinite], step: int, size: int, policy: str) ->
     ]
     values = {rank: findings[rank].text if rank in findings else "finite" for rank in range(size)}
     return DivergenceError("\n".join(lines), ranks=ranks, field=what, values=values)
-
-
-# -- the number of the step, in DDP's bucket ---------------------------------------------------------------------------
-
-# A rank that leaves out one sum of same-shaped gradients is one step off from then on. Step k is averaged with step
-# k + 1 on all ranks alike, and nothing that compares weights, shapes or sequence numbers can see it.
-
-_MODULUS = 63  # v / size in bf16 is off by at most v * 2^-9, so that numbers below 64 come back exact
-
-
-class Mailbox:
-    """A parameter that DDP sums with the others, a slot for each rank; its gradient is not computed but written.
-
-    A slot holds the number of the rank's step modulo 63, and 1 more, as an empty slot holds 0.
-
-    Args:
-        rank: This process.
-        size: Number of ranks.
-        like: A parameter whose dtype and device it takes, so that it shares a bucket.
-    """
-
-    def __init__(self, rank: int, size: int, like: Tensor) -> None:
-        self._rank = rank
-        self._size = size
-        self.parameter = torch.nn.Parameter(torch.zeros(size, dtype=like.dtype, device=like.device))
-        self.expected = 0
-        """What all ranks must have put in."""
-
-    def tie(self, loss: Tensor, number: int) -> Tensor:
-        """The same loss, whose backward also puts this rank's number into the mailbox."""
-        self.expected = number
-        self.parameter.grad = None
-        slots = torch.zeros_like(self.parameter, requires_grad=False)
-        slots[self._rank].fill_(number % _MODULUS + 1)  # of another device, a copy would wait for it
-        tied: Tensor = _Tie.apply(loss, self.parameter, slots)  # type: ignore[no-untyped-call]
-        return tied
-
-    def take(self) -> Tensor | None:
-        """The content after the backward, on its way to the CPU; None where nothing came."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient.is_cpu:
-            return gradient
-        return gradient.detach().to("cpu", torch.float32, non_blocking=True)
-
-    def read(self, content: Tensor) -> list[int | None] | None:
-        """Decodes what ``take`` returned, once it has arrived; DDP has divided the sum by the number of ranks.
-
-        Returns:
-            The number that each rank has put in, None where a slot makes no sense; or None where no sum has taken
-            place, so that only this rank's own slot is filled.
-        """
-        found, own = content.tolist(), self.expected % _MODULUS + 1
-        if found[self._rank] == own and not any(found[: self._rank] + found[self._rank + 1 :]):
-            return None
-        return [self._number_of(value * self._size) for value in found]
-
-    def _number_of(self, value: float) -> int | None:
-        """The step whose number stands in a slot: of those that have it, the one next to this rank's own."""
-        if not 0.5 < value < _MODULUS + 0.5:  # NaN too
-            return None
-        ahead = (round(value) - 1 - self.expected) % _MODULUS
-        return self.expected + ahead - (_MODULUS if ahead > _MODULUS // 2 else 0)
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameter: Tensor, slots: Tensor) -> Tensor:
-        ctx.slots = slots
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], ctx.slots, None
-
-
-class TieToLoss:
-    """Forward hooks of one module that tie its loss to a mailbox: the loss of the outermost call, while it trains.
-
-    A copy of the module, or a pickled one, takes hooks along that do nothing.
-
-    Args:
-        module: The module whose output is the loss, or a dictionary with a ``loss``; None: a copy.
-        tie: Gets the loss and returns it tied.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module | None = None, tie: Callable[[Tensor], Tensor] = lambda loss: loss
-    ) -> None:
-        self._module: Callable[[], torch.nn.Module | None] = lambda: None
-        self._tie = tie
-        self._depth = 0
-        self._handles: list[Any] = []
-        if module is not None:
-            self._module = weakref.ref(module)
-            self._handles = [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
-
-    def remove(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-
-    def reset(self) -> None:
-        """A new batch begins: whatever the last one left by an exception is forgotten."""
-        self._depth = 0
-
-    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A forward begins, perhaps inside another one."""
-        self._depth += 1
-
-    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """The output, with its loss tied where this was the outermost call."""
-        self._depth -= 1
-        if self._depth or module is not self._module() or not module.training or not torch.is_grad_enabled():
-            return output
-        if isinstance(output, Tensor) and output.requires_grad:
-            return self._tie(output)
-        if isinstance(output, MutableMapping) and getattr(output.get("loss"), "requires_grad", False):
-            output["loss"] = self._tie(output["loss"])
-        return output
-
-    def __reduce__(self) -> Any:
-        return TieToLoss, ()
-
-
-# -- the check that summed gradients belong to one step ----------------------------------------------------------------
-
-_NAME = "_distplus_mailbox"
-_REMEDY = (
-    "look for no_sync, a loss that does not depend on all parameters, or a skipped backward; "
-    "find_unused_parameters=True where parameters may go unused"
-)
-
-
-class PairingCheck(Check):
-    """Lets the number of the step ride in DDP's gradient bucket, and compares it before the optimizer steps.
-
-    Goes without where the bucket is not plainly averaged (a communication hook), under manual optimization, and with a
-    compiled module. On a GPU the number is read one step later, so that nothing waits for the device.
-
-    Args:
-        finite: Knows whether a rank has kept its gradients, and with them its number, out of this step's sum.
-    """
-
-    def __init__(self, finite: NonFiniteCheck) -> None:
-        self._finite = finite
-        self._mailbox: Mailbox | None = None
-        self._tie: TieToLoss | None = None
-        self._late: Tensor | None = None
-        self._summed: set[int] = set()
-        self._looks_for_unfrozen = False
-
-    def before_engine(self) -> None:
-        """DDP takes the mailbox for a parameter; the module, its optimizers and checkpoints never see it."""
-        strategy: Any = self.run.trainer.strategy
-        module = self.run.module
-        if not isinstance(strategy, DDPStrategy) or not module.automatic_optimization:
-            return
-        if getattr(strategy, "_ddp_comm_hook", None) is not None or getattr(module, "_compiler_ctx", None) is not None:
-            log.info("the pairing of gradients is not checked: a communication hook or a compiled module")
-            return
-        _compat.wrap_method(strategy, "configure_ddp", self._configure, "the pairing of gradients is not checked")
-
-    def _configure(self, inner: Callable[[], None]) -> None:
-        module: torch.nn.Module = self.run.module
-        like = next((one for one in module.parameters() if one.requires_grad and one.is_floating_point()), None)
-        if like is None:
-            inner()
-            return
-        world = self.run.plane.world
-        self._mailbox = Mailbox(world.rank, world.size, like)
-        self._looks_for_unfrozen = True  # a run that goes on within an epoch does not begin it
-        self._summed = {id(one) for one in module.parameters() if one.requires_grad}
-        module.register_parameter(_NAME, self._mailbox.parameter)
-        try:
-            inner()
-        finally:
-            delattr(module, _NAME)
-        self._tie = TieToLoss(module, self.tie)
-
-    def tie(self, loss: Tensor) -> Tensor:
-        """The same loss; where DDP sums the gradients of its backward, the number of the step rides along."""
-        model = self.run.trainer.strategy.model
-        if self._mailbox is None or not isinstance(model, DistributedDataParallel):
-            return loss
-        return self._mailbox.tie(loss, self.run.trainer.global_step + 1) if model.require_backward_grad_sync else loss
-
-    def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Reads what was on its way from the device, and empties the mailbox."""
-        if self._tie is not None:
-            self._tie.reset()
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._judge(late)
-        if self._mailbox is not None:
-            self._mailbox.parameter.grad = None
-        return {}
-
-    def epoch_start(self) -> None:
-        """Callbacks that unfreeze parameters do so at the begin of an epoch."""
-        self._looks_for_unfrozen = True
-
-    def before_optimizer_step(self, optimizer: Any) -> None:
-        """The gradients are summed, or were to be."""
-        if self._mailbox is None or self.run.skips.is_skipping or self._finite.is_incomplete:
-            return
-        if _compat.skips_backward(self.run.trainer):  # on all ranks
-            return
-        if self._looks_for_unfrozen:
-            self._looks_for_unfrozen = False
-            self._require_summed(optimizer)
-        content = self._mailbox.take()
-        if content is None:
-            self._tell_not_summed("its backward did not take part in the sum of gradients")
-        elif self._mailbox.parameter.is_cpu:
-            self._judge(content)
-        else:
-            self._late = content
-
-    def _require_summed(self, optimizer: Any) -> None:
-        unfrozen = {id(one) for one in _parameters(optimizer) if one.requires_grad} - self._summed
-        if names := [name for name, one in self.run.module.named_parameters() if id(one) in unfrozen]:
-            self._tell_not_summed(
-                f"DDP does not sum the gradients of what was frozen when it was built: {names[0]} (1 of {len(names)})",
-                "let all parameters that are trained at some time require gradients when fit begins, and keep them "
-                "still by a learning rate of 0",
-            )
-
-    def _judge(self, content: Tensor) -> None:
-        assert self._mailbox is not None
-        numbers = self._mailbox.read(content)
-        if numbers is None:
-            self._tell_not_summed("the sum of gradients was begun and not finished: a parameter got no gradient")
-        elif None not in numbers and len(set(numbers)) > 1:
-            self.run.differ(
-                "gradient_step",
-                dict(enumerate(numbers)),
-                where=f"before optimizer step {self._mailbox.expected}: gradients of different steps were summed; no "
-                "weight changed",
-                remedy="a rank left out or repeated a sum of gradients: no_sync, a skipped backward, a second one",
-            )
-
-    def _tell_not_summed(self, what: str, remedy: str = _REMEDY) -> None:
-        """This rank alone knows; the others stand in the sum, and hear of it when this one ends."""
-        self.run.differ(
-            "gradient_sum",
-            {self.run.rank: what},
-            wrong=[self.run.rank],
-            where=f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here",
-            remedy=remedy,
-        )
-
-    def detach(self) -> None:
-        """Takes the hooks away."""
-        _compat.restore_method(self.run.trainer.strategy, "configure_ddp")
-        if self._tie is not None:
-            self._tie.remove()
-        self._tie = self._mailbox = self._late = None
 
 
 # -- the check of batches that fail on some ranks only -----------------------------------------------------------------
@@ -780,13 +546,7 @@ class LocalFailureCheck(Check):
 
     For DDP only: its forward holds no collective in which the others could already wait for the failing rank. Costs one
     more gate per micro-batch, so that it works only when asked for.
-
-    Args:
-        pairing: Adds to a loss what must ride in DDP's buckets.
     """
-
-    def __init__(self, pairing: PairingCheck) -> None:
-        self._pairing = pairing
 
     def before_engine(self) -> None:
         """Refuses what cannot work, and stands around ``training_step``.
@@ -835,7 +595,7 @@ class LocalFailureCheck(Check):
         model: Any = self.run.trainer.strategy.model
         # A loss of zero reaches every parameter with zeros: DDP sums on all ranks, and is ready again.
         trainable = [one for one in self.run.module.parameters() if one.requires_grad and one.numel()]
-        loss = self._pairing.tie(torch.stack([one.flatten()[0].float() * 0.0 for one in trainable]).sum())
+        loss = torch.stack([one.flatten()[0].float() * 0.0 for one in trainable]).sum()
         if what not in (_FINE, _EMPTY) and model.require_backward_grad_sync:
             model.reducer.prepare_for_backward([])  # its forward did not come to that
         return loss

@@ -9,7 +9,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from lightning_distplus.control import Watcher
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
-from lightning_distplus.divergence.gradients import LocalFailureCheck, NonFiniteCheck, PairingCheck
+from lightning_distplus.divergence.gradients import GradientCheck, LocalFailureCheck
 from lightning_distplus.divergence.replicas import AtRestCheck, ReplicaCheck
 from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, PlanCheck, RngPolicy, SettingsCheck
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
@@ -31,7 +31,7 @@ from lightning_distplus.trainer_gate import GateParticipant, Moment
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 from lightning_distplus.world import ranges
 
-__all__ = ["OnLocalFailure", "RankDivergenceMonitor", "TraceCheck", "make_checks"]
+__all__ = ["OnLocalFailure", "RankDivergenceMonitor", "TraceCheck"]
 
 OnLocalFailure = Literal["raise", "skip_all"]
 _STATE_VERSION = 1
@@ -43,8 +43,7 @@ class RankDivergenceMonitor(GateMonitor):
     Works with every strategy of Lightning; on a Resilient one it uses that strategy's gate.
 
     Args:
-        every_n_steps: How often the batches are looked into, at most. Place, learning rate and settings are compared
-            each step.
+        every_n_steps: How often the batches are looked into, at most.
         parameters_every_n_steps: How often replicated state is compared in full, at most.
         on_divergence: ``"raise"`` on all ranks; ``"warn"`` where the run can go on, which it cannot when the ranks
             stand at different points; ``"skip"`` leaves out, on all ranks, a step whose loss or gradients are not
@@ -62,7 +61,7 @@ class RankDivergenceMonitor(GateMonitor):
             report, ``"warn"`` the log as well, as ``StragglerMonitor()`` does; or ``"ignore"``.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
-        budget: How much of a step's time the looks at batches and replicated state may take, once the first full
+        budget: How much of a step's time the looks at settings, batches and replicated state may take, once a full
             comparison has shown what they cost: they become rarer until they fit. What must be seen in each step stays.
             The ledger tells how many steps a pass over the whole state takes (``monitor_plan``). None: nothing waits.
         batch_shapes: ``"any"`` where batches of different sizes are right, as for sequences; ``"equal"`` where each
@@ -86,7 +85,6 @@ class RankDivergenceMonitor(GateMonitor):
         **removed: Any,
     ) -> None:
         refuse_unknown_arguments(type(self).__name__, removed, inspect.signature(RankDivergenceMonitor).parameters)
-        super().__init__(max_skips_in_a_row=max_skips_in_a_row, budget=budget)
         if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share of a step's time, above 0 and at most 1, or None.")
         for name, value in (("every_n_steps", every_n_steps), ("parameters_every_n_steps", parameters_every_n_steps)):
@@ -96,24 +94,27 @@ class RankDivergenceMonitor(GateMonitor):
         require_choice("on_local_failure", on_local_failure, OnLocalFailure)
         require_choice("on_straggler", on_straggler, OnStraggler)
         require_choice("batch_shapes", batch_shapes, BatchShapes)
-        self.every_n_steps = every_n_steps
-        self.parameters_every_n_steps = parameters_every_n_steps
+        checks = [
+            *([AtRestCheck()] if state_at_rest else []),
+            PlanCheck(rng_policy),
+            SettingsCheck(),
+            BatchCheck(every_n_steps, batch_shapes),
+            DecisionCheck(),
+            MetricCheck(),
+            *([LocalFailureCheck()] if on_local_failure == "skip_all" else []),
+            GradientCheck(),
+            *([StragglerCheck(warns=on_straggler == "warn")] if on_straggler != "ignore" else []),
+            ReplicaCheck(repairs=repair_replicas),
+            *([TraceCheck()] if trace_collectives else []),
+        ]
+        super().__init__(checks, max_skips_in_a_row=max_skips_in_a_row, budget=budget)
         self.on_divergence = on_divergence
-        self.on_local_failure = on_local_failure
-        self.trace_collectives = trace_collectives
-        self.rng_policy = rng_policy
-        self.repair_replicas = repair_replicas
-        self.state_at_rest = state_at_rest
-        self.on_straggler = on_straggler
-        self.batch_shapes = batch_shapes
-        self.checks = make_checks(self)
+        self.parameters_every_n_steps = parameters_every_n_steps
 
     def metrics(self) -> dict[str, float]:
         """What goes to the loggers, as ``distplus/...``."""
-        counted = {"divergences": self._run.num_divergences if self._run else 0, "skipped_steps": self.skips.total}
+        counted = {"divergences": self.num_divergences, "skipped_steps": self.skips.total}
         return {**{f"distplus/{name}": float(count) for name, count in counted.items()}, **super().metrics()}
-
-    # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The counts: plain values."""
@@ -131,26 +132,6 @@ class RankDivergenceMonitor(GateMonitor):
                 f"version {_STATE_VERSION}. Use the version of lightning_distplus that wrote it."
             )
         self.skips.load_state_dict(state_dict["skips"])
-
-
-def make_checks(chosen: RankDivergenceMonitor) -> list[Check]:
-    """All checks that the user has chosen. Each keeps its own state."""
-    finite = NonFiniteCheck()
-    pairing = PairingCheck(finite)
-    return [
-        *([AtRestCheck()] if chosen.state_at_rest else []),
-        PlanCheck(chosen.rng_policy),
-        SettingsCheck(),
-        BatchCheck(chosen.every_n_steps, chosen.batch_shapes),
-        DecisionCheck(lambda: chosen.hand_on("before_save")),
-        MetricCheck(),
-        *([LocalFailureCheck(pairing)] if chosen.on_local_failure == "skip_all" else []),
-        finite,
-        pairing,
-        *([StragglerCheck(warns=chosen.on_straggler == "warn")] if chosen.on_straggler != "ignore" else []),
-        ReplicaCheck(repairs=chosen.repair_replicas),
-        *([TraceCheck()] if chosen.trace_collectives else []),
-    ]
 
 
 # -- every call of torch.distributed, when that is asked for -----------------------------------------------------------
@@ -180,7 +161,6 @@ _ROOTS = ("src", "dst", "group_src", "group_dst")
 _ALONE_S = 0.1  # a wait that lasts longer is published, and the others' calls are looked at
 _SETTLED_S = 2.0  # after so long a wait, whoever has not said where it waits is not counted
 _GATES = "gates"
-_REMEDY = "call it on every rank of the group, in the same order and with the same arguments"
 
 # Keeps the runs of one process apart; all ranks count alike.
 _runs = itertools.count(1)
@@ -246,7 +226,9 @@ class TraceCheck(Check, GateParticipant):
 
         @functools.wraps(original)
         def checked(*arguments: Any, **named: Any) -> Any:
-            if self._is_inside or not self._is_due:
+            error = self.run.plane.first_error
+            has_failed = error is not None and error.rank == self.run.rank
+            if self._is_inside or has_failed or threading.get_ident() != self._thread:
                 return original(*arguments, **named)
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
@@ -260,12 +242,6 @@ class TraceCheck(Check, GateParticipant):
 
         return checked
 
-    @property
-    def _is_due(self) -> bool:
-        """Whether this call takes part: from the thread that trains, in a job in which this rank has not failed."""
-        error = self.run.plane.first_error
-        return threading.get_ident() == self._thread and (error is None or error.rank != self.run.rank)
-
     def _call(self, name: str, arguments: dict[str, Any]) -> _Call:
         group: Any = arguments["group"] or dist.group.WORLD
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -275,8 +251,7 @@ class TraceCheck(Check, GateParticipant):
         operator = arguments.get("op")
         parts = [] if operator is None else [getattr(operator, "name", type(operator).__name__)]
         parts += [f"{root} {arguments[root]}" for root in _ROOTS if arguments.get(root) is not None]
-        arguments_text = f" [{', '.join(parts)}]" if parts else ""
-        what = f"{name}{f' of {structure}' if structure else ''}{arguments_text}"
+        what = f"{name}{f' of {structure}' if structure else ''}" + (f" [{', '.join(parts)}]" if parts else "")
         text = f"{what} on group {group.group_name} of ranks {ranges(ranks)}"
         return _Call(text, ranks, sequence, self._made[sequence])
 
@@ -334,19 +309,7 @@ class TraceCheck(Check, GateParticipant):
         finally:
             plane.watcher = beside
 
-    def say_where(self, call: _Call) -> str:
-        """Tells where this rank waits, and returns the line."""
-        line = str(_location())
-        self.run.plane.send(f"{self._name}/at/{self.run.rank}", json.dumps([line, *call]).encode())
-        return line
-
-    def look_for(self, missing: Sequence[int], own: str, *, is_settled: bool) -> None:
-        """Ends the run where ranks that are missing in a call wait for this one in another."""
-        elsewhere = {other: text for other in missing if (text := self._where(other)) is not None}
-        if elsewhere and (len(elsewhere) == len(missing) or is_settled):
-            self._end(_disagreement({self.run.rank: own, **elsewhere}))
-
-    def _where(self, other: int) -> str | None:
+    def where(self, other: int) -> str | None:
         """The call in which another rank waits for this one, and its line; None where it has told of none."""
         data = self.run.plane.read(f"{self._name}/at/{other}")
         if data is None:
@@ -354,12 +317,11 @@ class TraceCheck(Check, GateParticipant):
         line, text, ranks, sequence, number = words_of(data)
         return f"{text}, at {line}" if self.run.rank in ranks and number > self._made[sequence] else None
 
-    def _end(self, error: DivergenceError) -> None:
-        """One rank's decision holds for all of them: whoever hears of it raises the same."""
-        first = self.run.plane.report_failure(error)
-        if first is not None and first.rank != self.run.rank:
-            raise first.as_heard()
-        self.run.tell(error)
+    def say_where(self, call: _Call) -> str:
+        """Publishes where this rank waits; returns its line."""
+        line = str(_location())
+        self.run.plane.send(f"{self._name}/at/{self.run.rank}", json.dumps([line, *call]).encode())
+        return line
 
 
 @dataclass
@@ -380,18 +342,24 @@ class _Lookout:
             return
         self.line = self.line or self.trace.say_where(self.call)
         self.look_at_s = math.inf if self.come is None else 2 * elapsed_s
-        if self.come is not None:
-            missing = sorted(set(self.call.ranks) - set(self.come))
-            text = f"{self.call.text}, at {self.line}"
-            self.trace.look_for(missing, text, is_settled=elapsed_s >= _SETTLED_S)
+        missing = [] if self.come is None else sorted(set(self.call.ranks) - set(self.come))
+        elsewhere = {other: text for other in missing if (text := self.trace.where(other)) is not None}
+        if elsewhere and (len(elsewhere) == len(missing) or elapsed_s >= _SETTLED_S):
+            run = self.trace.run
+            error = _disagreement({run.rank: f"{self.call.text}, at {self.line}", **elsewhere})
+            # One rank's decision holds for all of them: whoever hears of it raises the same.
+            first = run.plane.report_failure(error)
+            if first is not None and first.rank != run.rank:
+                raise first.as_heard()
+            run.tell(error)
 
 
 def _location() -> str | None:
-    """The line of the user's code in which this rank stands."""
     return user_location(stack_of(threading.get_ident()))
 
 
 def _disagreement(values: dict[int, str]) -> DivergenceError:
     wrong, _ = odd_ranks({rank: text.rpartition(", at ")[0] for rank, text in values.items()})
     where = "and would wait for each other or mix their numbers; nothing was exchanged"
-    return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=_REMEDY)
+    remedy = "call it on every rank of the group, in the same order and with the same arguments"
+    return disagreement("collective", dict(sorted(values.items())), where=where, wrong=wrong, remedy=remedy)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import math
-import struct
 import time
 import zlib
 from collections import defaultdict
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distplus import _compat
+from lightning_distplus.checkpoint.tensors import parameters_of, pieces_of_live
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check
 from lightning_distplus.majority import disagreement, odd_ranks
@@ -39,7 +40,6 @@ __all__ = [
     "from_reductions",
     "plain_name",
     "replicated_state",
-    "row_sums",
 ]
 
 # -- fingerprints of tensors -------------------------------------------------------------------------------------------
@@ -54,13 +54,11 @@ __all__ = [
 # and to a constant tensor that turns into NaN. They do not add up over shards, as those of ``checkpoint.tensors`` do,
 # which take twice as long as XXH3.
 
-WORD_BYTES = 8
-
+_WORD_BYTES = 8
 _COLUMNS = 255
-_ROW_WORDS = 256  # of `row_sums`
 # Rows of a block. On a CPU 512 KiB, so that the second pass comes out of its second cache; elsewhere few launches.
 _ROWS = {True: 256, False: 1 << 16}
-_SMALL_WORDS = 4096  # below, the copy into one buffer costs less than reductions of their own
+_SMALL_BYTES = 32 << 10  # below, the copy into one buffer costs less than reductions of their own
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -71,26 +69,6 @@ _SHIFTS = (30, 27)
 def fingerprint_of_each(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint per tensor, all of one device; returns (n,) int64 on it, without waiting."""
     return torch.stack([_of_pieces([tensor]) for tensor in tensors])
-
-
-def row_sums(tensor: Tensor) -> Tensor:
-    """A sum of mixed words for each 2 KiB of a tensor's bytes: where two ranks differ, the differing rows are few."""
-    return _mixed(_padded(_words_of(tensor), _ROW_WORDS)).view(-1, _ROW_WORDS).sum(1)
-
-
-def _words_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy.
-
-    A tensor whose memory an engine has taken away has none.
-    """
-    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        return torch.empty(0, dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.numel() * flat.element_size() % WORD_BYTES:
-        flat = _padded(flat.view(torch.uint8), WORD_BYTES)
-    elif flat.storage_offset() * flat.element_size() % WORD_BYTES:
-        flat = flat.clone()
-    return flat.view(torch.int64)
 
 
 _Bytes = ctypes.Array[ctypes.c_char]
@@ -118,7 +96,7 @@ class Windows:
     def __init__(self, tensors: Sequence[Tensor], count: int = 16) -> None:
         self._tensors = list(tensors)
         self.count = count
-        self.pieces = _cut([(tensor.numel(), tensor.element_size()) for tensor in tensors], count)
+        self.pieces = _cut(self._tensors, count)
         self._known: dict[int, tuple[tuple[int, int, torch.dtype], _Bytes]] = {}
 
     def fingerprint(self, number: int) -> Tensor | None:
@@ -140,50 +118,49 @@ class Windows:
         place = tensor.data_ptr(), tensor.numel(), tensor.dtype
         known = self._known.get(piece.number)
         if known is None or known[0] != place:
-            if not tensor.untyped_storage().nbytes():  # an engine has taken it away
+            if not _is_held(tensor):
                 return None
             known = self._known[piece.number] = place, _bytes_of(tensor)
         return known[1]
 
 
-def _cut(sizes: Sequence[tuple[int, int]], count: int) -> list[list[_Piece]]:
-    """For each window its pieces; ``sizes`` are numbers of elements and bytes per element."""
-    total_bytes = sum(numel * size for numel, size in sizes)
-    window_bytes = max(1, -(-total_bytes // count))
+def _cut(tensors: Sequence[Tensor], count: int) -> list[list[_Piece]]:
+    """The pieces of each window; a piece ends at a whole word."""
+    window_bytes = max(1, -(-sum(tensor.nbytes for tensor in tensors) // count))
     windows: list[list[_Piece]] = [[] for _ in range(count)]
     offset = 0
-    for index, (numel, size) in enumerate(sizes):
-        start = 0
-        # Small tensors stay whole: a cut costs more than it evens out.
-        while start < numel:
+    for number, tensor in enumerate(tensors):
+        start, size = 0, tensor.element_size()
+        word_bytes = max(_WORD_BYTES, size)
+        while start < tensor.numel():
             window = min((offset + start * size) // window_bytes, count - 1)
             left_bytes = (window + 1) * window_bytes - (offset + start * size)
-            stop = min(numel, start + _whole_words(left_bytes, size)) if window < count - 1 else numel
-            if (numel - stop) * size < _SMALL_WORDS * WORD_BYTES:
-                stop = numel
-            windows[window].append(_Piece(index, start, stop))
+            stop = start - (-left_bytes // word_bytes) * word_bytes // size
+            # Small tensors stay whole: a cut costs more than it evens out.
+            if window == count - 1 or (tensor.numel() - stop) * size < _SMALL_BYTES:
+                stop = tensor.numel()
+            windows[window].append(_Piece(number, start, stop))
             start = stop
-        offset += numel * size
+        offset += tensor.nbytes
     return windows
 
 
-def _whole_words(size_bytes: int, element_size: int) -> int:
-    """Elements in this many bytes, rounded up so that the next piece begins at a word."""
-    step = max(1, WORD_BYTES // element_size)
-    return -(-size_bytes // (step * element_size)) * step
+def _is_held(tensor: Tensor) -> bool:
+    """Whether it has elements, and its engine has not taken their memory away."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
 
 
 def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint of several tensors of one device: a 0-dim int64 there."""
     if tensors[0].device.type != "cpu":
         return from_reductions(tensors)
-    wholes = [one.detach().contiguous() for one in tensors if one.numel() and one.untyped_storage().nbytes()]
-    return _hashed([_bytes_of(whole) for whole in wholes])
+    wholes = [one.detach().contiguous() for one in tensors if _is_held(one)]
+    return _hashed([_bytes_of(whole) for whole in wholes])  # while they live: some are copies
 
 
 def _bytes_of(tensor: Tensor) -> _Bytes:
     """Not by ``numpy()``: that makes the storage one that FSDP2 cannot free and fill again."""
-    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _hashed(parts: Sequence[_Bytes]) -> Tensor:
@@ -196,29 +173,28 @@ def _hashed(parts: Sequence[_Bytes]) -> Tensor:
 
 def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
     """The same without XXH3, on any device: a 0-dim int64 there."""
-    held = [tensor.detach() for tensor in tensors if tensor.numel() and tensor.untyped_storage().nbytes()]
-    large = [one for one in held if one.numel() * one.element_size() >= _SMALL_WORDS * WORD_BYTES]
-    rest = (one for one in held if one.numel() * one.element_size() < _SMALL_WORDS * WORD_BYTES)
-    small = [one.contiguous().view(-1).view(torch.uint8) for one in rest]
-    parts = [torch.cat(small), *large] if small else large
-    sums = [one for part in parts for one in _sums(_words_of(part))]
+    held = [tensor.detach() for tensor in tensors if _is_held(tensor)]
+    large = [one for one in held if one.nbytes >= _SMALL_BYTES]
+    small = [one.contiguous().view(-1).view(torch.uint8) for one in held if one.nbytes < _SMALL_BYTES]
+    sums: list[Tensor] = []
+    for part in [torch.cat(small), *large] if small else large:
+        words = _words_of(part)
+        rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+        for block in torch.split(rows, _ROWS[words.device.type == "cpu"]):
+            sums += [block.sum(1), block.sum(0)]
+        sums.append(words[rows.numel() :])
     return _mixed(torch.cat(sums) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device)).sum()
 
 
-def _sums(words: Tensor) -> list[Tensor]:
-    """The sums of the rows and of the columns of each block."""
-    num_rows = words.numel() // _COLUMNS
-    sums: list[Tensor] = []
-    rows = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-    for block in torch.split(rows, _ROWS[words.device.type == "cpu"]):
-        sums += [block.sum(1), block.sum(0)]
-    rest = words[num_rows * _COLUMNS :]
-    return [*sums, rest] if rest.numel() else sums
-
-
-def _padded(flat: Tensor, multiple: int) -> Tensor:
-    missing = -flat.numel() % multiple
-    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+def _words_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy."""
+    flat = tensor.contiguous().view(-1)
+    if flat.nbytes % _WORD_BYTES:
+        flat = flat.view(torch.uint8)
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD_BYTES))
+    elif flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        flat = flat.clone()
+    return flat.view(torch.int64)
 
 
 def _mixed(sums: Tensor) -> Tensor:
@@ -333,8 +309,8 @@ def plain_name(name: str) -> str:
 
 Exchange = Callable[[str, bytes], list[bytes]]
 """Every rank's bytes, in rank order, on all ranks."""
-_ROW_BYTES = 256 * WORD_BYTES  # what one row sum covers
-_MAX_ROWS = 32_768  # 256 KiB of row sums per rank
+_PART_BYTES = 2 << 10  # of a tensor that differs: the parts of which the ranks compare fingerprints
+_MAX_PARTS = 1 << 14  # whose fingerprints fit into a message
 _SHOWN_PARTS = 32
 _MAX_BYTES = 1 << 19
 
@@ -343,16 +319,14 @@ _MAX_BYTES = 1 << 19
 class Difference:
     """Where copies differ; the same on all ranks."""
 
-    kind: str
-    name: str
-    group: str
+    key: _Key
     wrong: list[int]
     """The minority; all holders where there is no majority."""
     source: int | None
     """The lowest rank of the majority; None without one."""
     names: list[str]
-    """Everything that differs, this first."""
-    values: dict[int, float | int | str]
+    """Everything that differs, the tensor of the key first."""
+    values: Mapping[int, float | int | str]
     """The element that differs most, on each rank."""
     element: int = 0
     """Its index in the flat tensor."""
@@ -369,70 +343,34 @@ def find_difference(replicas: Sequence[Replica], exchange: Exchange) -> Differen
         replicas: What this rank holds.
         exchange: How the ranks meet.
     """
-    fingerprints = _by_device([one.tensor for one in replicas])
-    mine = [(*one.key, value) for one, value in zip(replicas, fingerprints, strict=True)]
-    packed = zlib.compress(json.dumps(mine).encode())
-    ranks = [_unpack(item) for item in exchange("tensors", packed)]
+    mine = [(*one.key, int(_of_pieces([one.tensor]))) for one in replicas]
+    told = [json.loads(zlib.decompress(one)) for one in exchange("tensors", zlib.compress(json.dumps(mine).encode()))]
     values: dict[_Key, dict[int, int]] = defaultdict(dict)
-    for rank, held in enumerate(ranks):
-        for key, value in held.items():
-            values[key][rank] = value
+    for rank, held in enumerate(told):
+        for kind, name, group, value in held:
+            values[kind, name, group][rank] = value
     differing = [key for key, held in values.items() if len(set(held.values())) > 1]
-    if not differing:
-        return _missing(ranks)
-    key = kind, name, group = differing[0]
-    wrong, source = odd_ranks(values[key])
-    tensor = next((one.tensor for one in replicas if one.key == key), None)
-    element, largest, shown = _look_closer(tensor, sorted(values[key]), wrong, source, exchange)
-    return Difference(
-        kind=kind,
-        name=name,
-        group=group,
-        wrong=wrong,
-        source=source,
-        names=[name, *sorted({other[1] for other in differing[1:]})],
-        values=shown,
-        element=element,
-        largest=largest,
-    )
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[int]:
-    """The fingerprint of each: one device at a time, one transfer for each."""
-    found = [0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        values = fingerprint_of_each([tensors[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            found[index] = value
-    return found
-
-
-def _unpack(data: bytes) -> dict[_Key, int]:
-    """Each key with its fingerprint, in the order of that rank."""
-    return {(kind, name, group): value for kind, name, group, value in json.loads(zlib.decompress(data))}
-
-
-def _missing(ranks: Sequence[Mapping[_Key, int]]) -> Difference | None:
-    """What some ranks hold and others do not, though all should."""
-    keys = sorted({key for held in ranks for key in held if key[2] == EVERYWHERE and not all(key in h for h in ranks)})
-    if not keys:
+    if differing:
+        key = differing[0]
+        wrong, source = odd_ranks(values[key])
+        names = [key[1], *sorted({other[1] for other in differing[1:]})]
+        tensor = next((one.tensor for one in replicas if one.key == key), None)
+        found = _look_closer(tensor, sorted(values[key]), wrong, source, exchange)
+        return Difference(key=key, wrong=wrong, source=source, names=names, **found)
+    missing = sorted(key for key, held in values.items() if key[2] == EVERYWHERE and len(held) < len(told))
+    if not missing:
         return None
-    holds = {rank: "there" if keys[0] in held else "missing" for rank, held in enumerate(ranks)}
+    kind, name, _ = missing[0]
+    holds = {rank: "there" if rank in values[missing[0]] else "missing" for rank in range(len(told))}
     wrong, source = odd_ranks(holds)
-    names = [name for _, name, _ in keys]
-    return Difference(
-        kind=keys[0][0], name=names[0], group="not everywhere", wrong=wrong, source=source, names=names,
-        values=dict(holds),
-    )  # fmt: skip
+    key = (kind, name, "not everywhere")
+    return Difference(key=key, wrong=wrong, source=source, names=[one[1] for one in missing], values=holds)
 
 
 def _look_closer(
     tensor: Tensor | None, holders: Sequence[int], wrong: Sequence[int], source: int | None, exchange: Exchange
-) -> tuple[int, float, dict[int, float | int | str]]:
-    """The element that differs most: its index in the flat tensor, the difference, and its value on each holder.
-
-    All ranks call it together and get the same answer.
+) -> dict[str, Any]:
+    """The element that differs most: the fields ``element``, ``largest`` and ``values``, the same on all ranks.
 
     Args:
         tensor: This rank's copy; None where it holds none.
@@ -443,43 +381,29 @@ def _look_closer(
     """
     tensor = None if tensor is None else tensor.detach().contiguous()
     tensor = torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
-    told = exchange("layout", b"" if tensor is None else json.dumps([str(tensor.dtype), tensor.shape]).encode())
-    if len({told[rank] for rank in holders}) > 1:
-        return 0, math.nan, {rank: "{} {}".format(*json.loads(told[rank])) for rank in holders}
-    name, shape = json.loads(told[holders[0]])
+    layouts = exchange("layout", b"" if tensor is None else json.dumps([str(tensor.dtype), tensor.shape]).encode())
+    if len({layouts[rank] for rank in holders}) > 1:
+        return {"values": {rank: "{} {}".format(*json.loads(layouts[rank])) for rank in holders}}
+    name, shape = json.loads(layouts[holders[0]])
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    # How many rows of 2 KiB one number of the exchange stands for, and how many elements these are.
-    rows = max(1, -(-math.prod(shape) * dtype.itemsize // (_ROW_BYTES * _MAX_ROWS)))
-    per_part = rows * _ROW_BYTES // dtype.itemsize
+    numel = math.prod(shape)
+    per_part = max(_PART_BYTES // dtype.itemsize, -(-numel // _MAX_PARTS))
+    pieces = () if tensor is None else torch.split(tensor.view(-1), per_part)
+    told = exchange("parts", json.dumps([int(_of_pieces([piece])) for piece in pieces]).encode())
     reference = holders[0] if source is None else source
     others = [rank for rank in wrong if rank != reference]
-    sums = exchange("rows", b"" if tensor is None else _packed_sums(tensor, rows))
-    columns = {rank: struct.unpack(f"<{len(sums[rank]) // WORD_BYTES}q", sums[rank]) for rank in holders}
-    pairs = [zip(columns[rank], columns[reference], strict=True) for rank in others]
-    parts = sorted({part for pair in pairs for part, (one, other) in enumerate(pair) if one != other})[:_SHOWN_PARTS]
-    raw = exchange("elements", b"" if tensor is None else _bytes_of_parts(tensor, per_part, parts))
+    prints = {rank: json.loads(told[rank]) for rank in (reference, *others)}
+    parts = [
+        part for part, right in enumerate(prints[reference]) if any(prints[rank][part] != right for rank in others)
+    ][:_SHOWN_PARTS]
+    joined = torch.cat([piece[:0] for piece in pieces[:1]] + [pieces[part] for part in parts]) if pieces else None
+    raw = exchange("elements", b"" if joined is None else bytes(_bytes_of(joined.cpu()))[:_MAX_BYTES])
     if not parts:
-        return 0, math.nan, dict.fromkeys(holders, "?")
+        return {"values": dict.fromkeys(holders, "?")}
     elements = {rank: torch.frombuffer(bytearray(raw[rank]), dtype=dtype) for rank in holders}
     place, largest = _largest(elements[reference], [elements[rank] for rank in others])
     index = parts[place // per_part] * per_part + place % per_part
-    return index, largest, {rank: elements[rank][place].item() for rank in holders}
-
-
-def _packed_sums(tensor: Tensor, rows: int) -> bytes:
-    sums = row_sums(tensor).cpu()
-    if rows > 1:
-        # An odd factor for each row, so that equal and opposite changes in two rows do not cancel.
-        sums = sums * (2 * torch.arange(len(sums)) + 1)
-        sums = torch.nn.functional.pad(sums, (0, -len(sums) % rows)).view(-1, rows).sum(1)
-    return struct.pack(f"<{len(sums)}q", *sums.tolist())
-
-
-def _bytes_of_parts(tensor: Tensor, per_part: int, parts: Sequence[int]) -> bytes:
-    """The differing parts, as far as a message takes them."""
-    flat = tensor.view(-1)
-    joined = torch.cat([flat[:0], *(flat[part * per_part : (part + 1) * per_part] for part in parts)])
-    return joined.cpu().view(torch.uint8).numpy().tobytes()[:_MAX_BYTES]
+    return {"element": index, "largest": largest, "values": {rank: elements[rank][place].item() for rank in holders}}
 
 
 def _largest(reference: Tensor, others: Sequence[Tensor]) -> tuple[int, float]:
@@ -558,11 +482,15 @@ class ReplicaCheck(Check):
     def hear(self, records: Sequence[GateRecord]) -> None:
         """Compares the windows of all ranks, and now and then everything."""
         step = records[0].global_step
-        if len(set(map(_FINGERPRINT, records))) > 1:
-            self._find(f"before step {step}")
-        elif self._window is not None:
-            self._agreed_at[self._window] = step
-        if step % self._comparison_every == 0 or self._num_states != self._count_states():
+        if self._window is not None:
+            if len(set(map(_FINGERPRINT, records))) > 1:
+                self._find(f"before step {step}")
+            else:
+                self._agreed_at[self._window] = step
+            if self._num_states != self._count_states():
+                self._compare_all(f"before step {step}")
+                return
+        if step % self._comparison_every == 0:
             self._compare_all(f"before step {step}")
 
     def before_save(self) -> None:
@@ -650,7 +578,6 @@ class ReplicaCheck(Check):
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def _find(self, when: str) -> None:
-        """All ranks come here together."""
         for _ in range(len(self._replicas) + 1):
             difference = find_difference(self._replicas, self._exchange)
             if difference is None:
@@ -664,41 +591,39 @@ class ReplicaCheck(Check):
 
     def _repair(self, found: Difference) -> bool:
         """Overwrites the wrong copies with the majority's; whether it could."""
-        if not self._repairs or found.source is None or found.group != EVERYWHERE:
+        kind, name, group = found.key
+        if not self._repairs or found.source is None or group != EVERYWHERE:
             return False
-        (replica,) = [one for one in self._replicas if one.key == (found.kind, found.name, found.group)]
+        (replica,) = [one for one in self._replicas if one.key == found.key]
         with torch.no_grad():
             content = replica.tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(content, src=found.source)
             replica.tensor.copy_(content)
         self._num_repaired += 1
         self.run.note(
-            "repaired", state=found.kind, name=found.name, ranks=found.wrong, source=found.source,
-            element=found.element, values=found.values, global_step=self.run.trainer.global_step,
+            "repaired", state=kind, name=name, ranks=found.wrong, source=found.source, element=found.element,
+            values=found.values, global_step=self.run.trainer.global_step,
         )  # fmt: skip
         log.warning(
             "rank %d: %s of rank %s is overwritten with that of rank %d; element %d was %s",
-            self.run.rank, found.name, ranges(found.wrong), found.source, found.element, found.values,
+            self.run.rank, name, ranges(found.wrong), found.source, found.element, found.values,
         )  # fmt: skip
         return True
 
     def _tell(self, found: Difference, when: str) -> None:
-        others, since = found.names[1:], min(self._agreed_at)
+        (kind, name, _), others = found.key, found.names[1:]
         more = f"; {len(others)} more differ: {', '.join(others[:_SHOWN_NAMES])}" if others else ""
         error = disagreement(
-            found.kind,
-            found.values,
-            where=f"({found.name}, element {found.element}, off by {found.largest:g}) {when}{more}. "
-            f"It happened at step {since} or later",
-            wrong=found.wrong,
+            kind, found.values, wrong=found.wrong,
+            where=f"({name}, element {found.element}, off by {found.largest:g}) {when}{more}. "
+            f"It happened at step {min(self._agreed_at)} or later",
             remedy="load the last checkpoint; look for code that changes weights on one rank only, then at that host's "
             "memory",
-        )
-        self.run.tell(error, parameter=found.name)
+        )  # fmt: skip
+        self.run.tell(error, parameter=name)
 
 
 def _as_text(state: dict[str, Any]) -> str:
-    """The plain values of a state, in order."""
     plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, bool, list, tuple))}
     return repr(dict(sorted(plain.items())))[:1000]
 
@@ -716,8 +641,8 @@ class AtRestCheck(Check):
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._left: dict[torch.device, Tensor] = {}
+        self._held: list[tuple[str, Tensor]] = []
+        self._left: list[Tensor] = []
         self._step = -1
 
     def start(self) -> None:
@@ -729,72 +654,49 @@ class AtRestCheck(Check):
         if self.run.trainer.global_step == self._step:
             return
         self._step = self.run.trainer.global_step
-        self._held = dict(_held(self.run.trainer))
+        held = [(name, tensor.detach()) for name, tensor in _held(self.run.trainer) if _is_held(tensor)]
+        self._held = sorted(held, key=lambda one: str(one[1].device))
         self._left = self._fingerprints()
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Compares, before the forward."""
         self.before_save()
-        self._left = {}
+        self._left = []
         return {}
 
     def before_save(self) -> None:
         """Compares what is about to be saved."""
         if not self._left or self.run.trainer.global_step != self._step:
             return
-        changed: list[str] = []
-        for device, now in self._fingerprints().items():
-            names = [name for name, tensor in self._held.items() if tensor.device == device]
-            are_odd = (now != self._left[device]).tolist()
-            changed += [name for name, is_odd in zip(names, are_odd, strict=True) if is_odd]
-        if changed:
-            self._tell(changed)
+        now = [value for found in self._fingerprints() for value in found.tolist()]
+        left = [value for found in self._left for value in found.tolist()]
+        pairs = zip(self._held, now, left, strict=True)
+        if changed := [name for (name, _), one, other in pairs if one != other]:
+            others = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+            where = f"({changed[0]}{others}) between step {self._step} and the next one, when nothing may write to it"
+            remedy = "load the last checkpoint; look at that host's memory, and for code that changes weights between "
+            values = {self.run.rank: f"changed: {', '.join(changed[:_SHOWN_NAMES])}"}
+            error = disagreement(
+                "state_at_rest", values, wrong=[self.run.rank], where=where, remedy=f"{remedy}two steps"
+            )
+            self.run.tell(error, parameter=changed[0])
 
-    def _tell(self, changed: list[str]) -> None:
-        others = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
-        error = disagreement(
-            "state_at_rest",
-            {self.run.rank: f"changed: {', '.join(changed[:_SHOWN_NAMES])}"},
-            wrong=[self.run.rank],
-            where=f"({changed[0]}{others}) between step {self._step} and the next one, when nothing may write to it",
-            remedy="load the last checkpoint; look at that host's memory, and for code that changes weights between "
-            "two steps",
-        )
-        self.run.tell(error, parameter=changed[0])
-
-    def _fingerprints(self) -> dict[torch.device, Tensor]:
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for tensor in self._held.values():
-            by_device[tensor.device].append(tensor)
-        return {device: fingerprint_of_each(tensors) for device, tensors in by_device.items()}
+    def _fingerprints(self) -> list[Tensor]:
+        groups = itertools.groupby((tensor for _, tensor in self._held), key=lambda one: one.device)
+        return [fingerprint_of_each(list(tensors)) for _, tensors in groups]
 
 
 def _held(trainer: Any) -> Iterator[tuple[str, Tensor]]:
     """What this rank holds of weights and optimizer state, between two steps."""
-    model: torch.nn.Module = trainer.strategy.model
-    known = {id(parameter) for parameter in model.parameters()}
-    units = _compat.flat_units(model)
-    for unit in units:
-        yield f"shard of {plain_name(unit.sections[0][0])} and what is beside it", unit.local
-    for name, parameter in model.named_parameters():
-        if not units:
-            yield from _local(plain_name(name), parameter)
+    module = trainer.lightning_module
+    buffers = {
+        f"weights/{_compat.state_dict_name(name)}" for name, _ in module.named_buffers()
+    }  # a validation may write
+    yield from ((one.name, one.tensor) for one in pieces_of_live(trainer.strategy) if one.name not in buffers)
+    known = {id(parameter) for parameter in module.parameters()}
     for index, optimizer in enumerate(trainer.optimizers):
-        inner = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the one that has the state
-        held = [parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"]]
-        # ZeRO-3 gives them to the optimizer for the length of a step only; their state stays.
-        for number, parameter in enumerate(dict.fromkeys([*held, *getattr(inner, "state", {})])):
-            if id(parameter) not in known:
-                yield from _local(f"weights {number} of optimizer {index}", parameter)
-        for number, state in enumerate(getattr(inner, "state", {}).values()):
-            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
-                if isinstance(value, Tensor):
-                    yield from _local(f"{key} of tensor {number} of optimizer {index}", value)
-
-
-def _local(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    # ZeRO-3 keeps the shard beside a parameter that is whole or empty, as it likes.
-    tensor = getattr(tensor, "ds_tensor", tensor)
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if tensor.numel() and not tensor.is_meta:
-        yield name, tensor.detach()
+        if (inner := getattr(optimizer, "optimizer", None)) is not None:  # ZeRO keeps weights of its own
+            # ZeRO-3 gives them to the optimizer for the length of a step only; their state stays.
+            for number, one in enumerate(dict.fromkeys([*parameters_of(inner), *inner.state])):
+                if id(one) not in known:
+                    yield f"weights {number} of optimizer {index}", one

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -74,23 +74,18 @@ class PlanCheck(Check):
 
     def _compare_weights(self) -> DivergenceError | None:
         """The first parameter whose values differ; engines overwrite those of the other ranks, or mix them."""
-        held = {
-            name: one.detach()
-            for name, one in self.run.module.named_parameters()
-            if one.numel() and not one.is_meta and not isinstance(one, DTensor)
-        }
+        named = self.run.module.named_parameters()
+        held = [(name, one) for name, one in named if one.numel() and not one.is_meta and not isinstance(one, DTensor)]
         lines: list[str] = []
-        if len({one.device for one in held.values()}) == 1:
-            found = fingerprint_of_each(list(held.values())).tolist()
-            lines = [f"{name}: {value & _MASK:016x}" for name, value in zip(held, found, strict=True)]
+        if len({one.device for _, one in held}) == 1:
+            found = fingerprint_of_each([one for _, one in held]).tolist()
+            lines = [f"{name}: {value & _MASK:016x}" for (name, _), value in zip(held, found, strict=True)]
         odd = _first_odd_entry(lines, lambda name, value: self.run.gather(f"weights, {name}", value))
-        return odd and disagreement(
-            "initial weights",
-            odd[1],
-            where="before the first step",
-            remedy="DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes "
-            "them the same",
+        remedy = (
+            "DDP and ZeRO take those of rank 0 for all, FSDP keeps a part of each rank's; seed_everything makes them "
         )
+        remedy += "the same"
+        return odd and disagreement("initial weights", odd[1], where="before the first step", remedy=remedy)
 
     def start(self) -> None:
         """Compares the plan and the generators; numbers that the modules have saved may differ rightly, as a seed."""
@@ -103,7 +98,6 @@ class PlanCheck(Check):
         self.epoch_start()
 
     def _mention(self, error: DivergenceError, level: int) -> None:
-        """What is not wrong by itself is told, and the run goes on."""
         self.run.note("difference", field=error.field, ranks=error.ranks, values=error.values)
         log.log(level, "rank %d: %s", self.run.rank, error)
 
@@ -122,25 +116,18 @@ class PlanCheck(Check):
             return
         mine = {name: xxhash.xxh3_64_hexdigest(state) for name, state in rng_state().items() if name in self._policy}
         states = self.run.gather("random generators", mine)
+        where = f"in epoch {self.run.trainer.current_epoch}"
         for name, policy in self._policy.items():
-            self._require_policy(name, policy, {rank: one[name] for rank, one in enumerate(states) if name in one})
-
-    def _require_policy(self, name: str, policy: RngPolicy, values: dict[int, str]) -> None:
-        ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, value in values.items():
-            ranks_of[value].append(rank)
-        field, where = f"the state of the {name} generator", f"in epoch {self.run.trainer.current_epoch}"
-        if policy == "same" and len(ranks_of) > 1:
-            self.run.differ(field, values, where=where, remedy="seed it alike on all ranks, and draw from it alike")
-        shared = sorted(rank for ranks in ranks_of.values() if len(ranks) > 1 for rank in ranks)
-        if policy == "distinct" and shared:
-            self.run.differ(
-                field,
-                {rank: values[rank] for rank in shared},
-                wrong=shared,
-                where=f"{where}: it is equal on them and must be distinct",
-                remedy="add the rank to the seed, or every rank draws the same augmentation",
-            )
+            field = f"the state of the {name} generator"
+            values = {rank: one[name] for rank, one in enumerate(states) if name in one}
+            counts = Counter(values.values())
+            if policy == "same" and len(counts) > 1:
+                self.run.differ(field, values, where=where, remedy="seed it alike on all ranks, and draw from it alike")
+            shared = {rank: value for rank, value in values.items() if counts[value] > 1}
+            if policy == "distinct" and shared:
+                remedy = "add the rank to the seed, or every rank draws the same augmentation"
+                equal = f"{where}: it is equal on them and must be distinct"
+                self.run.differ(field, shared, wrong=shared, where=equal, remedy=remedy)
 
     def _arguments(self) -> dict[str, Any]:
         """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
@@ -212,10 +199,12 @@ def _first_odd_entry(entries: list[str], gather: Callable[[str, Any], list[Any]]
 # -- optimizer settings ------------------------------------------------------------------------------------------------
 
 _MAX_PARAMETERS = 2000
+_OF_GROUP = ("lr", "weight_decay")
 
 
 class SettingsCheck(Check):
-    """Compares, before every step, learning rates, step counts, the trainable parameters and the loss scale.
+    """Compares, before every step, the number of collectives, and learning rates, step counts, trainable parameters and
+    the loss scale as often as the budget allows.
 
     Above 2,000 parameters, which of them are trainable is compared every ``parameters_every_n_steps`` only; a value
     that lies on a device is not read.
@@ -230,47 +219,60 @@ class SettingsCheck(Check):
         is_on_cpu = trainer.strategy.root_device.type == "cpu"  # elsewhere a question waits for the device
         self._scaler = getattr(trainer.precision_plugin, "scaler", None) if is_on_cpu else None
         self._have_steps: list[bool] = []
+        self._optimizers: list[Any] = []
 
     def start(self) -> None:
         """All ranks learn which optimizers have elements to step on every rank: an FSDP1 shard may be all frozen."""
+        self.epoch_start()
         mine = [
             any(one.requires_grad and one.numel() for group in optimizer.param_groups for one in group["params"])
-            for optimizer in self._optimizers()
+            for optimizer in self._optimizers
         ]
         self._have_steps = [all(held) for held in zip(*self.run.gather("elements to step", mine), strict=False)]
 
+    def epoch_start(self) -> None:
+        """Takes down the optimizers, which do not change within an epoch."""
+        self._optimizers = [one for one in self.run.trainer.optimizers if getattr(one, "param_groups", None)]
+
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The first learning rate and the loss scale as they are, everything as one number."""
-        numbers: list[float] = []
-        for index, optimizer in enumerate(self._optimizers()):
-            for group in optimizer.param_groups:
-                numbers += (_number(group.get("lr", 0.0)), _number(group.get("weight_decay", 0.0)))
-            numbers.append(self._steps_of(index, optimizer))
+        if not self.run.budget.is_due("settings"):
+            return {"collectives": _compat.num_collectives()}
+        began = time.thread_time()
+        numbers = self._numbers()
         learning_rate = numbers[0] if numbers else 0.0
         if len(self._tensors) <= _MAX_PARAMETERS or self._num_said % self.run.parameters_every_n_steps == 0:
             numbers.append(hash(tuple([tensor.requires_grad for tensor in self._tensors])))
         self._num_said += 1
-        return {
+        fields = {
             "learning_rate": learning_rate,
             "loss_scale": 0.0 if self._scaler is None else float(self._scaler.get_scale()),
             # The hash of a tuple of numbers is the same in every process.
             "settings": hash(tuple(numbers)) & _MASK,
             "collectives": _compat.num_collectives(),
         }
+        self.run.budget.took("settings", began)
+        return fields
 
     def explain(self, field: str) -> dict[str, Any]:
         """Each number with its name."""
         if field != "settings":
             return {}
-        named: dict[str, Any] = {}
-        for index, optimizer in enumerate(self._optimizers()):
-            for number, group in enumerate(optimizer.param_groups):
-                for name in ("lr", "weight_decay"):
-                    named[f"{name} of optimizer {index}, group {number}"] = _number(group.get(name, 0.0))
-            named[f"step count of optimizer {index}"] = self._steps_of(index, optimizer)
-        for name, parameter in list(self._parameters.items())[:_MAX_PARAMETERS]:
-            named[f"requires_grad of {name}"] = parameter.requires_grad
-        return named
+        names: list[str] = []
+        for index, optimizer in enumerate(self._optimizers):
+            for number in range(len(optimizer.param_groups)):
+                names += [f"{name} of optimizer {index}, group {number}" for name in _OF_GROUP]
+            names.append(f"step count of optimizer {index}")
+        trained = {f"requires_grad of {name}": one.requires_grad for name, one in self._parameters.items()}
+        return dict(zip(names, self._numbers(), strict=True)) | dict(itertools.islice(trained.items(), _MAX_PARAMETERS))
+
+    def _numbers(self) -> list[float]:
+        numbers: list[float] = []
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                numbers += [_number(group.get(name, 0.0)) for name in _OF_GROUP]
+            numbers.append(self._steps_of(index, optimizer))
+        return numbers
 
     def _steps_of(self, index: int, optimizer: Any) -> float:
         """The first count that the optimizer keeps for a parameter; 0 where it keeps none, or keeps it on a device."""
@@ -279,9 +281,6 @@ class SettingsCheck(Check):
             return 0.0
         first = next((one for one in state.values() if one), None)  # of a parameter without elements here is nothing
         return _number(first.get("step", 0.0)) if isinstance(first, dict) else 0.0
-
-    def _optimizers(self) -> list[Any]:
-        return [one for one in self.run.trainer.optimizers if getattr(one, "param_groups", None)]
 
 
 def _number(value: Any) -> float:
@@ -307,7 +306,7 @@ class BatchCheck(Check):
 
     Structure and place in the data must agree. Ranks that share a place on the data-parallel axis must hold identical
     batches; others must not, twice in a row. A batch on a device is read every ``parameters_every_n_steps`` only, and
-    any batch as often as the budget allows.
+    all of this is looked at as often as the budget allows.
 
     Args:
         every_n_steps: How often it looks.
@@ -338,6 +337,9 @@ class BatchCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Structure, place and content of this rank's batch."""
+        if not self.run.budget.is_due("batch"):
+            return {}
+        began = time.thread_time()
         self._batch = batch
         turn, rest = divmod(self._num_said, self._every)
         self._num_said += 1
@@ -346,12 +348,10 @@ class BatchCheck(Check):
         if rest == 0:
             if self._compares_structure:
                 fields["batch_structure"] = self._structure_of(batch)
-            if turn % self.run.budget.exceeds("batch", self._every) == 0:
-                began = time.thread_time()
-                ids = self.run.sample_ids()
-                may_read = turn % self._reads_every == 0
-                fields["batch_content"] = digest(ids) if ids is not None else _content(batch) if may_read else 0
-                self.run.budget.took("batch", began)
+            ids = self.run.sample_ids()
+            may_read = turn % self._reads_every == 0
+            fields["batch_content"] = digest(ids) if ids is not None else _content(batch) if may_read else 0
+        self.run.budget.took("batch", began)
         return fields
 
     def explain(self, field: str) -> dict[str, Any]:
@@ -405,14 +405,11 @@ class BatchCheck(Check):
         own = [getattr(getattr(loader, "sampler", None), "rank", None) for loader in self._loaders]
         for index, shards in enumerate(zip(*self.run.gather("shards", own), strict=True)):
             shared = self._shared_by_replicas({rank: shard for rank, shard in enumerate(shards) if type(shard) is int})
+            values = {rank: f"shard {shards[rank]} of sampler {index}" for rank in shared}
+            where = "before the first step: they would train on the same samples"
+            remedy = "give DistributedSampler the rank of each process, or none: Lightning sets it"
             if shared:
-                self.run.differ(
-                    "shard",
-                    {rank: f"shard {shards[rank]} of sampler {index}" for rank in shared},
-                    wrong=shared,
-                    where="before the first step: they would train on the same samples",
-                    remedy="give DistributedSampler the rank of each process, or none: Lightning sets it",
-                )
+                self.run.differ("shard", values, wrong=shared, where=where, remedy=remedy)
 
     def _shared_by_replicas(self, values: Mapping[int, int]) -> list[int]:
         """The ranks whose value stands on another place of the data-parallel axis too."""
@@ -427,36 +424,29 @@ class BatchCheck(Check):
         for replica in sorted(set(self._replicas)):
             peers = [rank for rank, one in enumerate(self._replicas) if one == replica]
             if len({contents[rank] for rank in peers}) > 1:
-                self._tell(
-                    "tensor_parallel_batch",
-                    contents,
-                    peers,
-                    where=f"they share data-parallel rank {replica}, so that their batches must be the same",
-                    remedy="give tensor-parallel peers one sampler: num_replicas and rank of the data-parallel axis",
-                )
+                where = f"they share data-parallel rank {replica}, so that their batches must be the same"
+                remedy = "give tensor-parallel peers one sampler: num_replicas and rank of the data-parallel axis"
+                self._tell("tensor_parallel_batch", contents, peers, where, remedy, wrong=None)
 
     def _require_own_samples(self, contents: list[int]) -> None:
         shared = self._shared_by_replicas(dict(enumerate(contents)))
         # Ranks that see one constant batch for ever train on synthetic data.
         is_new = contents != self._last_contents
         self._num_shared = self._num_shared + is_new if shared else 0
-        if self._num_shared < _SAME_IN_A_ROW:
-            return
-        self._num_shared = 0
-        self._tell(
-            "duplicate_batches",
-            contents,
-            shared,
-            wrong=shared,
-            where=f"{_SAME_IN_A_ROW} batches in a row were the same on data-parallel ranks",
-            remedy="each data-parallel rank needs its own shard: a DistributedSampler, or ResumableDataModule",
-        )
+        if self._num_shared >= _SAME_IN_A_ROW:
+            self._num_shared = 0
+            where = f"{_SAME_IN_A_ROW} batches in a row were the same on data-parallel ranks"
+            remedy = "each data-parallel rank needs its own shard: a DistributedSampler, or ResumableDataModule"
+            self._tell("duplicate_batches", contents, shared, where, remedy, wrong=shared)
 
-    def _tell(self, field: str, contents: list[int], ranks: list[int], *, where: str, **how: Any) -> None:
+    def _tell(
+        self, field: str, contents: list[int], ranks: list[int], where: str, remedy: str, wrong: list[int] | None
+    ) -> None:
         """All ranks have come to the same conclusion, so that all gather."""
         ids = self.run.gather("sample ids", (self.run.sample_ids() or [])[:_SHOWN_IDS])
         values = {rank: f"samples {ids[rank]}" if ids[rank] else f"content {contents[rank]:016x}" for rank in ranks}
-        self.run.differ(field, values, where=f"before step {self.run.trainer.global_step}: {where}", **how)
+        where = f"before step {self.run.trainer.global_step}: {where}"
+        self.run.differ(field, values, where=where, remedy=remedy, wrong=wrong)
 
 
 # -- what a batch is made of, and a sum of its content -----------------------------------------------------------------

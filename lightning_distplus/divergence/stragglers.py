@@ -72,11 +72,7 @@ class Arrivals:
         self._steps: list[tuple[Any, ...]] = []
 
     def add(
-        self,
-        leads_s: Sequence[float],
-        waits_s: Sequence[float],
-        step_s: float,
-        parts_s: Sequence[Sequence[float]] = (),
+        self, leads_s: Sequence[float], waits_s: Sequence[float], step_s: float, parts_s: Sequence[Sequence[float]] = ()
     ) -> list[Straggler] | None:
         """Takes one step, and judges the window when it is full.
 
@@ -196,7 +192,7 @@ class StragglerCheck(Check):
         self._arrivals = Arrivals(self._share, self._num_steps)
         self._since: dict[int, int] = {}
         self._last_named: dict[int, int] = {}
-        self._parts_before: Mapping[str, float] = {}
+        self._parts: Mapping[str, float] = {}
         self._lead_s = self._wait_s = self._passed_at = math.nan
         self._is_ahead_of_backward = False
 
@@ -209,9 +205,9 @@ class StragglerCheck(Check):
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """What was measured in the last step."""
         told = {"lead_s": min(self._lead_s, _LARGEST_S), "wait_s": min(self._wait_s, _LARGEST_S)}
-        parts = self.run.step_parts()
+        before, self._parts = self._parts, self.run.step_parts()
         for part in _PARTS:
-            took = parts.get(part, 0.0) - self._parts_before.get(part, 0.0)
+            took = self._parts.get(part, 0.0) - before.get(part, 0.0)
             told[f"{part}_s"] = min(max(took, 0.0), _LARGEST_S)
         return told
 
@@ -220,7 +216,6 @@ class StragglerCheck(Check):
         now = time.monotonic()
         step_s, self._passed_at = now - self._passed_at, now
         self._wait_s, self._lead_s, self._is_ahead_of_backward = self.run.gate.waited_s, math.nan, True
-        self._parts_before = self.run.step_parts()
         if not self.run.gate.reads_all_records or not math.isfinite(step_s):
             return
         leads, waits, *parts = zip(*map(_TIMES, records), strict=True)

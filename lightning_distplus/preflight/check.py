@@ -19,8 +19,6 @@ from lightning_distplus import env
 from lightning_distplus.env import Variable
 from lightning_distplus.errors import PreflightError
 
-__all__ = ["Check", "Facts", "Finding", "Launcher", "Settings", "Status", "raise_errors", "run_checks"]
-
 
 class Status(str, Enum):
     """How much a finding matters."""

@@ -30,18 +30,6 @@ from lightning_distplus import env
 from lightning_distplus.preflight.check import Check, Facts, Finding, Status
 from lightning_distplus.process import ProcessState, address_towards, boot_id, process_state, start_time
 
-__all__ = [
-    "DEFECTS",
-    "GPU_CHECKS",
-    "HOST_CHECKS",
-    "INTERFACE_CHECKS",
-    "SOFTWARE_CHECKS",
-    "Defect",
-    "RunLock",
-    "versions",
-    "write_speed",
-]
-
 log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -269,7 +257,7 @@ DEFECTS = (
         status=Status.WARNING,
         subject="DistributedDataParallel over gloo ends with a segmentation fault when it is made.",
         remedy="unset TORCH_DISTRIBUTED_DEBUG, or set it to INFO",
-        source="tests/faults/test_doctor.py shows it",
+        source="tests/faults/test_s7_odd_ranks.py shows it",
     ),
 )
 """Dated, and each with a test: a defect of torch that is no more makes its test fail."""

@@ -38,10 +38,7 @@ def build_corpus(folder: Path, megabytes: float = DEFAULT_MB) -> dict[str, Path]
     """Writes ``code.jsonl`` and ``prose.jsonl``, the same for the same installed packages; returns their paths."""
     share = megabytes / DEFAULT_MB
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {
-        "code": (_python_texts(), int(CODE_BYTES * share)),
-        "prose": (_prose_texts(), int(PROSE_BYTES * share)),
-    }
+    sources = {"code": (_python_texts(), int(CODE_BYTES * share)), "prose": (_prose_texts(), int(PROSE_BYTES * share))}
     paths = {}
     for name, (texts, limit) in sources.items():
         paths[name] = folder / f"{name}.jsonl"

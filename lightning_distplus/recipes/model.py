@@ -122,10 +122,7 @@ class TinyLlama(LightningModule):
         # By name: FSDP1 and ZeRO-3 show flattened or empty parameters, whose shape says nothing.
         matrices = [parameter for name, parameter in self.named_parameters() if "norm" not in name]
         norms = [parameter for name, parameter in self.named_parameters() if "norm" in name]
-        groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": norms, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": norms, "weight_decay": 0.0}]
         optimizer = AdamW(groups, lr=self.lr, betas=self.betas)
         schedule = LambdaLR(optimizer, self._lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -138,10 +135,7 @@ class TinyLlama(LightningModule):
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(decayed, 1.0)))
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clips by the norm of the whole model; only FSDP1's root knows it. DeepSpeed clips by itself."""
         if gradient_clip_val and isinstance(self.trainer.model, FullyShardedDataParallel):

@@ -196,7 +196,6 @@ def _find_end(
     *,
     is_heard: bool,
 ) -> None:
-    """Says how an attempt ended, and when."""
     failed = [event for event in told if event["kind"] == "failed"]
     preempted = [event for event in told if event["kind"] == "preempted"]
     ended_well = [event for event in told if event["kind"] == "end" and not event.get("failed")]

@@ -412,7 +412,6 @@ def _heat_map(windows: Mapping[tuple[str, int], Mapping[int, Sequence[Window]]])
 
 
 def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """The loss by step, a line for each attempt."""
     lines = []
     for attempt in attempts:
         points = [(window.step, window.loss) for window in attempt.windows if window.loss is not None]
@@ -424,7 +423,6 @@ def _loss(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
 
 
 def _ranks(ledgers: Ledgers) -> list[dict[str, Any]]:
-    """The last that is known of each rank."""
     hosts = ledgers.hosts
     return [
         {

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["ResilientStrategy"]
-
 log = logging.getLogger(__name__)
 _LATE, _SAVED = int(Wish.LATE), int(Wish.SAVED)  # plain numbers, which are compared in every step
 

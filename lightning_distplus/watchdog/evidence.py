@@ -18,8 +18,6 @@ from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
 from lightning_distplus.world import name_ranks
 
-__all__ = ["Evidence", "Witness"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:

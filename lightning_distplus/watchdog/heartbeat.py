@@ -30,8 +30,6 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "has_slate", "open_slate", "read_slate"]
-
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
@@ -43,7 +41,7 @@ _WATCH_HOST_EVERY_S = 8.0  # so that all ranks together send the store less than
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _beats = itertools.count(1)  # of this process, over all its runs
-_MISSED_BEATS_S = 1.35  # seen so much later than the last one, and a look: its Python, or the way to it, has stopped
+_MISSED_BEATS_S = 1.35  # so much later, at the look before the last one: its Python, or the way to it, has stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,6 @@ class Board:
         """Whether a rank that reads wants this rank's evidence for the present silence."""
         self._to_post: list[bytes] = []
         self._posted = -1
-        self._weighed: dict[int, int] = {}
         self._has_post = threading.Event()
         self._question: bytes | None = None
         self._stopping = threading.Event()
@@ -176,9 +173,8 @@ class Board:
 
     def beats(self, rank: int) -> bool:
         """Whether the peer's Python runs and its messages arrive; that this rank is late is not held against it."""
-        last, before = self._looked_at
-        seen = self.sightings.get(rank)
-        return seen is not None and last - seen.changed_at < _MISSED_BEATS_S + last - before and not self.is_silent
+        seen, before = self.sightings.get(rank), self._looked_at[1]
+        return seen is not None and before - seen.changed_at < _MISSED_BEATS_S and not self.is_silent
 
     @property
     def own_pace(self) -> str:
@@ -292,7 +288,7 @@ class Board:
         for rank, posted in zip(news, posts, strict=True):
             told = {} if posted is None else words_of(posted)
             if told and told["number"] == self.sightings[rank].mark.number:
-                self._weighed[rank], self.evidence[rank] = told["number"], told
+                self.evidence[rank] = told
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
@@ -306,7 +302,7 @@ class Board:
         if data["posted"] != seen.mark.number:
             self.evidence.pop(rank, None)
             return False
-        return self._weighed.get(rank) != seen.mark.number or rank not in self.evidence
+        return self.evidence.get(rank, {}).get("number") != seen.mark.number
 
 
 def _sighting(beat: dict[str, Any], at: float) -> Sighting:

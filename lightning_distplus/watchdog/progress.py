@@ -7,14 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 from lightning_distplus.process import running_time
-
-__all__ = ["Mark", "Marks", "Pace", "Progress", "Transfer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +154,14 @@ class Pace:
             now: ``time.monotonic()``; by default this moment.
         """
         now = time.monotonic() if now is None else now
-        last = self._last
-        names = [(one.unit, one.whole, one.total) for one in (last, progress) if one is not None]
-        if last is None or progress is None or names[0] != names[1] or progress.done < last.done:
+        last, self._last = self._last, progress
+        if (
+            last is None
+            or progress is None
+            or replace(last, done=progress.done) != progress
+            or progress.done < last.done
+        ):
             self._samples.clear()  # another thing is counted, or the same anew
-        self._last = progress
         if progress is not None and (not self._samples or now - self._samples[-1][0] >= _SAMPLE_EVERY_S):
             self._samples.append((now, progress.done))
 
@@ -258,8 +259,6 @@ class Transfer:
 
 def _count(what: str) -> int | None:
     with suppress(OSError):
-        for line in _IO.read_text().splitlines():
-            name, _, value = line.partition(": ")
-            if name == _FIELDS[what]:
-                return int(value)
+        counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
+        return int(counts[_FIELDS[what]])
     return None

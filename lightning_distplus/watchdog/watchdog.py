@@ -22,21 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_distplus import _compat, env, process
+from lightning_distplus import _compat, env, errors, process
 from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.errors import (
-    DistplusError,
-    ExitCode,
-    HangDetected,
-    PeerError,
-    PeerLost,
-    message_of,
-    show_errors_with,
-    stop_showing_errors_with,
-)
+from lightning_distplus.errors import DistplusError, ExitCode, HangDetected, PeerError, PeerLost
 from lightning_distplus.process import ProcessState, running_time
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
@@ -54,8 +45,6 @@ from lightning_distplus.watchdog.verdict import (
     shown_mark,
 )
 from lightning_distplus.world import name_ranks
-
-__all__ = ["Watchdog", "show_after_cells"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -201,7 +190,7 @@ class Watchdog:
         return set(ranks) <= set(self.board.ended)
 
     def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
-        """Leaves the verdict on the first error of the job, once on each host; see ``Telling.tell_failure``."""
+        """Leaves the verdict on the first error of the job, which all ranks know unless the store was lost with it."""
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
@@ -214,7 +203,7 @@ class Watchdog:
         Returns:
             Whether it is a time-out.
         """
-        if not any(sign in message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
+        if not any(sign in errors.message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
             return False
         self._witness.timed_out_at = traceback.extract_tb(error.__traceback__)
         self._plane.report_failure(
@@ -569,10 +558,8 @@ class Telling:
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
 
-        Args:
-            error: The first error of the job.
-            is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its
-                own: the lowest rank of this host that lives writes, and where it does not come to it, another one.
+        An error that is not told was found with the loss of the store, by each rank for itself: the lowest rank of this
+        host that lives writes, and where it does not come to it, another one.
         """
         if self.has_judged:
             return
@@ -583,8 +570,8 @@ class Telling:
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
             if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
                 return
-            if (path := verdict.write_first(self._folder, self._world.host)) is not None:
-                self._found = (verdict, path)
+            if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
+                self._found = (verdict, verdict.write(self._folder, self._world.host))
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
 
@@ -638,14 +625,14 @@ class Telling:
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
         self._is_over = False
-        show_errors_with(self)
+        errors.show_errors_with(self)
         _compat.stop_child_observer()
         _cancel_at_exit()  # of an earlier run
         _at_exit.append(multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0))
 
     def disarm(self) -> None:
         """The run has ended well: nothing is left to show."""
-        stop_showing_errors_with(self)
+        errors.stop_showing_errors_with(self)
         self._is_over = True
         _cancel_at_exit()  # it would hold what this run has held
 
@@ -674,7 +661,7 @@ class Telling:
         found = self.find_verdict()
         if known is not None and found is None and self.speaks_for_host():
             self._await_others()
-            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+            text = "" if self.is_full else f"\n{type(known).__name__}: {errors.message_of(known)}"
         if known is None or found is None or not self._says_all(*found):
             _say(text)
         self.show_block()

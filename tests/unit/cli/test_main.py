@@ -26,11 +26,16 @@ def test_an_unknown_command_is_a_usage_error(argv: list[str], capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_listed_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_listed_command_explains_itself_in_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out.replace("[options] ", "")
+    own = text[text.find("\nexamples:") :] if COMMANDS[name].keeps_name else text  # the rest is LightningCLI's
+    assert [line for line in own.splitlines() if len(line) > 80] == []
     assert f"distplus {name}" in text
     assert re.search(rf"^  .*distplus {name} ", text, re.MULTILINE)  # an example
 

@@ -18,19 +18,21 @@ def test_nothing_waits_before_all_ranks_have_measured() -> None:
     budget = Budget(0.005)
     budget.agree([FIGURES, {}])
     assert [budget.exceeds(look) for look in ("state", "batch", "everything")] == [1, 1, 1]
+    assert [budget.is_due("batch") for _ in range(3)] == [True] * 3
 
 
 def test_a_look_takes_at_most_its_part_of_the_share() -> None:
-    budget = Budget(0.005)  # 100 us of a step: 50 for windows, 25 for the batch, 25 for full comparisons
+    budget = Budget(0.005)  # 100 us of a step: 40 for windows, 20 for the batch, 20 for full comparisons
     budget.agree([FIGURES, FIGURES])
-    assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (20, 4, 40)
-    assert (budget.exceeds("state", 16), budget.exceeds("everything", 50)) == (2, 1)
+    assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (25, 5, 50)
+    assert (budget.exceeds("state", 16), budget.exceeds("everything", 51)) == (2, 1)
+    assert [budget.is_due("batch") for _ in range(10)] == [False, False, False, False, True] * 2
 
 
 def test_the_largest_cost_and_the_shortest_step_count() -> None:
     budget = Budget(0.005)
     budget.agree([{**FIGURES, "state": 0.002}, {**FIGURES, "step": 0.010}])
-    assert budget.exceeds("state") == 80
+    assert budget.exceeds("state") == 100
 
 
 def test_without_a_share_nothing_waits() -> None:
@@ -61,6 +63,6 @@ def test_a_share_that_is_none_is_refused(budget: float) -> None:
 
 def test_a_trainer_that_never_logs_is_no_division_by_zero() -> None:
     monitor: Any = GateMonitor()
-    monitor._gate = object()
+    monitor._run = object()
     trainer: Any = SimpleNamespace(log_every_n_steps=0, loggers=[None], global_step=1)
     monitor.on_train_batch_end(trainer, None, None, None, 0)

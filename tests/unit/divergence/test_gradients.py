@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus.divergence.gradients import (
     BucketHook,
     FlaggingReduceScatter,
     LocalGradients,
-    Mailbox,
     NonFinite,
     name_at,
 )
@@ -88,20 +89,24 @@ def test_a_large_bucket_is_examined_in_blocks_as_if_at_once() -> None:
     assert gradients.found.parameter == "b"
 
 
-@pytest.mark.parametrize("own", [1, 62, 63, 1_000_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 64])
-def test_the_number_of_each_ranks_step_comes_back_from_the_mean(own: int, dtype: torch.dtype, size: int) -> None:
-    mailbox = Mailbox(1, size, torch.zeros(1, dtype=dtype))
-    mailbox.tie(torch.zeros((), dtype=dtype, requires_grad=True), own).backward()
-    alone = mailbox.take()
-    assert alone is not None
-    assert mailbox.read(alone) is None, "nothing was summed"
-    slots = torch.zeros_like(alone)
-    numbers = [own + {1: 0, 2: -1}.get(rank, 1) for rank in range(size)]
-    for rank, number in enumerate(numbers):
-        other = Mailbox(rank, size, slots)
-        other.tie(torch.zeros((), dtype=dtype, requires_grad=True), number).backward()
-        slots += other.parameter.grad
-    assert mailbox.read(slots * (1 / size)) == numbers
-    assert mailbox.read(torch.full_like(slots, math.nan)) == [None] * size
+class Layers(torch.nn.ModuleList):
+    first = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(batch).sum() for layer in self[self.first :]]).sum()
+
+
+def test_a_sum_is_whole_when_all_buckets_are_sent_and_none_when_the_backward_sends_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layers = Layers(torch.nn.Linear(64, 64) for _ in range(3))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    hook = BucketHook(LocalGradients(), {}, None)
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    found = []
+    for is_synced, layers.first in ((True, 0), (False, 0), (True, 1)):  # the first layer is in the last bucket
+        model.require_backward_grad_sync, hook.is_whole = is_synced, None
+        model(torch.ones(64)).backward()
+        found.append(hook.is_whole)
+    del model
+    dist.destroy_process_group()
+    assert found == [True, None, False]

@@ -148,7 +148,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_one_checkpoint(name: str,
 # -- several hosts, each with a launcher and one rank ------------------------------------------------------------------
 
 
-class Hosts:
+class Launchers:
     """One job on several hosts, which this one plays, or which are network namespaces.
 
     Args:
@@ -205,7 +205,7 @@ class Hosts:
 @contextlib.contextmanager
 def launched(
     folder: Path, num_nodes: str, *job: str, options: tuple[str, ...] = (), plan: FaultPlan | None = None
-) -> Iterator[Hosts]:
+) -> Iterator[Launchers]:
     """``distplus launch`` on each host; the first one serves the store: if it dies, the job ends."""
     port = free_port()
     common = ["--nnodes", num_nodes, "--rdzv", f"127.0.0.1:{port}", "--job-id", "some", "--nproc", "1", "--join", "1s"]
@@ -219,7 +219,7 @@ def launched(
             return True
         return False
 
-    hosts = Hosts(folder, command, planted(plan, folder))
+    hosts = Launchers(folder, command, planted(plan, folder))
     try:
         hosts.start("first")
         hosts.wait_until(is_served)
@@ -279,7 +279,7 @@ def test_a_host_is_replaced_and_the_job_goes_on(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, num_nodes: str, *job: str, **variables: str) -> Iterator[Hosts]:
+def torchrun(folder: Path, num_nodes: str, *job: str, **variables: str) -> Iterator[Launchers]:
     """torchrun's own agents, each on a host of its own; node 0 serves the store in which they meet."""
     with several_hosts(2) as spaces:
 
@@ -295,7 +295,7 @@ def torchrun(folder: Path, num_nodes: str, *job: str, **variables: str) -> Itera
             return ["ip", "netns", "exec", spaces.names[node]], program
 
         of_all = {"DISTPLUS_SECRET": "of both hosts", "GLOO_SOCKET_IFNAME": "eth0"}
-        hosts = Hosts(folder, command, {**os.environ, **of_all, **variables})
+        hosts = Launchers(folder, command, {**os.environ, **of_all, **variables})
         try:
             yield hosts
         finally:

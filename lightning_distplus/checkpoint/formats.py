@@ -352,8 +352,15 @@ class Foreign:
 
 def origin_of(path: Path) -> Origin | None:
     """Which program has written a checkpoint; None where that cannot be told."""
+    if path.suffix == ".safetensors" and not path.is_dir():
+        return "hf"
     if not path.is_dir():
-        return "hf" if path.suffix == ".safetensors" else _origin_of_keys(_keys_of(path))
+        keys = set(_keys_of(path))
+        if _VERSION in keys:
+            return "lightning"
+        if ("model" in keys and _COUNTS & keys) or any(key.startswith(_LITGPT) for key in keys):
+            return "litgpt"
+        return "hf" if any(map(_LAYER.match, keys)) else None
     if is_sharded(path):
         keys = set(_keys_of(path / META))  # of Fabric: what the script has named
         return "litgpt" if _COUNTS & keys else None if keys and _VERSION not in keys else "lightning"
@@ -396,14 +403,6 @@ def _keys_of(path: Path) -> list[str]:
         inner = [key for key in model if key.startswith(_LITGPT)] if isinstance(model, dict) else []  # without counts
         return [str(key) for key in (*loaded, *inner)]
     return []
-
-
-def _origin_of_keys(keys: list[str]) -> Origin | None:
-    if _VERSION in keys:
-        return "lightning"
-    if ("model" in keys and _COUNTS & set(keys)) or any(key.startswith(_LITGPT) for key in keys):
-        return "litgpt"
-    return "hf" if any(_LAYER.match(key) for key in keys) else None
 
 
 def read_foreign(source: Path, origin: Origin, *, config: Mapping[str, Any], remedy: str) -> Foreign:

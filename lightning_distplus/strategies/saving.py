@@ -67,9 +67,7 @@ OnSaveFailure = Literal["continue", "raise"]
 class FailingSaves:
     """Follows the saves of one fit. All ranks call it alike: whether a save has failed is agreed before.
 
-    Args:
-        policy: ``"continue"``: a failed save is logged and the next one is the retry; what still is not saved when
-            training ends is an error. ``"raise"``: the first failure ends the run.
+    What still is not saved when training ends is an error.
     """
 
     def __init__(self, policy: OnSaveFailure) -> None:
@@ -493,8 +491,10 @@ class SaveHooks:
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        parameters = parameters_of_optimizers(strategy)
-        checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
+        # Every rank's generators: Lightning stores the dictionary of rank 0 only.
+        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
+        rng = [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]
+        checkpoint[KEY] = {"version": VERSION, "rng": rng, "parameters": parameters_of_optimizers(strategy)}
         info, rank = self._info(checkpoint), self._plane.world.rank
         writes.digested = DigestedWrites(self.sync)
         staged = StagedSave(path, rank, self._gather, writes.digested)
@@ -669,8 +669,3 @@ class SaveHooks:
         plane = self._second_line = self._second_line or self._plane.second_line()
         deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
         return lambda name, value: plane.gather_json(f"behind {name}", value, deadline)
-
-    def _gather_rng(self) -> list[dict[str, bytes]]:
-        """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
-        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
-        return [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]

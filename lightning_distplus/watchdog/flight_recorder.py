@@ -44,13 +44,10 @@ class Collective:
     """One call on one rank, as the recorder saw it."""
 
     group: str
-    """The name of its process group."""
     seq: int
     """Its number within the group; the n-th collective of one rank pairs with the n-th of the others."""
     op: str
-    """For example ``"all_reduce"``."""
     inputs: list[list[int]] = field(default_factory=list)
-    """Shapes of the input tensors."""
     outputs: list[list[int]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     """Of the inputs, then of the outputs."""
@@ -506,7 +503,6 @@ class Ends:
     culprits: list[int]
     is_decided: bool
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why, by rank."""
 
 
 def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = ()) -> Ends | None:

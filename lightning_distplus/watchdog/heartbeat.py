@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
 from lightning_distplus.control.plane import DIRECT_RANKS, Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
-from lightning_distplus.process import running_time
+from lightning_distplus.process import open_memory, running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
 
@@ -100,7 +99,6 @@ class Board:
         self._watched_host_at = -math.inf
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = running_time()
-        """When the store last answered."""
         self.reads = plane.world.size <= DIRECT_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
         self.is_few = plane.world.size <= DIRECT_RANKS
@@ -337,12 +335,7 @@ def write_slate(descriptor: int, beat: dict[str, Any]) -> None:
 
 def open_slate(pid: int) -> int | None:
     """A descriptor of another process's slate; None where it has none yet, or may not be looked at."""
-    with suppress(OSError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
-                    return os.open(path, os.O_RDONLY)
-    return None
+    return open_memory(pid, _NAME)
 
 
 def has_slate(pid: int) -> bool:

@@ -27,7 +27,6 @@ class Mark:
     global_step: int
     """Completed optimizer steps when the current step began."""
     silence_s: float
-    """Seconds since the mark was set."""
     call: int = 0
     """In a call through Lightning in which all ranks take part: its number in the run; else 0."""
     ended: str = ""
@@ -143,7 +142,6 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: Progress | None = None
-        """What was noted last."""
         self._samples: deque[tuple[float, int]] = deque(maxlen=_NUM_SAMPLES)
 
     def note(self, progress: Progress | None, now: float | None = None) -> None:

@@ -56,10 +56,9 @@ _DEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Version 1 of the file ``verdict-<incident>-<host>.json``."""
+    """Version 1 of the file ``verdict-<incident>-<host>.json``; docs/reference/verdict.md explains its fields."""
 
     incident: str
-    """Its kind, the run, and the second; as ``name_incident`` writes it."""
     kind: str
     culprits: list[int]
     waiting: list[int]
@@ -74,32 +73,19 @@ class Verdict:
     pids: dict[str, int] = dataclass_field(default_factory=dict)
     stacks: dict[str, str] = dataclass_field(default_factory=dict)
     lines: list[str] = dataclass_field(default_factory=list)
-    """One line per rank, culprits first."""
     is_decided: bool = True
-    """False: the culprits are all ranks that may be to blame, and nothing tells them apart."""
     silent: list[int] = dataclass_field(default_factory=list)
-    """Ranks that have not said themselves where they are."""
     findings: list[str] = dataclass_field(default_factory=list)
-    """What the comparison of the ranks has shown: the collective that differs, or each cycle of sends and receives."""
     locations: dict[str, str | None] = dataclass_field(default_factory=dict)
-    """``file.py:line`` per rank."""
     collectives: dict[str, dict[str, Any] | None] = dataclass_field(default_factory=dict)
-    """The collective in which each rank waits: group, sequence number, op, shapes, dtypes."""
     mismatch: dict[str, Any] | None = None
-    """The first collective that differs between ranks: kind, group, seq, and the call of each rank."""
     cycles: list[list[int]] = dataclass_field(default_factory=list)
-    """Ranks that wait for each other in sends and receives."""
     load: dict[str, dict[str, Any]] = dataclass_field(default_factory=dict)
-    """The load of each host at that moment."""
     load_of_culprit: str = ""
-    """The same of the first culprit's host, in one line."""
     field: str | None = None
-    """What differs between ranks, in a divergence."""
     values: dict[str, Any] = dataclass_field(default_factory=dict)
-    """Its value on each rank."""
     parameter: str | None = None
     run_id: str = ""
-    """``ControlPlane.run_id``: several runs may write to one folder."""
     version: int = 1
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_distplus import _compat, env, errors, process
 from lightning_distplus.control import ControlPlane, Points
@@ -28,7 +28,7 @@ from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.errors import DistplusError, ExitCode, HangDetected, PeerError, PeerLost
-from lightning_distplus.process import ProcessState, running_time
+from lightning_distplus.process import ProcessState, running_time, until
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
@@ -75,6 +75,18 @@ class _JudgedTogether(RuntimeError):
     has_verdict = True
 
 
+class Limits(Protocol):
+    """Knows how long a rank may be silent, such as ``run_access.Phases``; None: no verdict is given."""
+
+    @property
+    def deadline(self) -> timedelta | None:
+        """In the present phase."""
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        """At the end, of a rank that is alone because others have ended their run."""
+
+
 class Watchdog:
     """Watches the training thread of this process, and judges with the watchdogs of the other ranks.
 
@@ -83,13 +95,12 @@ class Watchdog:
     Args:
         plane: The control plane.
         marks: This rank's marks.
-        deadline: The longest silence in the present phase, asked for at every tick; None: no verdict.
+        limits: Knows how long a rank may be silent; asked at every tick.
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
-        last_deadline: The longest silence of a rank that is alone, because others have ended their run.
         on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
@@ -97,21 +108,19 @@ class Watchdog:
         self,
         plane: ControlPlane,
         marks: Marks,
+        limits: Limits,
         *,
-        deadline: Callable[[], timedelta | None],
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
-        last_deadline: Callable[[], timedelta | None] = lambda: None,
         on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
-        self._deadline = deadline
-        self._last_deadline = last_deadline
+        self._limits = limits
         self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
@@ -256,7 +265,7 @@ class Watchdog:
 
         One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
         """
-        now, last = running_time(), self._last_deadline()
+        now, last = running_time(), self._limits.last_deadline
         if self._witness.is_on_its_way_out():
             self._on_its_way_at = now
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
@@ -284,9 +293,9 @@ class Watchdog:
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
-        deadline = self._deadline()
+        deadline = self._limits.deadline
         if deadline is not None and self.board.ended:
-            deadline = max(deadline, self._last_deadline() or deadline)
+            deadline = max(deadline, self._limits.last_deadline or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
     def _look_at_the_end(self, number: int) -> None:
@@ -510,7 +519,6 @@ def _end_with_parent(_: object) -> None:
 # launch`` the launcher does, after its own lines.
 
 JUDGED = "the watchdogs have judged:\n"
-_LOOK_S = 0.025
 _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _FAILURE_S = 1.0  # the same where all of them have found that the store is lost
@@ -568,7 +576,7 @@ class Telling:
             if verdict is None:
                 return
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
-            if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
+            if not is_told and until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
                 return
             if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
                 self._found = (verdict, verdict.write(self._folder, self._world.host))
@@ -582,7 +590,7 @@ class Telling:
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        return _until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
+        return until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
@@ -618,7 +626,7 @@ class Telling:
         if self._world.rank == self._plane.host_rank:
             others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
             with suppress(PeerError, RuntimeError):
-                _until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
+                until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
 
     # -- to the terminal ---------------------------------------------------------------------------------------------
 
@@ -713,7 +721,7 @@ class Telling:
         when this process ends.
         """
         others = [peer for _, peer in self._peers_here(silent)]
-        _until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
+        until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
 
     def _leave_traceback(self, text: str) -> Path | None:
         """Writes the whole traceback of this rank; None where that fails."""
@@ -734,14 +742,6 @@ class Telling:
         culprits = self._culprits()
         why = f" because of {name_ranks(culprits)}" if culprits else f" with {type(error).__name__}" if error else ""
         return f"rank {self._world.rank} stopped{why}, exit {int(code)}"
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Looks again and again; whether the condition has come true in time."""
-    end = running_time() + seconds
-    while not (is_true := condition()) and running_time() < end:
-        time.sleep(_LOOK_S)
-    return is_true
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -126,6 +126,12 @@ def _await_verdict(folder: Path, silent_at: float, deadline_s: float, seen: Outc
         time.sleep(0.02)
 
 
+@dataclass
+class _Limits:
+    deadline: timedelta | None
+    last_deadline: timedelta | None = None
+
+
 class _CountingStore:
     """One rank's store: counts the calls, which are messages, and shares a connection with other ranks."""
 
@@ -204,7 +210,7 @@ class _Job:
         return Watchdog(
             ControlPlane(_CountingStore(store, self._sent[rank]), world),  # type: ignore[arg-type]
             self.marks[rank],
-            deadline=lambda: timedelta(seconds=deadline_s),
+            _Limits(timedelta(seconds=deadline_s)),
             report_after=report_after_s,
             ends_run=False,
             folder=self._folder,

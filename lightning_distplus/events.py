@@ -22,6 +22,19 @@ from typing import Any
 
 from lightning_distplus import env
 
+__all__ = [
+    "LEDGER_VERSION",
+    "EventLog",
+    "InHand",
+    "SampleNote",
+    "folder_of_run",
+    "ledger_files",
+    "parse_event",
+    "read_events",
+    "read_ledger",
+    "told_by_rank",
+]
+
 logger = logging.getLogger(__name__)
 
 LEDGER_VERSION = 1
@@ -83,7 +96,14 @@ class EventLog:
                 self._num_lost = 0
             except OSError as error:
                 self._num_lost += 1
-                self._warn_once(error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "rank %d: events cannot be written to %s (%s); training goes on without them.",
+                        self._rank,
+                        self.path,
+                        error,
+                    )
 
     def close(self) -> None:
         """Closes the file; a later event opens it again."""
@@ -135,16 +155,6 @@ class EventLog:
         size_bytes = self._size_bytes = os.fstat(descriptor).st_size
         self._ends_in_newline = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
         self._descriptor = descriptor
-
-    def _warn_once(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "rank %d: events cannot be written to %s (%s); training goes on without them.",
-                self._rank,
-                self.path,
-                error,
-            )
 
 
 def ledger_files(directory: str | Path, *, has_launcher: bool = True) -> list[Path]:

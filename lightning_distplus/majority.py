@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.world import name_ranks
+from lightning_distplus.world import name_ranks, ranks_by_text
 
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 200
@@ -69,13 +69,8 @@ def _judge(values: Mapping[int, Any], expected: Any) -> tuple[list[int], str]:
 
 def _sides(values: Mapping[int, Any]) -> list[str]:
     """One line for each value, the most common first."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        groups.setdefault(_short(value), []).append(rank)
-    lines = [
-        f"  {name_ranks(ranks)}: {text}"
-        for text, ranks in sorted(groups.items(), key=lambda item: (-len(item[1]), item[1]))
-    ]
+    groups = ranks_by_text({rank: _short(value) for rank, value in values.items()})
+    lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: -len(one[1]))]
     if len(lines) > _SHOWN_VALUES:
         return [*lines[:_SHOWN_VALUES], f"  and {len(lines) - _SHOWN_VALUES} other values"]
     return lines

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -84,6 +84,14 @@ class _RunningTime:
 
 
 running_time = _RunningTime().read
+
+
+def until(is_so: Callable[[], bool], seconds: float, *, every_s: float = 0.02) -> bool:
+    """Asks until the answer is yes, for so long at most; returns the last answer."""
+    end = running_time() + seconds
+    while not (answer := is_so()) and running_time() < end:
+        time.sleep(every_s)
+    return answer
 
 
 def start_time(pid: int) -> int | None:
@@ -154,6 +162,19 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def open_memory(pid: int, name: str, flags: int = os.O_RDONLY) -> int | None:
+    """A descriptor of the memory (``os.memfd_create``) of a process of this host whose name begins so.
+
+    None where it has none, or may not be looked at.
+    """
+    with suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if str(path.readlink()).startswith(f"/memfd:{name}"):
+                    return os.open(path, flags)
+    return None
 
 
 def end_with_parent() -> None:
@@ -333,12 +354,10 @@ def _send(pid: int, number: signal.Signals) -> None:
 def _ranks() -> list[int]:
     """Processes that this one has started as leaders of sessions of their own, which is how the agent starts ranks."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has just ended
-            for word in (task / "children").read_text().split():
-                with suppress(ProcessLookupError):
-                    if os.getsid(int(word)) == int(word):
-                        found.append(int(word))
+    for pid in children(os.getpid()):
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.getsid(pid) == pid:
+                found.append(pid)
     return found
 
 

@@ -186,7 +186,7 @@ class Phases:
         self._on_left = on_left
         self._current = Phase.SETUP
         self._since = running_time()
-        self._in_force = self._deadline
+        self._in_force = self._deadline_of(self._current)
         self._spared: list[dist.ProcessGroup] = []
 
     @property
@@ -221,16 +221,12 @@ class Phases:
     @property
     def deadline(self) -> timedelta | None:
         """The longest silence in this phase; None: no verdict is ever given."""
-        return None if self._timeouts is None else self._deadline
+        return None if self._timeouts is None else self._deadline_of(self._current)
 
     @property
     def last_deadline(self) -> timedelta | None:
         """The longest silence at the end of a run, where nobody awaits this rank: no shorter than that of a step."""
         return None if self._timeouts is None else self._deadline_of(Phase.TEARDOWN)
-
-    @property
-    def _deadline(self) -> timedelta:
-        return self._deadline_of(self._current)
 
     def _deadline_of(self, phase: Phase) -> timedelta:
         timeouts = self._timeouts or _DEFAULTS
@@ -248,27 +244,27 @@ class Phases:
         The verdict keeps its deadline. It knows a debugger, and a process that was paused; a group's time-out does not.
         """
         self._on_hang = "report"
-        self._set(self._deadline)
+        self._set()
 
     def replace(self, timeouts: Timeouts) -> None:
         """Takes other deadlines from now on. All ranks have just met."""
         self._timeouts = timeouts
-        self._set(self._deadline)
+        self._set()
 
     def enter(self, phase: Phase) -> None:
         """Enters a phase, from any rank at any moment; the groups' time-outs only grow."""
         self.current = phase
-        if self._deadline > self._in_force:
-            self._set(self._deadline)
+        if self._deadline_of(phase) > self._in_force:
+            self._set()
 
     def enter_after_meeting(self, phase: Phase) -> None:
         """Enters a phase when all ranks have just met: the groups' time-outs grow or shrink."""
         self.current = phase
-        if self._deadline != self._in_force:
-            self._set(self._deadline)
+        if self._deadline_of(phase) != self._in_force:
+            self._set()
 
-    def _set(self, deadline: timedelta) -> None:
-        self._in_force = deadline
+    def _set(self) -> None:
+        self._in_force = self._deadline_of(self._current)
         self.apply()
 
     def apply(self) -> None:

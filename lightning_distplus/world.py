@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
     if ranks == [LAUNCHER]:
         return "the launcher"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}" if ranks else "nobody"
+
+
+def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that say the same, each group in the place of its lowest rank."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    return groups
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -29,8 +29,6 @@ from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, Stage
 from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.errors import CheckpointCorrupt, DistplusError
 
-__all__ = ["Copier", "Copies"]
-
 logger = logging.getLogger(__name__)
 
 _KEPT = 3

@@ -352,8 +352,15 @@ class Foreign:
 
 def origin_of(path: Path) -> Origin | None:
     """Which program has written a checkpoint; None where that cannot be told."""
+    if path.suffix == ".safetensors" and not path.is_dir():
+        return "hf"
     if not path.is_dir():
-        return "hf" if path.suffix == ".safetensors" else _origin_of_keys(_keys_of(path))
+        keys = set(_keys_of(path))
+        if _VERSION in keys:
+            return "lightning"
+        if ("model" in keys and _COUNTS & keys) or any(key.startswith(_LITGPT) for key in keys):
+            return "litgpt"
+        return "hf" if any(map(_LAYER.match, keys)) else None
     if is_sharded(path):
         keys = set(_keys_of(path / META))  # of Fabric: what the script has named
         return "litgpt" if _COUNTS & keys else None if keys and _VERSION not in keys else "lightning"
@@ -396,14 +403,6 @@ def _keys_of(path: Path) -> list[str]:
         inner = [key for key in model if key.startswith(_LITGPT)] if isinstance(model, dict) else []  # without counts
         return [str(key) for key in (*loaded, *inner)]
     return []
-
-
-def _origin_of_keys(keys: list[str]) -> Origin | None:
-    if _VERSION in keys:
-        return "lightning"
-    if ("model" in keys and _COUNTS & set(keys)) or any(key.startswith(_LITGPT) for key in keys):
-        return "litgpt"
-    return "hf" if any(_LAYER.match(key) for key in keys) else None
 
 
 def read_foreign(source: Path, origin: Origin, *, config: Mapping[str, Any], remedy: str) -> Foreign:
@@ -716,19 +715,17 @@ def _moments_of_litgpt(
     groups, state = optimizer.get("param_groups") or [{}], optimizer.get("state") or {}
     if isinstance(groups, dict):  # of shards, by number
         groups = [groups[number] for number in sorted(groups)]
-    names = list(weights)
-    named = {
-        names[key] if isinstance(key, int) and key < len(names) else _ADDED_BY_WRAPPERS.sub("", str(key)): values
-        for key, values in state.items()
-    }
-    if not named:
+    if not state:
         return {}, {}, "the source has none"
-    by_number = any(isinstance(key, int) for key in state)
+    numbers: dict[Any, str] = dict(enumerate(weights))
+    named = {_ADDED_BY_WRAPPERS.sub("", str(numbers.get(key, key))): values for key, values in state.items()}
     fits = all(
-        name in weights and values.get("exp_avg", weights[name]).shape == weights[name].shape
+        name in weights
+        and {"exp_avg", "exp_avg_sq"} <= values.keys()
+        and values["exp_avg"].shape == weights[name].shape
         for name, values in named.items()
     )
-    if not fits or (by_number and len(groups) > 1) or not all("exp_avg_sq" in values for values in named.values()):
+    if not fits or (len(groups) > 1 and any(isinstance(key, int) for key in state)):
         return {}, {}, "they are not those of AdamW over the parameters in the order of the weights"
     moments: dict[str, dict[str, Tensor]] = {}
     for name, values in named.items():

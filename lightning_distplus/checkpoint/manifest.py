@@ -49,8 +49,6 @@ from typing import Any
 from lightning_distplus.checkpoint.files import BLOCK_BYTES
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 
-__all__ = ["VERSION", "FileEntry", "Manifest", "installed_packages"]
-
 VERSION = 1
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -19,7 +19,7 @@ from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError, DivergenceError
 from lightning_distplus.process import running_time
-from lightning_distplus.world import name_ranks
+from lightning_distplus.world import name_ranks, ranks_by_text
 
 _SHOWN_SIDES = 8
 _SHOWN_STRUCTURE = 600
@@ -211,9 +211,7 @@ def _shortened(places: Mapping[int, Whereabouts]) -> dict[int, str]:
 
 def sides(texts: Mapping[int, str]) -> str:
     """Who is where: "rank 0 in barrier 'x' at a.py:14; ranks 1-3 at the step gate"."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(texts[rank], []).append(rank)
+    groups = ranks_by_text(texts)
     shown = [f"{name_ranks(ranks)} {text}" for text, ranks in list(groups.items())[:_SHOWN_SIDES]]
     more = len(groups) - _SHOWN_SIDES
     return "; ".join([*shown, f"and {more} more groups of ranks"] if more > 0 else shown)

@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.control.secret import Entries
 from lightning_distplus.errors import DivergenceError
-from lightning_distplus.process import boot_id
+from lightning_distplus.process import boot_id, open_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -479,13 +478,19 @@ def _sum(number: int, packed: bytes) -> int:
 
 
 def _share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: timedelta) -> mmap.mmap | None:
+    """Memory that rank 0 offers; None on all ranks where one of them is on another host, or may not look at it."""
     if plane.world.size > DIRECT_RANKS:
         plane.barrier(name, deadline)
         return None
-    descriptor, offer = _offer(num_bytes) if plane.world.rank == 0 else (None, {})
+    own, descriptor = f"{_NAME}-{secrets.token_hex(8)}", None
+    if plane.world.rank == 0 and _FUTEX is not None:
+        with suppress(OSError):
+            descriptor = os.memfd_create(own)
+            os.ftruncate(descriptor, num_bytes)
     try:
-        offers = plane.gather_json(name, offer, deadline)
-        memory = _map(offers[0], num_bytes)
+        offer = {"pid": os.getpid(), "memory": own, "boot": boot_id()}
+        found = plane.gather_json(name, offer, deadline)[0]
+        memory = _map(found, num_bytes) if found["boot"] == boot_id() else None
         all_have = all(one["has"] for one in plane.gather_json(name, {"has": memory is not None}, deadline))
     finally:
         if descriptor is not None:
@@ -493,29 +498,15 @@ def _share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: time
     return memory if all_have else None
 
 
-def _offer(num_bytes: int) -> tuple[int | None, dict[str, object]]:
-    """New memory, and where the others find it; nothing where this system has none to give."""
-    memory = f"{_NAME}-{secrets.token_hex(8)}"
-    with suppress(OSError):
-        descriptor = os.memfd_create(memory)
-        os.ftruncate(descriptor, num_bytes)
-        return descriptor, {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "memory": memory, "boot": boot_id()}
-    return None, {}
-
-
-def _map(offer: dict[str, object], num_bytes: int) -> mmap.mmap | None:
-    """The memory of an offer; None where it is of another host, or may not be looked at."""
-    path = str(offer.get("path", ""))
-    with suppress(OSError, ValueError):
-        is_here = bool(offer) and _FUTEX is not None and offer["boot"] == boot_id()
-        # Another process may have that number here: what it holds open must not be touched.
-        if is_here and str(Path(path).readlink()).startswith(f"/memfd:{offer['memory']}"):
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                return mmap.mmap(descriptor, num_bytes)
-            finally:
-                os.close(descriptor)
-    return None
+def _map(offer: dict[str, Any], num_bytes: int) -> mmap.mmap | None:
+    if (descriptor := open_memory(offer["pid"], offer["memory"], os.O_RDWR)) is None:
+        return None
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except (OSError, ValueError):  # rank 0 could not make it as large
+        return None
+    finally:
+        os.close(descriptor)
 
 
 # -- digests of all ranks ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lightning_distplus.errors import (
     SaveFailed,
     message_of,
 )
-from lightning_distplus.process import running_time
+from lightning_distplus.process import until
 from lightning_distplus.world import World
 
 log = logging.getLogger(__name__)
@@ -201,11 +201,9 @@ class Listener:
         store.append(_HEARD_BY, self._secret.entries(_HEARD_BY).entry(b"%d" % self._world.rank))
 
     def _await_listeners(self, ranks: set[int]) -> None:
-        if not ranks:
-            return
-        end = running_time() + _HEARD_BY_ALL_S
-        self._store.append(_HEARD_BY, "")  # so that it is there
-        while running_time() < end:
-            if ranks <= {int(rank) for rank in self._heard_by.read(bytes(self._store.get(_HEARD_BY)))}:
-                return
-            time.sleep(_HEARD_POLL_S)
+        def have_heard() -> bool:
+            return ranks <= {int(rank) for rank in self._heard_by.read(bytes(self._store.get(_HEARD_BY)))}
+
+        if ranks:
+            self._store.append(_HEARD_BY, "")  # so that it is there
+            until(have_heard, _HEARD_BY_ALL_S, every_s=_HEARD_POLL_S)

@@ -32,7 +32,7 @@ from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, 
 from lightning_distplus.control.plane import ControlPlane, Peer
 from lightning_distplus.control.secret import Secret, SignedStore, escaped, leave_secret, secrets_here, words_of
 from lightning_distplus.errors import PeerLost, PeerMissing, RendezvousError
-from lightning_distplus.process import is_attended, launcher_has_ended, starter_has_ended
+from lightning_distplus.process import age_of_process, is_attended, launcher_has_ended, starter_has_ended
 from lightning_distplus.world import LAUNCHER, World
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ _REFUSED, _ATTENDED = "refused", "attended"
 _lock = threading.Lock()
 _plane: ControlPlane | None = None
 _met_over: Store | None = None  # the store that was given to connect_over
+_tried_at: float | None = None  # when this process has last tried to meet the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +96,16 @@ def connect(world: World, address: Address, deadline: timedelta, folder: Path | 
         PeerLost: The process that serves the store ended meanwhile.
         RendezvousError: The port is busy, another job answers there, or this rank is taken.
     """
-    global _plane
+    global _plane, _tried_at
     with _lock:
         if _plane is not None and _met_over is None and _plane.world == world:
             return _plane
         _forget()  # this rank may serve that store, at the same port
         meeting = _Meeting(world, address, deadline, folder)
-        _plane = meeting.meet(meeting.open_store())
+        try:
+            _plane = meeting.meet(meeting.open_store())
+        finally:
+            _tried_at = time.time()
         return _plane
 
 
@@ -156,7 +160,9 @@ class _Meeting:
         self._address = address
         self._deadline = deadline
         self._begun_at = time.monotonic()
-        self._notes = Notes(folder, f"{address.job}/{address.attempt} {address.host}:{address.port}", world.rank)
+        name = f"{address.job}/{address.attempt} {address.host}:{address.port}"
+        # The others may have begun a moment earlier, but not before this process was started.
+        self._notes = Notes(folder, name, world.rank, before=_tried_at or time.time() - age_of_process())
         self._is_alone = world.num_nodes == 1 and not address.is_served_by_launcher
         self._host = _LOOPBACK if self._is_alone else address.host
         self._here = f"Rank {world.rank} on {world.host}"
@@ -630,13 +636,14 @@ _EVERY_S_OF_MANY = 1.0  # every rank but 0 asks the file system while rank 0 is 
 class Notes:
     """The notes of one meeting, one file a rank.
 
-    A note that was there before this rank began may be that of an earlier start: it counts at the deadline only. The
-    rank that has left it takes it away when it starts again. Rank 0 looks for the notes of all others, and each of them
-    for that of rank 0. A ``meeting`` is job, attempt and address, so that no other run's note is read.
+    A note from ``before`` may be that of an earlier start: it counts at the deadline only. The rank that has left it
+    takes it away when it starts again. Rank 0 looks for the notes of all others, and each of them for that of rank 0.
+    A ``meeting`` is job, attempt and address, so that no other run's note is read.
     """
 
-    def __init__(self, folder: Path | None, meeting: str, rank: int) -> None:
+    def __init__(self, folder: Path | None, meeting: str, rank: int, before: float = 0.0) -> None:
         self._folder = folder
+        self._before = before
         self._stem = f"unmet-{hashlib.sha256(meeting.encode()).hexdigest()[:12]}-rank"
         self._mine = f"{self._stem}{rank:05d}.txt"
         self._awaited = f"{self._stem}*.txt" if rank == 0 else f"{self._stem}00000.txt"
@@ -645,7 +652,6 @@ class Notes:
         if folder is not None:
             with suppress(OSError):
                 (folder / self._mine).unlink(missing_ok=True)
-        self._old = {which for which, _ in self._read(self._awaited).values()}
 
     def leave(self, text: str) -> None:
         """Leaves why this rank does not come; a folder that takes no file is no further trouble."""
@@ -660,23 +666,20 @@ class Notes:
             log.info("no note could be left in %s: %s", self._folder, error)
 
     def look(self, elapsed_s: float, has_come: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Called while this rank waits: what a rank that has not come says since this one began."""
+        """Called while this rank waits: what a rank of this start says that has not come."""
         if elapsed_s < self._look_at_s:
             return None
         self._look_at_s = elapsed_s + self._every_s
-        notes = self._read(self._awaited).items()
-        return next((text for rank, (which, text) in notes if which not in self._old and not has_come(rank)), None)
+        return self._first(self._awaited, has_come, since=self._before)
 
     def last_word(self, has_come: Callable[[int], bool]) -> str | None:
         """Called at the deadline: what a rank that has not come has said at any time."""
-        notes = self._read(f"{self._stem}*.txt").items()
-        return next((text for rank, (_, text) in notes if not has_come(rank)), None)
+        return self._first(f"{self._stem}*.txt", has_come)
 
-    def _read(self, pattern: str) -> dict[int, tuple[tuple[int, int], str]]:
-        """Which file it is, and the text, of the note of each rank; what cannot be read is no note."""
-        found = {}
+    def _first(self, pattern: str, has_come: Callable[[int], bool], *, since: float = 0.0) -> str | None:
         for path in [] if self._folder is None else sorted(self._folder.glob(pattern)):
-            with suppress(OSError, ValueError):
-                file, text = path.stat(), path.read_text()
-                found[int(path.stem.removeprefix(self._stem))] = (file.st_ino, file.st_mtime_ns), escaped(text)
-        return found
+            with suppress(OSError, ValueError):  # what cannot be read is no note
+                text, rank = escaped(path.read_text()), int(path.stem.removeprefix(self._stem))
+                if path.stat().st_mtime >= since and not has_come(rank):
+                    return text
+        return None

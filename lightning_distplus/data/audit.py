@@ -73,24 +73,25 @@ class SampleSum:
     def __init__(self, total: int = 0, num_samples: int = 0) -> None:
         self._total = total
         self._num_samples = num_samples
-        self._waiting: list[tuple[int, Request]] = []
+        self._waiting: list[tuple[int, int, Request]] = []
 
-    def add(self, batches: Iterable[tuple[int, Request]]) -> None:
-        """Takes micro-batches, each with the epoch of its positions."""
-        self._waiting += batches
-        if len(self._waiting) >= _MAX_WAITING:
-            self.value()
+    def add(self, step: int, epoch: int, request: Request) -> None:
+        """Takes a micro-batch of a step, with the epoch of its positions."""
+        self._waiting.append((step, epoch, request))
+        if len(self._waiting) % _MAX_WAITING == 0:
+            self.value(step)
 
-    def value(self) -> tuple[int, int]:
-        """The sum, not reduced, and the number of samples."""
+    def value(self, step: int) -> tuple[int, int]:
+        """The sum, not reduced, over the steps before this one, which are complete, and the number of samples."""
         of_epoch: dict[int, list[Request]] = defaultdict(list)
-        for epoch, request in self._waiting:
-            of_epoch[epoch].append(request)
+        for before, epoch, request in self._waiting:
+            if before < step:
+                of_epoch[epoch].append(request)
         for epoch, requests in of_epoch.items():
             positions = np.concatenate([request.positions for request in requests])
             self._total += sum_of_samples(epoch, positions, np.concatenate([request.ids for request in requests]))
             self._num_samples += len(positions)
-        self._waiting = []
+        self._waiting = [one for one in self._waiting if one[0] >= step]
         return self._total, self._num_samples
 
 
@@ -468,9 +469,7 @@ class SampleAudit(Callback):
         self._step = 0
         self._is_stream = False
         self._is_counted = True  # tensor-parallel peers get the same samples: the first of them counts
-        # Of the steps that are done, and of the one that is not, on this rank; the loaded part counts on rank 0 alone.
-        self._done = SampleSum()
-        self._window: list[tuple[int, Request]] = []
+        self._sum = SampleSum()  # on this rank; the loaded part counts on rank 0 alone
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses the Trainer of ``pytorch_lightning``."""
@@ -486,8 +485,7 @@ class SampleAudit(Callback):
         self._data, self._step = data, trainer.global_step
         loaded, self._loaded = self._loaded, None
         is_first = trainer.is_global_zero
-        self._done = SampleSum(int(loaded["sum"], 16), loaded["num_samples"]) if loaded and is_first else SampleSum()
-        self._window = []
+        self._sum = SampleSum(int(loaded["sum"], 16), loaded["num_samples"]) if loaded and is_first else SampleSum()
         position, geometry = data.position() or Position(), data.geometry
         self._is_counted = trainer.global_rank % (trainer.world_size // geometry.ranks.size) == 0
         num_samples, identity = int(trainer.num_training_batches) * geometry.micro_batch, data.identity
@@ -513,9 +511,7 @@ class SampleAudit(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Notes the samples for the sum, and the step that they belong to."""
         assert self._data is not None
-        if (step := trainer.global_step) != self._step:
-            self._close_window()
-            self._step = step
+        self._step = trainer.global_step
         request = self._data.delivered
         assert request is not None, "a batch was delivered"
         if self._place_of_ids is not None:
@@ -523,7 +519,7 @@ class SampleAudit(Callback):
             request = request._replace(ids=_side_by_side(request.ids, arrived))
         self._request = request
         if self._is_counted:
-            self._window.append((self._epoch(request), request))
+            self._sum.add(self._step, self._epoch(request), request)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Writes the record."""
@@ -548,9 +544,8 @@ class SampleAudit(Callback):
         if self._data is None:
             return dict(self._loaded or {})
         position = self._data.position()
-        if position is not None and position.steps > self._step:
-            self._close_window()
-        mine = json.dumps(self._done.value()).encode()
+        step = self._step if position is None else max(self._step, position.steps)
+        mine = json.dumps(self._sum.value(step)).encode()
         everyone = gather_bytes(self._data.trainer.strategy, "sample-audit", mine)  # type: ignore[union-attr]
         sums, counts = zip(*map(json.loads, everyone), strict=True)
         return {"version": _VERSION, "sum": f"{sum(sums) % _MODULUS:016x}", "num_samples": sum(counts)}
@@ -563,10 +558,6 @@ class SampleAudit(Callback):
                 f"reads {_VERSION}. Resume with the version that wrote it, or without SampleAudit."
             )
         self._loaded = dict(state_dict) or None
-
-    def _close_window(self) -> None:
-        self._done.add(self._window)
-        self._window = []
 
     def _epoch(self, request: Request) -> int:
         """Positions of a stream count over all epochs."""

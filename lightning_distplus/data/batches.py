@@ -35,7 +35,6 @@ __all__ = [
     "as_it_is",
     "fetch_seeded",
     "generators_kept",
-    "gives_batches",
     "isolated",
     "num_global_batches",
     "seed_generators",

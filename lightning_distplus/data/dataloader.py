@@ -14,7 +14,6 @@ import inspect
 import logging
 import random
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -40,13 +39,7 @@ from torch.utils.data import (
 )
 
 from lightning_distplus import env
-from lightning_distplus.data.batches import (
-    AUGMENT,
-    Geometry,
-    fetch_seeded,
-    generators_kept,
-    seed_generators,
-)
+from lightning_distplus.data.batches import AUGMENT, Geometry, fetch_seeded, generators_kept, seed_generators
 from lightning_distplus.data.iterable import (
     ShownDataset,
     StreamOrder,
@@ -63,9 +56,11 @@ from lightning_distplus.data.progress import (
     Position,
     Timer,
     data_parallel,
+    differences,
     is_fitting,
     refuse_changing_windows,
     reopen_epoch,
+    require_version,
 )
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.run_access import gather_bytes
@@ -600,18 +595,11 @@ class LoaderResume(InStep):
         if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
-        if state["version"] != _VERSION:
-            raise DatasetMismatch(
-                f"The checkpoint's state of the DataLoader has version {state['version']!r}; this lightning_distplus "
-                f"reads {_VERSION}. Resume with the version of lightning_distplus that wrote the checkpoint."
-            )
+        require_version("state of the DataLoader", state, _VERSION)
         self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
-        max_epochs, position = trainer.max_epochs, Position(**self._loaded["position"])
-        is_past_end = state["ends_open"] and max_epochs is not None and 0 <= max_epochs <= position.epoch + 1
-        if not is_past_end:
-            reopen_epoch(checkpoint, position)
+        reopen_epoch(trainer, checkpoint, Position(**self._loaded["position"]), ends_open=state["ends_open"])
         self.timer.pause()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -674,7 +662,6 @@ class LoaderResume(InStep):
             if self._position is not None:
                 self._end = self._position.total_batches if self._position.is_epoch_done else -1
                 self._cursor.place(self._position)
-            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this class
         self._watch_steps(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -754,12 +741,7 @@ class LoaderResume(InStep):
     def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
         """Refuses another order than that of the checkpoint, with both sides."""
         ours = [one.identity() for one in self.orders]
-        lines = [
-            f"{name}: {before.get(name)!r} in the checkpoint, {value!r} in this run"
-            for before, now in zip(saved, ours, strict=False)
-            for name, value in now.items()
-            if before.get(name) != value
-        ]
+        lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
         if len(ours) != len(saved):
             lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
         if lines:

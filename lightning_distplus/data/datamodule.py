@@ -4,7 +4,6 @@
 import inspect
 import logging
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -237,20 +236,18 @@ class ExactDataModule(pl.LightningDataModule):
             num_steps: The Trainer's steps with manual optimization, which may do none or several in a batch.
 
         Returns:
-            Whether its epoch goes on: not where the run was done with a window of manual optimization open at its end.
+            Whether its epoch ends with an open window of manual optimization.
 
         Raises:
             DatasetMismatch: It belongs to other data, another order or another global batch, or lies past the end of
                 the run.
         """
         if self._loaded is None:
-            return True
+            return False
         if num_steps is not None:
             self._loaded["steps"] = num_steps
-        trainer: Any = self.trainer
-        refuse_past_end(trainer, self._translate(self._loaded, self.geometry))
-        is_last = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self._loaded["epoch"] + 1
-        return not (self._loaded.get("ends_open") and is_last)
+        refuse_past_end(self.trainer, self._translate(self._loaded, self.geometry))
+        return bool(self._loaded.get("ends_open"))
 
     # -- how Trainer and data fit each other ---------------------------------------------------------------------------
 
@@ -371,7 +368,6 @@ class ExactDataModule(pl.LightningDataModule):
                 for text in self._warnings_of_resume():
                     _log.warning("%s", text)
             self._loaded = None
-            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this module
 
     def _close(self) -> None:
         for loader in self._loaders.values():

@@ -32,13 +32,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 
 from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
+from lightning_distplus.data.progress import Position, require_version
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
 if TYPE_CHECKING:
     from lightning_distplus.data.dataloader import LoaderResume
     from lightning_distplus.data.datamodule import ResumableDataModule
-    from lightning_distplus.data.progress import Position
 
 __all__ = [
     "STREAM",
@@ -836,11 +836,7 @@ class IterableTraining:
                 "The checkpoint holds no states of an iterable data set, and this run's training data is one. Resume "
                 "with the data of the checkpoint, or load its weights into a new run."
             )
-        if saved.get("version") != _VERSION:
-            raise DatasetMismatch(
-                f"The checkpoint's states of iterable data have version {saved.get('version')!r}; this "
-                f"lightning_distplus reads {_VERSION}. Resume with the version that wrote the checkpoint."
-            )
+        require_version("state of iterable data", saved, _VERSION)
         if saved["has_state"] and self._reader.source.has_state:
             self._require_same_readers(saved, world_size)
             self._state = StreamState.closed(unpack(saved["states"][rank]))

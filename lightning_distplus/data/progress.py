@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from lightning_distplus.data.datamodule import ExactDataModule
 
 __all__ = [
-    "STATE_VERSION",
     "Cursor",
     "InStep",
     "Position",
     "Timer",
     "change_of_cut",
     "data_parallel",
+    "differences",
     "epoch_length",
     "is_fitting",
     "position_at",
@@ -49,14 +50,14 @@ __all__ = [
     "refuse_changing_windows",
     "refuse_past_end",
     "reopen_epoch",
-    "require_agreement",
     "require_same_data",
+    "require_version",
     "state_of",
 ]
 
 
-STATE_VERSION = 2
-_READABLE = (1, STATE_VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
+_VERSION = 2
+_READABLE = (1, _VERSION)  # version 1 knew neither schedules of batches nor changed mixtures
 
 _log = logging.getLogger(__name__)
 _GONE = {"schedule": "a schedule of global batches", "parts": "several data sets side by side (their sizes)"}
@@ -83,7 +84,7 @@ def state_of(
 ) -> dict[str, Any]:
     """What is saved: less than 1 KB of plain values, equal on all ranks; of ``records`` what is not empty."""
     return {
-        "version": STATE_VERSION,
+        "version": _VERSION,
         "order_version": ORDER_VERSION,
         **identity,
         "global_batch": geometry.global_batch,
@@ -117,15 +118,19 @@ def position_at(sample: int, geometry: Geometry, *, num_batches: int | float, nu
     )
 
 
+def require_version(what: str, state: Mapping[str, Any], *readable: int, name: str = "version") -> None:
+    """Refuses a state of a version that this package does not know."""
+    if state.get(name) not in readable:
+        raise DatasetMismatch(
+            f"The checkpoint's {what} has {name} {state.get(name)!r}; this lightning_distplus reads "
+            f"{' and '.join(map(str, readable))}. Resume with the version of lightning_distplus that wrote it."
+        )
+
+
 def read_state(state: Mapping[str, Any]) -> Position:
     """The position in a saved state; refuses a version, or a feature, that this package does not know."""
-    for name, ours in (("version", _READABLE), ("order_version", READABLE_ORDER_VERSIONS)):
-        if state.get(name) not in ours:
-            raise DatasetMismatch(
-                f"The checkpoint's data state has {name} {state.get(name)!r}; this lightning_distplus reads "
-                f"{' and '.join(map(str, ours))}. "
-                "Resume with the version of lightning_distplus that wrote the checkpoint."
-            )
+    require_version("data state", state, *_READABLE)
+    require_version("data state", state, *READABLE_ORDER_VERSIONS, name="order_version")
     for name, what in _GONE.items():
         if record := state.get(name):
             text = record["text"] if isinstance(record, Mapping) else record
@@ -154,7 +159,7 @@ def require_same_data(
         explain: What differs first inside a source of this number; empty where that is not known.
         ignore_fingerprint: Go on with what differs.
     """
-    text = "\n".join(f"  {line}" for line in _differences(state, ours, names, explain))
+    text = "\n".join(f"  {line}" for line in differences(state, ours, names, explain))
     if text and ignore_fingerprint:
         _log.warning("The data is not that of the checkpoint; going on, because ignore_fingerprint=True:\n%s", text)
     elif text:
@@ -165,9 +170,14 @@ def require_same_data(
         )
 
 
-def _differences(
-    saved: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str], explain: Callable[[int], str]
+def differences(
+    saved: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    names: Sequence[str] = (),
+    explain: Callable[[int], str] = lambda place: "",
 ) -> Iterator[str]:
+    """One line for each thing that differs, with both sides; arguments as in ``require_same_data``."""
+
     def sides(what: str, before: Any, now: Any) -> Iterator[str]:
         if before != now:
             yield f"{what}: {before!r} in the checkpoint, {now!r} in this run"
@@ -363,6 +373,7 @@ class Cursor:
         if self._has_own_windows:  # Lightning counts batches there, however often the optimizers step
             num_stepped = position.total_batches // self.geometry.accumulation
         loop.on_load_checkpoint({"_batches_that_stepped": num_stepped - is_due})
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # it is, by this package
         fit.restarting = True
         loop.restarting = is_inside
         fit.update_restart_stage()
@@ -406,13 +417,17 @@ class Cursor:
         return replace(position, is_validated=is_validated, validation_batches=num_batches)
 
 
-def reopen_epoch(checkpoint: dict[str, Any], position: Position) -> None:
+def reopen_epoch(trainer: Any, checkpoint: dict[str, Any], position: Position, *, ends_open: bool) -> None:
     """Counts the epoch of ``position`` as begun and not done, in a checkpoint that is about to be restored.
+
+    Not where the run was done, with a window of manual optimization open at its end.
 
     A run that is stopped inside an epoch counts that epoch as done before it saves. Lightning asks whether all epochs
     are done before ``on_train_start``, where the loops are placed: the last epoch would be left out (lightning 2.6.6,
     ``fit_loop.py`` 186-193 and 211).
     """
+    if ends_open and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= position.epoch + 1:
+        return
     loops = checkpoint.get("loops") or {}
     for tracker in loops.get("fit_loop", {}).get("epoch_progress", {}).values():
         begun = position.epoch + (position.batches > 0)
@@ -576,8 +591,8 @@ class InStep(Callback):
                 "data anew. Resume with the data module that wrote it; or pass start_sample=... to go on there in the "
                 "order of this one (0: at its beginning); or load the weights into a new run."
             )
-        if self.data.require_fit(None if pl_module.automatic_optimization else checkpoint["global_step"]):
-            reopen_epoch(checkpoint, self.data.position())
+        ends_open = self.data.require_fit(None if pl_module.automatic_optimization else checkpoint["global_step"])
+        reopen_epoch(trainer, checkpoint, self.data.position(), ends_open=ends_open)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what the data saves beside its state; not where weights and counters do not fit together."""

@@ -24,13 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_distplus.data.batches import (
-    Geometry,
-    Order,
-    Request,
-    SequentialPlan,
-    num_global_batches,
-)
+from lightning_distplus.data.batches import Geometry, Order, Request, SequentialPlan, num_global_batches
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.order import (
     Mixture,

@@ -42,7 +42,7 @@ from lightning_distplus._compat import HashStore, PrefixStore, Store, TCPStore, 
 from lightning_distplus.control.rendezvous import is_local, listen_on
 from lightning_distplus.control.secret import Secret, SignedStore, escaped
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.process import Signals
+from lightning_distplus.process import Signals, until
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
@@ -335,7 +335,7 @@ class Meeting:
                 return told.read(self._signed.read_raw(key) or b"")
 
             if waits:
-                self._wait(lambda: len(read()) >= self._num_hosts)
+                until(lambda: len(read()) >= self._num_hosts, _OTHERS_END_S, every_s=_POLL_S)
             return dict(itertools.chain(*map(json.loads, read())))
 
     def leave(self, number: int) -> None:
@@ -343,7 +343,8 @@ class Meeting:
         with contextlib.suppress(HostsApart), self._names_the_store():
             self._store.add(f"left/{number}", 1)
             if self._serves:
-                self._wait(lambda: self._store.add(f"left/{number}", 0) >= self._num_hosts)
+                key, num = f"left/{number}", self._num_hosts
+                until(lambda: self._store.add(key, 0) >= num, _OTHERS_END_S, every_s=_POLL_S)
 
     def next(self, number: int) -> int:
         """The attempt after this one, which has ended here."""
@@ -377,11 +378,6 @@ class Meeting:
         finally:
             done.set()
             thread.join()
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        end = time.monotonic() + _OTHERS_END_S
-        while not is_done() and time.monotonic() < end:
-            time.sleep(_POLL_S)
 
     def _number(self) -> int:
         """The last attempt that was announced; each announces the one after it."""

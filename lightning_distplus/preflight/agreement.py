@@ -22,20 +22,6 @@ from lightning_distplus.preflight.check import Facts, Finding, Settings, Status
 from lightning_distplus.preflight.host import versions
 from lightning_distplus.world import name_ranks
 
-__all__ = [
-    "AGREEMENT_CHECKS",
-    "Statement",
-    "as_message",
-    "compare",
-    "content_of",
-    "disagreements",
-    "gathered",
-    "merged",
-    "revision",
-    "spans_hosts",
-    "state_of_process",
-]
-
 _WHOLE_BYTES = 64 << 20
 _ROWS = 1024
 _DEPTH = 8

@@ -19,8 +19,6 @@ from lightning_distplus import env
 from lightning_distplus.env import Variable
 from lightning_distplus.errors import PreflightError
 
-__all__ = ["Check", "Facts", "Finding", "Launcher", "Settings", "Status", "raise_errors", "run_checks"]
-
 
 class Status(str, Enum):
     """How much a finding matters."""
@@ -101,7 +99,6 @@ class Facts:
     devices: int | None = None
     """Processes per node that the Trainer expects."""
     num_nodes: int | None = None
-    """Nodes that the Trainer expects."""
     environment: str = ""
     """Class of the cluster environment that Lightning has chosen."""
     started: int | None = None
@@ -111,7 +108,6 @@ class Facts:
     accelerator: str = ""
     """``"cuda"``, ``"cpu"`` and so on."""
     folder: Path = field(default_factory=Path.cwd)
-    """Where the run writes."""
     trial_bytes: int = 64 << 20
     """How much the check of that folder writes, at most."""
     command: tuple[str, ...] = field(default_factory=lambda: _without_interpreter(sys.orig_argv))
@@ -169,13 +165,15 @@ class Facts:
     def as_lightning_sees_it(self) -> dict[str, Any]:
         """Environment, processes and rank as Lightning would detect them here; for where there is no Trainer."""
         if self.text(env.TORCHELASTIC_RUN_ID):
-            return _detected("TorchElasticEnvironment", self.number(env.WORLD_SIZE), self.number(env.RANK))
-        if self.text(env.SLURM_NTASKS) and self.text(env.SLURM_JOB_NAME) not in ("bash", "interactive"):
-            return _detected("SLURMEnvironment", self.number(env.SLURM_NTASKS), self.number(env.SLURM_PROCID))
-        is_external = self.text(env.LOCAL_RANK) is not None
-        node, local = self.number(env.NODE_RANK) or self.number(env.GROUP_RANK) or 0, self.number(env.LOCAL_RANK) or 0
-        started = self.number(env.WORLD_SIZE) if is_external else None
-        return _detected("LightningEnvironment", started, node * (self.devices or 1) + local)
+            name, started, rank = "TorchElasticEnvironment", self.number(env.WORLD_SIZE), self.number(env.RANK)
+        elif self.text(env.SLURM_NTASKS) and self.text(env.SLURM_JOB_NAME) not in ("bash", "interactive"):
+            name, started, rank = "SLURMEnvironment", self.number(env.SLURM_NTASKS), self.number(env.SLURM_PROCID)
+        else:
+            name, local = "LightningEnvironment", self.number(env.LOCAL_RANK) or 0
+            started = self.number(env.WORLD_SIZE) if self.text(env.LOCAL_RANK) is not None else None
+            node = self.number(env.NODE_RANK) or self.number(env.GROUP_RANK) or 0
+            rank = node * (self.devices or 1) + local
+        return {"environment": name, "started": started, "rank": rank}
 
     def describe(self) -> str:
         """One line for reports: who this process is and who started it, with the variables read."""
@@ -211,10 +209,6 @@ def _without_interpreter(command: Sequence[str]) -> tuple[str, ...]:
     while place < len(command) and command[place].startswith("-") and command[place] not in ("-", "-m", "-c"):
         place += 2 if command[place] in ("-W", "-X") else 1
     return tuple(command[place:])
-
-
-def _detected(environment: str, started: int | None, rank: int | None) -> dict[str, Any]:
-    return {"environment": environment, "started": started, "rank": rank}
 
 
 # -- how checks are run ------------------------------------------------------------------------------------------------

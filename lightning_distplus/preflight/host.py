@@ -30,41 +30,29 @@ from lightning_distplus import env
 from lightning_distplus.preflight.check import Check, Facts, Finding, Status
 from lightning_distplus.process import ProcessState, address_towards, boot_id, process_state, start_time
 
-__all__ = [
-    "DEFECTS",
-    "GPU_CHECKS",
-    "HOST_CHECKS",
-    "INTERFACE_CHECKS",
-    "SOFTWARE_CHECKS",
-    "Defect",
-    "RunLock",
-    "versions",
-    "write_speed",
-]
-
 log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_NO_SUCH = "no interface that this admits"
 
 
 def interfaces(facts: Facts) -> Iterator[Finding]:
     """The interfaces that variables name must be there; gloo wants whole names, NCCL takes beginnings."""
     there = [name for _, name in socket.if_nameindex()]
     gloo, nccl = facts.text(env.GLOO_SOCKET_IFNAME), facts.text(env.NCCL_SOCKET_IFNAME)
-    missing = [name for name in (gloo or "").split(",") if name and name not in there]
-    needs_nccl = Status.ERROR if facts.accelerator == "cuda" else Status.WARNING
-    for variable, what, status in (
-        (env.GLOO_SOCKET_IFNAME, missing and f"no interface {', '.join(missing)}", Status.ERROR),
-        (env.NCCL_SOCKET_IFNAME, nccl and not any(_takes(nccl, name) for name in there) and _NO_SUCH, needs_nccl),
-    ):
-        if what:
-            yield Finding(
-                status=status,
-                subject=f"{facts.shown(variable)}, and host {facts.host} has {what}.",
-                detail=f"its interfaces: {', '.join(there)}",
-                remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
-            )
+    if missing := [name for name in (gloo or "").split(",") if name and name not in there]:
+        yield _missing(facts, env.GLOO_SOCKET_IFNAME, f"no interface {', '.join(missing)}", there, Status.ERROR)
+    if nccl and not any(_takes(nccl, name) for name in there):
+        status = Status.ERROR if facts.accelerator == "cuda" else Status.WARNING
+        yield _missing(facts, env.NCCL_SOCKET_IFNAME, "no interface that this admits", there, status)
+
+
+def _missing(facts: Facts, variable: env.Variable, what: str, there: list[str], status: Status) -> Finding:
+    return Finding(
+        status=status,
+        subject=f"{facts.shown(variable)}, and host {facts.host} has {what}.",
+        detail=f"its interfaces: {', '.join(there)}",
+        remedy=f"Set {variable.name} to the one that leads to the other hosts, or unset it",
+    )
 
 
 def _takes(wanted: str, name: str) -> bool:
@@ -269,7 +257,7 @@ DEFECTS = (
         status=Status.WARNING,
         subject="DistributedDataParallel over gloo ends with a segmentation fault when it is made.",
         remedy="unset TORCH_DISTRIBUTED_DEBUG, or set it to INFO",
-        source="tests/faults/test_doctor.py shows it",
+        source="tests/faults/test_s7_odd_ranks.py shows it",
     ),
 )
 """Dated, and each with a test: a defect of torch that is no more makes its test fail."""

@@ -13,8 +13,6 @@ from lightning_distplus import env
 from lightning_distplus.preflight.check import Check, Facts, Finding, Status
 from lightning_distplus.preflight.host import INTERFACE_CHECKS
 
-__all__ = ["LAUNCH_CHECKS", "is_loopback"]
-
 LIGHTNING = "LightningEnvironment"
 SLURM = "SLURMEnvironment"
 TORCHRUN = "TorchElasticEnvironment"

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.preflight.check import Finding, Status
 
-__all__ = ["Pair", "judge", "pair_hosts", "second_round", "try_pairs"]
-
 _PAIR_DEADLINE = timedelta(seconds=4)
 _PINGS = 20
 _BLOCK_BYTES = 512 << 10
@@ -67,43 +65,27 @@ def judge(first: Sequence[Pair], second: Sequence[Pair], hosts: Sequence[str]) -
         best = max(first, key=lambda pair: pair.mb_per_s)
         detail = f"best pair: {hosts[best.low]} and {hosts[best.high]}, {best}; {len(first) + len(second)} pairs"
         yield Finding.note(f"{len(hosts)} hosts were paired over TCP (gloo).", detail=detail)
-    everything = [*first, *second]
-    suspicious = _suspicious(everything)
-    bad_second = [pair for pair in suspicious if pair in second]
-    for pair in suspicious:
-        if pair in second and not _was_suspect(pair, first):
-            yield _of_link(pair, hosts, "")  # the odd one out, tried once
-    for pair in (pair for pair in suspicious if pair in first):
-        others = {host: _tried_with(host, pair, second) for host in (pair.low, pair.high)}
-        # A pair that is only slow does not convict a host of being out of reach: a busy host is slow for a moment.
-        culprits = [host for host, other in others.items() if other in bad_second and (other.error or not pair.error)]
-        acquitted = [host for host, other in others.items() if other is not None and host not in culprits]
-        for host in culprits:
-            again = others[host]
-            assert again is not None
-            yield _of_host(host, pair, again, hosts)
-        if culprits:
+    bad = _suspicious([*first, *second])
+    suspects = {host for pair in _suspicious(first) for host in (pair.low, pair.high)}
+    for pair in bad:
+        if pair in second:
+            if not suspects & {pair.low, pair.high}:  # the odd one out, tried once
+                yield _of_link(pair, hosts, "")
             continue
-        if acquitted:
-            names = " and ".join(hosts[host] for host in acquitted)
-            yield _of_link(pair, hosts, f"well with another host: {names}")
-        else:
-            yield _of_link(pair, hosts, "no third host was free to tell which side it is")
+        again = {host: one for host in (pair.low, pair.high) for one in second if host in (one.low, one.high)}
+        # A pair that is only slow does not convict a host of being out of reach: a busy host is slow for a moment.
+        culprits = [host for host, other in again.items() if other in bad and (other.error or not pair.error)]
+        for host in culprits:
+            yield _of_host(host, pair, again[host], hosts)
+        if not culprits:
+            well = f"well with another host: {' and '.join(hosts[host] for host in again)}"
+            yield _of_link(pair, hosts, well if again else "no third host was free to tell which side it is")
 
 
 def _suspicious(pairs: Sequence[Pair]) -> list[Pair]:
     speeds = [pair.mb_per_s for pair in pairs if not pair.error]
     floor = max(speeds, default=0.0) * _SLOW_SHARE
     return [pair for pair in pairs if pair.error or pair.mb_per_s < floor or pair.round_trip_ms > _SLOW_MS]
-
-
-def _was_suspect(pair: Pair, first: Sequence[Pair]) -> bool:
-    bad = {host for one in _suspicious(first) for host in (one.low, one.high)}
-    return pair.low in bad or pair.high in bad
-
-
-def _tried_with(host: int, but: Pair, second: Sequence[Pair]) -> Pair | None:
-    return next((pair for pair in second if host in (pair.low, pair.high) and pair is not but), None)
 
 
 _REMEDY = (
@@ -136,7 +118,7 @@ def _of_link(pair: Pair, hosts: Sequence[str], more: str) -> Finding:
 def try_pairs(
     plane: ControlPlane, leaders: Mapping[int, int], hosts: Sequence[str], deadline: timedelta
 ) -> list[Finding]:
-    """Both rounds; all ranks call it, and all get the same findings.
+    """Makes both rounds; all ranks call it, and all get the same findings.
 
     Args:
         plane: The control plane.

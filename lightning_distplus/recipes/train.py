@@ -32,6 +32,10 @@ if __name__ == "__main__":
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8, shuffle=True)
     saves = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=50, monitor="step", mode="max", save_top_k=3)
     trainer = Trainer(
-        strategy=ResilientDDP(timeout="5m"), accelerator="cpu", devices=2, max_steps=1000, callbacks=[saves]
+        strategy=ResilientDDP(timeout="5m"),
+        accelerator="cpu",
+        devices=2,
+        max_steps=1000,
+        callbacks=[saves],
     )
     trainer.fit(Regression(), data, ckpt_path="auto")

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["ResilientStrategy"]
-
 log = logging.getLogger(__name__)
 _LATE, _SAVED = int(Wish.LATE), int(Wish.SAVED)  # plain numbers, which are compared in every step
 
@@ -451,11 +449,10 @@ class ResilientStrategy(_Base):
         self.watchdog = Watchdog(
             plane,
             self.marks,
-            deadline=lambda: self.phases.deadline,
+            self.phases,
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
-            last_deadline=lambda: self.phases.last_deadline,
             on_shown=lambda path: after_verdict(path, self.on_verdict),
             progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )

@@ -21,8 +21,6 @@ from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import Marks
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 
-__all__ = ["Collectives", "cause_of", "is_of_a_collective", "line_of_the_caller", "point_of"]
-
 # -- errors inside collectives -----------------------------------------------------------------------------------------
 
 _EVIDENCE_S = 2.0  # how long the cause may take to reach this rank

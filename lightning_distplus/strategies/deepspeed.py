@@ -25,8 +25,6 @@ from lightning_distplus.strategies.saving import Writes
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["ResilientDeepSpeed", "naming_builds", "remove_abandoned_locks"]
-
 log = logging.getLogger(__name__)
 
 # -- the strategy ------------------------------------------------------------------------------------------------------

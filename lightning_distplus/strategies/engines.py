@@ -23,8 +23,6 @@ from lightning_distplus import _compat
 from lightning_distplus.checkpoint.formats import is_sharded
 from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"]
-
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_distplus.watchdog import Marks, Progress
 
-__all__ = ["MarkingProfiler", "ProtectionCosts", "StepTimes", "last_batch", "progress_of"]
-
 # -- times of steps ----------------------------------------------------------------------------------------------------
 
 _LEAST_STEPS = 4  # of a window: a line has up to 350 bytes, and a step may cost the ledger 100

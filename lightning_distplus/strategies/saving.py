@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
     from lightning_distplus.strategies.base import ResilientStrategy
 
-__all__ = ["OnSaveFailure", "SaveHooks", "Staging", "Writes"]
-
 log = logging.getLogger(__name__)
 
 # -- saves that fail while a fit runs ----------------------------------------------------------------------------------
@@ -69,9 +67,7 @@ OnSaveFailure = Literal["continue", "raise"]
 class FailingSaves:
     """Follows the saves of one fit. All ranks call it alike: whether a save has failed is agreed before.
 
-    Args:
-        policy: ``"continue"``: a failed save is logged and the next one is the retry; what still is not saved when
-            training ends is an error. ``"raise"``: the first failure ends the run.
+    What still is not saved when training ends is an error.
     """
 
     def __init__(self, policy: OnSaveFailure) -> None:
@@ -83,8 +79,8 @@ class FailingSaves:
         """That of the last save; None: it has succeeded."""
         self.trainer: Trainer | None = None
         """While a fit runs, in which a failed save can be tried again."""
-        # What each ModelCheckpoint knew when the last save was committed: its scores, the best one, the last one.
-        self._books: dict[int, tuple[dict[str, Any], str, str]] = {}
+        self._books: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
+        """What each ModelCheckpoint knew when the last save was committed."""
 
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
@@ -94,39 +90,26 @@ class FailingSaves:
     def succeeded(self) -> None:
         """A save is committed."""
         self.failure = None
-        if self.trainer is not None:
-            self._books = {
-                id(saver): (dict(saver.best_k_models), saver.best_model_path, saver.last_model_path)
-                for saver in savers_of(self.trainer)
-            }
+        self._books = [(saver, _books_of(saver)) for saver in ([] if self.trainer is None else savers_of(self.trainer))]
 
     def failed(self, path: str, error: SaveFailed) -> None:
-        """Takes a path out of the books again whose save has failed on all ranks' word."""
+        """A save has failed on all ranks' word: who has entered it knows again what was known before.
+
+        ModelCheckpoint does so before it saves, and lets the one that is rotated out go after it.
+        """
         if self.trainer is None or self.policy == "raise":
             raise error
         self.num_failed += 1
         self.failure = error
-        for saver in savers_of(self.trainer):
-            scores, best, last = self._books[id(saver)]
-            if path not in scores and saver.best_k_models.pop(path, None) is not None:
-                _rank(saver)
-            if saver.best_model_path == path:
-                saver.best_model_path = best
-            if saver.last_model_path == path:
-                saver.last_model_path = last
+        for saver, books in self._books:
+            if _answers_for(saver, path):
+                vars(saver).update({name: copy(value) for name, value in books.items()})
         goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
         log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
-    def keep(self, path: str) -> bool:
-        """Puts a checkpoint that ModelCheckpoint rotates out back into its books; False where it is in none."""
-        is_kept = False
-        for saver in [] if self.trainer is None else savers_of(self.trainer):
-            scores = self._books[id(saver)][0]
-            if path in scores and path not in saver.best_k_models:
-                saver.best_k_models[path] = scores[path]
-                _rank(saver)
-            is_kept |= path in (*saver.best_k_models, saver.best_model_path, saver.last_model_path)
-        return is_kept
+    def is_in_books(self, path: str) -> bool:
+        """Whether a ModelCheckpoint answers for a checkpoint, and so rotates it out when it has a successor."""
+        return self.trainer is not None and any(_answers_for(saver, path) for saver, _ in self._books)
 
     def require_saved(self) -> None:
         """Raises where the last save has failed."""
@@ -142,14 +125,13 @@ class FailingSaves:
         self.trainer = None
 
 
-def _rank(saver: ModelCheckpoint) -> None:
-    """Finds best and worst again, as ModelCheckpoint does after each save."""
-    scores = saver.best_k_models
-    by_score = sorted(scores, key=lambda path: float(scores[path]), reverse=saver.mode == "max")
-    saver.best_model_path, saver.kth_best_model_path = (by_score[0], by_score[-1]) if by_score else ("", "")
-    saver.best_model_score = scores[by_score[0]] if by_score else None
-    if by_score:
-        saver.kth_value = scores[by_score[-1]]
+def _books_of(saver: ModelCheckpoint) -> dict[str, Any]:
+    scores = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value")
+    return {name: copy(getattr(saver, name)) for name in (*scores, "last_model_path")}
+
+
+def _answers_for(saver: ModelCheckpoint, path: str) -> bool:
+    return path in (*saver.best_k_models, saver.best_model_path, saver.last_model_path)
 
 
 # -- one staged copy ---------------------------------------------------------------------------------------------------
@@ -292,9 +274,8 @@ class _DigestedFileSystem(FileSystem):
 class Writes:
     """The writes of one save: done at once, or kept, with a copy of what is written, for a thread.
 
-    What is written at once is counted by another thread meanwhile. ``digested`` takes digests of the files while they
-    are written; it is None where nothing is committed. Without a ``staging``, which makes the copies, the writes are
-    done at once. The first rank answers for what all ranks hold alike.
+    ``digested`` takes digests of the files while they are written; it is None where nothing is committed. Without a
+    ``staging``, which makes the copies, the writes are done at once. The first rank answers for what all hold alike.
     """
 
     def __init__(self, staging: Staging | None, *, is_first: bool) -> None:
@@ -302,9 +283,7 @@ class Writes:
         self._staging = staging
         self._is_first = is_first
         self._kept: list[Callable[[], object]] = []
-        self._states: list[dict[str, Any]] = []
         self._counts_others = False
-        self._pieces: list[Piece] = []
         self._counts: list[Callable[[], Sums]] = []
         if staging is not None:
             staging.begin()
@@ -317,13 +296,12 @@ class Writes:
     def do(self, write: Callable[[Any], object], state: dict[str, Any]) -> None:
         """``write(state)``, now or, with the state as it is now, later."""
         if self._staging is not None:
-            state = self._staging.copy(state, len(self._states))
+            state = self._staging.copy(state, len(self._kept))
             self._kept.append(partial(write, state))
-            self._states.append(state)
-            return
         if not self._counts_others:
-            self._count_meanwhile(lambda: pieces_of_saved(state, is_first=self._is_first))
-        write(state)
+            self._count(lambda: pieces_of_saved(state, is_first=self._is_first))
+        if self._staging is None:
+            write(state)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Any]:
@@ -353,14 +331,14 @@ class Writes:
         """
         self._counts_others = True
         if self._staging is None:
-            self._count_meanwhile(pieces)
+            self._count(pieces)
             yield
             return
         yield
         found = [(piece, self._staging.copy_of(piece.tensor)) for piece in pieces()]
-        self._pieces += [replace(piece, tensor=copied) for piece, copied in found if copied is not None]
-        counted = sums_of_pieces(piece for piece, copied in found if copied is None)  # before training changes them
-        self._counts.append(lambda: counted)
+        copies = [replace(piece, tensor=copied) for piece, copied in found if copied is not None]
+        others = sums_of_pieces(piece for piece, copied in found if copied is None)  # before training changes them
+        self._counts += [lambda: sums_of_pieces(copies), lambda: others]
 
     def finish(self) -> None:
         """Does the writes that were kept."""
@@ -369,14 +347,15 @@ class Writes:
 
     def count(self) -> Sums:
         """What this rank has saved of each tensor; the copies are given up."""
-        pieces: Iterable[Piece] = self._pieces
-        if not self._counts_others:
-            pieces = (piece for state in self._states for piece in pieces_of_saved(state, is_first=self._is_first))
-        counted = add_up([*(count() for count in self._counts), sums_of_pieces(pieces)])
-        self._states, self._kept, self._pieces, self._counts = [], [], [], []
+        counted = add_up(count() for count in self._counts)
+        self._kept, self._counts = [], []
         return counted
 
-    def _count_meanwhile(self, pieces: Callable[[], Iterable[Piece]]) -> None:
+    def _count(self, pieces: Callable[[], Iterable[Piece]]) -> None:
+        """Counts what is written at once in another thread meanwhile, and copies when they are written."""
+        if self._staging is not None:
+            self._counts.append(lambda: sums_of_pieces(pieces()))
+            return
         thread = ThreadPoolExecutor(1, "distplus-counter")
         self._counts.append(thread.submit(lambda: sums_of_pieces(pieces())).result)
         thread.shutdown(wait=False)
@@ -512,8 +491,10 @@ class SaveHooks:
             return None
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
-        parameters = parameters_of_optimizers(strategy)
-        checkpoint[KEY] = {"version": VERSION, "rng": self._gather_rng(), "parameters": parameters}
+        # Every rank's generators: Lightning stores the dictionary of rank 0 only.
+        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
+        rng = [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]
+        checkpoint[KEY] = {"version": VERSION, "rng": rng, "parameters": parameters_of_optimizers(strategy)}
         info, rank = self._info(checkpoint), self._plane.world.rank
         writes.digested = DigestedWrites(self.sync)
         staged = StagedSave(path, rank, self._gather, writes.digested)
@@ -571,6 +552,7 @@ class SaveHooks:
     def _failed(self, path: str, step: int | None, error: SaveFailed) -> None:
         self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
         self.failing.failed(path, error)
+        self._postponed = [old for old in self._postponed if not self.failing.is_in_books(str(old))]
 
     def _succeeded(self, path: str, step: int | None) -> None:
         self.failing.succeeded()
@@ -602,7 +584,7 @@ class SaveHooks:
 
     def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint together with its manifest; but not while saves fail, nor the last valid one."""
-        if self.failing.failure is not None and self.failing.keep(str(filepath)):
+        if self.failing.failure is not None and self.failing.is_in_books(str(filepath)):
             return
         if self._strategy.is_global_zero:
             in_the_making = self.failing.failure is not None or self.in_flight is not None
@@ -687,8 +669,3 @@ class SaveHooks:
         plane = self._second_line = self._second_line or self._plane.second_line()
         deadline = self._strategy.phases.patience_in(Phase.CHECKPOINT)
         return lambda name, value: plane.gather_json(f"behind {name}", value, deadline)
-
-    def _gather_rng(self) -> list[dict[str, bytes]]:
-        """Every rank's generators; Lightning stores the dictionary of rank 0 only."""
-        mine = {name: b64encode(state).decode() for name, state in rng_state().items()}
-        return [{name: b64decode(state) for name, state in one.items()} for one in self._gather("rng", mine)]

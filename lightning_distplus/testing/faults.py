@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fault", "FaultPlan", "FiredFault", "Kind", "Where", "commit", "local_part"]
-
 Kind = Literal[
     "kill", "stop", "hang", "hang_gil", "raise", "slow", "sigterm", "nan", "oom", "skip_collective", "flip_bit"
 ]

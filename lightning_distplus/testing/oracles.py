@@ -16,22 +16,13 @@ import torch
 import xxhash
 from lightning.pytorch.callbacks import Callback
 
+from lightning_distplus.gathering import flatten
 from lightning_distplus.testing.faults import FaultPlan, Where, local_part
 from lightning_distplus.testing.spawning import Mode, SpawnResult, spawn
 from lightning_distplus.timeouts import Duration
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-
-__all__ = [
-    "FaultCallback",
-    "LightningRun",
-    "ResumableRun",
-    "Trace",
-    "assert_resumes_exactly",
-    "assert_same_on_all_ranks",
-    "weights_digest",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +139,7 @@ def weights_digest(source: torch.nn.Module | Mapping[str, Any]) -> str:
     if isinstance(source, torch.nn.Module):
         named: list[tuple[str, Any]] = [*source.named_parameters(), *source.named_buffers()]
     else:
-        named = list(_flattened("", source))
+        named, _ = flatten(source)
     for name, value in named:
         if not isinstance(value, torch.Tensor):
             digest.update(f"{name}={value!r};".encode())
@@ -157,14 +148,6 @@ def weights_digest(source: torch.nn.Module | Mapping[str, Any]) -> str:
         digest.update(f"{name}:{local.dtype}:{tuple(local.shape)};".encode())
         digest.update(local.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _flattened(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        path = f"{prefix}.{name}" if prefix else str(name)
-        pairs += _flattened(path, value) if isinstance(value, Mapping) else [(path, value)]
-    return pairs
 
 
 def _require_steps(undisturbed: Mapping[int, Trace], max_steps: int) -> None:

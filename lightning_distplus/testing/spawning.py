@@ -38,8 +38,6 @@ from lightning_distplus.process import ProcessState, end_with_parent, process_st
 from lightning_distplus.testing.faults import FaultPlan, FiredFault
 from lightning_distplus.timeouts import Duration, parse_duration
 
-__all__ = ["Mode", "SpawnResult", "Started", "free_port", "preload", "prepare", "rank_variables", "spawn", "start"]
-
 Mode = Literal["forkserver", "fresh", "torchrun", "lightning"]
 _PRELOAD_S = 120.0
 _HELD_PORTS = 32
@@ -104,7 +102,7 @@ def start(job: Job, world_size: int, max_restarts: int) -> list[Started]:
                 process.start()
             return list(ranks)
         case "lightning":
-            return [_launch(job, [_written(job)])]
+            return [_launch(job, [])]
         case _:
             arguments = [
                 TORCHRUN,
@@ -116,7 +114,7 @@ def start(job: Job, world_size: int, max_restarts: int) -> list[Started]:
                 f"--max-restarts={max_restarts}",
                 "--monitor-interval=0.1",
             ]
-            return [_launch(job, [*arguments, "-m", run_rank.__module__, _written(job)])]
+            return [_launch(job, [*arguments, "-m", run_rank.__module__])]
 
 
 def rank_variables(mode: Mode, world_size: int, changes: Mapping[str, str | int | None]) -> dict[str, str]:
@@ -159,23 +157,20 @@ def free_port() -> int:
 
 
 def _launch(job: Job, arguments: list[str]) -> Started:
+    """Starts this module, with the file of the job as its last argument."""
     root = str(Path(lightning_distplus.__file__).parents[1])
     search_path = os.pathsep.join(filter(None, [root, job.variables.get("PYTHONPATH")]))
-    with (Path(job.log_folder) / "launcher.log").open("ab") as log:
+    path = Path(job.folder) / "job"
+    path.write_bytes(pickle.dumps(job))
+    with job.launcher_log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", run_rank.__module__, *arguments],
+            [sys.executable, "-m", run_rank.__module__, *arguments, str(path)],
             env={**job.variables, "PYTHONPATH": search_path},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _written(job: Job) -> str:
-    path = Path(job.folder) / "job"
-    path.write_bytes(pickle.dumps(job))
-    return str(path)
 
 
 # -- spawn -------------------------------------------------------------------------------------------------------------
@@ -273,54 +268,39 @@ def spawn(
     if max_restarts and mode != "torchrun":
         raise ValueError(f'max_restarts is {max_restarts}, but only mode="torchrun" restarts ranks; mode is {mode!r}.')
     deadline_s = parse_duration(deadline, field="deadline").total_seconds()
-    with tempfile.TemporaryDirectory(prefix="distplus-spawn-") as folder:
-        plan = faults or FaultPlan()
-        plan = plan if plan.record else plan.recorded_in(Path(folder) / "faults.jsonl")
-        fired_before = len(plan.fired())
-        job = _job(fn, tuple(args), world_size, mode, plan, env or {}, folder, log_dir)
-        prepare(mode)
-        begin = time.monotonic()
-        started, alive = _run(job, world_size, max_restarts, begin + deadline_s)
-        return SpawnResult(
-            exit_codes=_exit_codes(job, started, world_size),
-            logs={rank: _text(job.log(rank)) for rank in range(world_size)},
-            results=_results(job, world_size),
-            faults=plan.fired()[fired_before:],
-            faults_planned=len(plan.faults) - fired_before,
-            alive=alive,
-            launcher_log=_text(Path(job.log_folder) / "launcher.log"),
-            elapsed_s=time.monotonic() - begin,
-            deadline_s=deadline_s,
-        )
-
-
-def _job(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    mode: Mode,
-    plan: FaultPlan,
-    changes: Mapping[str, str | int | None],
-    folder: str,
-    log_dir: str | Path | None,
-) -> Job:
     try:
-        call = pickle.dumps((fn, args))
+        call = pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{fn!r} with its arguments cannot be sent to another process: {error}. "
             "Give a function that stands at the top of a module, and picklable arguments."
         ) from error
-    log_folder = Path(folder if log_dir is None else log_dir).absolute()
-    log_folder.mkdir(parents=True, exist_ok=True)
-    preparation = multiprocessing.spawn.get_preparation_data("rank")
-    for private in ("authkey", "sys_argv", "name"):  # a launcher starts further ranks from sys.argv
-        preparation.pop(private, None)
-    variables = rank_variables(mode, world_size, changes)
-    variables[environment.DISTPLUS_FAULTS.name] = plan.to_json()
-    return Job(
-        call=call, mode=mode, folder=folder, log_folder=str(log_folder), variables=variables, preparation=preparation
-    )
+    with tempfile.TemporaryDirectory(prefix="distplus-spawn-") as folder:
+        plan = faults or FaultPlan()
+        plan = plan if plan.record else plan.recorded_in(Path(folder) / "faults.jsonl")
+        fired_before = len(plan.fired())
+        log_folder = Path(folder if log_dir is None else log_dir).absolute()
+        log_folder.mkdir(parents=True, exist_ok=True)
+        preparation = multiprocessing.spawn.get_preparation_data("rank")
+        for private in ("authkey", "sys_argv", "name"):  # a launcher starts further ranks from sys.argv
+            preparation.pop(private, None)
+        variables = rank_variables(mode, world_size, env or {}) | {environment.DISTPLUS_FAULTS.name: plan.to_json()}
+        job = Job(call, mode, folder, log_folder, variables, preparation)
+        prepare(mode)
+        begin = time.monotonic()
+        started, alive = _run(job, world_size, max_restarts, begin + deadline_s)
+        results = {rank: job.note(rank, "result") for rank in range(world_size)}
+        return SpawnResult(
+            exit_codes=_exit_codes(job, started, world_size),
+            logs={rank: _text(job.log(rank)) for rank in range(world_size)},
+            results={rank: pickle.loads(path.read_bytes()) for rank, path in results.items() if path.exists()},
+            faults=plan.fired()[fired_before:],
+            faults_planned=len(plan.faults) - fired_before,
+            alive=alive,
+            launcher_log=_text(job.launcher_log),
+            elapsed_s=time.monotonic() - begin,
+            deadline_s=deadline_s,
+        )
 
 
 def _run(job: Job, world_size: int, max_restarts: int, until: float) -> tuple[list[Started], dict[int, str]]:
@@ -333,7 +313,10 @@ def _run(job: Job, world_size: int, max_restarts: int, until: float) -> tuple[li
         while any(_code(process) is None for process in started):
             if time.monotonic() > until:
                 alive = _alive(job, world_size)
-                _dump_stacks(job, alive)
+                for rank in (rank for rank, state in alive.items() if state == "running"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(_text(job.note(rank, "pid"))), DUMP_SIGNAL)
+                time.sleep(_DUMP_S)
                 break
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.2, 0.02)
@@ -355,17 +338,9 @@ def _alive(job: Job, world_size: int) -> dict[int, str]:
     return states
 
 
-def _dump_stacks(job: Job, alive: Mapping[int, str]) -> None:
-    for rank, state in alive.items():
-        if state == "running":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(_text(job.note(rank, "pid"))), DUMP_SIGNAL)
-    time.sleep(_DUMP_S)
-
-
 def _kill_all(job: Job, started: Sequence[Started], world_size: int) -> None:
     """Kills the process groups, and then whatever still has a log of this job open, in whatever group it is."""
-    logs = {str(job.log(rank)) for rank in range(world_size)} | {str(Path(job.log_folder) / "launcher.log")}
+    logs = {str(job.launcher_log), *(str(job.log(rank)) for rank in range(world_size))}
     until = time.monotonic() + _KILL_S
     while True:
         for process in started:
@@ -407,11 +382,6 @@ def _exit_codes(job: Job, started: Sequence[Started], world_size: int) -> dict[i
     return {**codes, **failures}
 
 
-def _results(job: Job, world_size: int) -> dict[int, Any]:
-    paths = {rank: job.note(rank, "result") for rank in range(world_size)}
-    return {rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()}
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -433,7 +403,7 @@ TORCHRUN = "torchrun"
 """Stands in the place of a job's file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
     """What all ranks of one spawn share."""
 
@@ -442,7 +412,7 @@ class Job:
     mode: str
     folder: str
     """Where results, exit notes and process ids are left."""
-    log_folder: str
+    log_folder: Path
     variables: dict[str, str]
     """The environment of rank 0; a rank changes RANK and LOCAL_RANK in it."""
     preparation: dict[str, Any]
@@ -450,7 +420,12 @@ class Job:
 
     def log(self, rank: int) -> Path:
         """Standard output and error of a rank."""
-        return Path(self.log_folder) / f"rank{rank:05d}.log"
+        return self.log_folder / f"rank{rank:05d}.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """The same of torchrun, or of Lightning's launcher."""
+        return self.log_folder / "launcher.log"
 
     def note(self, rank: int, kind: str) -> Path:
         """A small file that a rank leaves: ``"pid"``, ``"exit"`` or ``"result"``."""

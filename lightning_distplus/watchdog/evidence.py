@@ -16,9 +16,7 @@ from lightning_distplus.watchdog.flight_recorder import Collective, Recording, p
 from lightning_distplus.watchdog.heartbeat import Board
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import StackPrinter, ask_for_stack
-from lightning_distplus.world import name_ranks
-
-__all__ = ["Evidence", "Witness"]
+from lightning_distplus.world import name_ranks, ranks_by_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,6 @@ class Evidence:
     is_unheard: bool = False
     """Whether nothing can be said about its Python, because the store that carries the messages does not answer."""
     is_unreachable: bool = False
-    """Whether no packet comes back from its host."""
     number: int = 0
     """This and the next six are those of its ``Mark``."""
     phase: str = ""
@@ -49,17 +46,15 @@ class Evidence:
     location: str | None = None
     stack: str = ""
     stands_in: dict[str, Any] | None = None
-    """The ``Collective`` in which it waits."""
     recording: dict[str, Any] = field(default_factory=dict)
     """Its last collectives, as ``Recording.to_plain`` writes them."""
     load: dict[str, Any] = field(default_factory=dict)
-    """``HostLoad`` of its host at that moment."""
     is_last_seen: bool = False
     """Whether location and stack are those of an earlier moment, because the rank itself cannot be asked any more."""
-    is_recorded_only: bool = False
-    """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
     beat_s: float = 0.0
     """How old that moment is."""
+    is_recorded_only: bool = False
+    """Whether nothing but its flight recorder is known, as with a dump that is read when the job is over."""
     was_ended_by: str = ""
     """The C++ exception that ends its process, where that is what happened."""
 
@@ -229,9 +224,7 @@ class Witness:
 
     def brief(self) -> list[str]:
         """Where the ranks are, those in the same place in one line, the smallest groups first; asks nobody."""
-        groups: dict[str, list[int]] = {}
-        for rank in self._world.ranks:
-            groups.setdefault(self._place_of(rank), []).append(rank)
+        groups = ranks_by_text({rank: self._place_of(rank) for rank in self._world.ranks})
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: len(one[1]))]
         more = [f"and {len(lines) - _BRIEF_LINES} more places"] if len(lines) > _BRIEF_LINES else []
         return [*lines[:_BRIEF_LINES], *more]

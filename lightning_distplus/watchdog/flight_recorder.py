@@ -27,24 +27,6 @@ from lightning_distplus.errors import DistplusError
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.world import name_ranks
 
-__all__ = [
-    "Collective",
-    "DumpError",
-    "Ends",
-    "Mismatch",
-    "Recording",
-    "arm",
-    "cycles",
-    "dump",
-    "follow",
-    "load_dumps",
-    "match",
-    "p2p_call",
-    "read_entries",
-    "read_recordings",
-    "waits_for_work",
-]
-
 _ENTRIES = 2000  # torch's own default
 _LONGEST_CONTEXT = 8  # how many collectives before a call say whether it was to be expected
 _P2P = ("send", "recv")
@@ -62,13 +44,10 @@ class Collective:
     """One call on one rank, as the recorder saw it."""
 
     group: str
-    """The name of its process group."""
     seq: int
     """Its number within the group; the n-th collective of one rank pairs with the n-th of the others."""
     op: str
-    """For example ``"all_reduce"``."""
     inputs: list[list[int]] = field(default_factory=list)
-    """Shapes of the input tensors."""
     outputs: list[list[int]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     """Of the inputs, then of the outputs."""
@@ -472,11 +451,13 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
     """
     rank = -1
     try:
-        members = {rank: _members(dump) for rank, dump in dumps.items()}
+        members: dict[int, dict[str, list[int]]] = {rank: {} for rank in dumps}
         sets: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for groups in members.values():
-            for name, ranks in groups.items():
-                sets[name].add(tuple(ranks))
+        for rank, dump in dumps.items():
+            for name, values in dump["pg_config"].items():
+                if ranks := sorted(ast.literal_eval(str(values["ranks"]))):  # gloo's groups tell none
+                    members[rank][str(name)] = ranks
+                    sets[str(name)].add(tuple(ranks))
         found = {}
         for rank, dump in dumps.items():
             # Groups that were split from one another may have one name and different ranks.
@@ -501,13 +482,6 @@ def read_recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recordi
     return found
 
 
-def _members(dump: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ranks of each group that tells them; gloo's do not."""
-    config = dump["pg_config"]
-    groups = {str(name): sorted(ast.literal_eval(str(values["ranks"]))) for name, values in config.items()}
-    return {name: ranks for name, ranks in groups.items() if ranks}
-
-
 # -- who waits for whom: the calls in flight of all ranks, followed across all groups to the ranks at their ends -------
 
 # No rank ends one of these before every member has begun it.
@@ -529,7 +503,6 @@ class Ends:
     culprits: list[int]
     is_decided: bool
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why, by rank."""
 
 
 def follow(recordings: Mapping[int, Recording], *, elsewhere: Collection[int] = ()) -> Ends | None:

@@ -19,18 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
 from lightning_distplus.control.plane import DIRECT_RANKS, Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
-from lightning_distplus.process import running_time
+from lightning_distplus.process import open_memory, running_time
 from lightning_distplus.watchdog.progress import Mark, Marks, Pace, Progress
 from lightning_distplus.watchdog.stacks import StackPrinter, frame_of, place_of
-
-__all__ = ["BEAT_S", "NUM_READERS", "Board", "Sighting", "has_slate", "open_slate", "read_slate"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ _WATCH_HOST_EVERY_S = 8.0  # so that all ranks together send the store less than
 _ASKED = "watchdog/asked"
 _SILENT_STORE_S = 2.0
 _beats = itertools.count(1)  # of this process, over all its runs
-_MISSED_BEATS_S = 1.35  # seen so much later than the last one, and a look: its Python, or the way to it, has stopped
+_MISSED_BEATS_S = 1.35  # so much later, at the look before the last one: its Python, or the way to it, has stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,6 @@ class Board:
         self._watched_host_at = -math.inf
         self.evidence: dict[int, dict[str, Any]] = {}
         self.last_answer_at = running_time()
-        """When the store last answered."""
         self.reads = plane.world.size <= DIRECT_RANKS or plane.world.rank < NUM_READERS
         """Whether this rank reads what the others say. The others hear of a verdict as they hear of an error."""
         self.is_few = plane.world.size <= DIRECT_RANKS
@@ -113,7 +109,6 @@ class Board:
         """Whether a rank that reads wants this rank's evidence for the present silence."""
         self._to_post: list[bytes] = []
         self._posted = -1
-        self._weighed: dict[int, int] = {}
         self._has_post = threading.Event()
         self._question: bytes | None = None
         self._stopping = threading.Event()
@@ -176,9 +171,8 @@ class Board:
 
     def beats(self, rank: int) -> bool:
         """Whether the peer's Python runs and its messages arrive; that this rank is late is not held against it."""
-        last, before = self._looked_at
-        seen = self.sightings.get(rank)
-        return seen is not None and last - seen.changed_at < _MISSED_BEATS_S + last - before and not self.is_silent
+        seen, before = self.sightings.get(rank), self._looked_at[1]
+        return seen is not None and before - seen.changed_at < _MISSED_BEATS_S and not self.is_silent
 
     @property
     def own_pace(self) -> str:
@@ -292,7 +286,7 @@ class Board:
         for rank, posted in zip(news, posts, strict=True):
             told = {} if posted is None else words_of(posted)
             if told and told["number"] == self.sightings[rank].mark.number:
-                self._weighed[rank], self.evidence[rank] = told["number"], told
+                self.evidence[rank] = told
         self._looked_at = (running_time(), self._looked_at[0])
 
     def _see(self, rank: int, data: dict[str, Any]) -> bool:
@@ -306,7 +300,7 @@ class Board:
         if data["posted"] != seen.mark.number:
             self.evidence.pop(rank, None)
             return False
-        return self._weighed.get(rank) != seen.mark.number or rank not in self.evidence
+        return self.evidence.get(rank, {}).get("number") != seen.mark.number
 
 
 def _sighting(beat: dict[str, Any], at: float) -> Sighting:
@@ -341,12 +335,7 @@ def write_slate(descriptor: int, beat: dict[str, Any]) -> None:
 
 def open_slate(pid: int) -> int | None:
     """A descriptor of another process's slate; None where it has none yet, or may not be looked at."""
-    with suppress(OSError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
-                    return os.open(path, os.O_RDONLY)
-    return None
+    return open_memory(pid, _NAME)
 
 
 def has_slate(pid: int) -> bool:

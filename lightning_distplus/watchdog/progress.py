@@ -7,14 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 from lightning_distplus.process import running_time
-
-__all__ = ["Mark", "Marks", "Pace", "Progress", "Transfer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,6 @@ class Mark:
     global_step: int
     """Completed optimizer steps when the current step began."""
     silence_s: float
-    """Seconds since the mark was set."""
     call: int = 0
     """In a call through Lightning in which all ranks take part: its number in the run; else 0."""
     ended: str = ""
@@ -145,7 +142,6 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: Progress | None = None
-        """What was noted last."""
         self._samples: deque[tuple[float, int]] = deque(maxlen=_NUM_SAMPLES)
 
     def note(self, progress: Progress | None, now: float | None = None) -> None:
@@ -156,11 +152,14 @@ class Pace:
             now: ``time.monotonic()``; by default this moment.
         """
         now = time.monotonic() if now is None else now
-        last = self._last
-        names = [(one.unit, one.whole, one.total) for one in (last, progress) if one is not None]
-        if last is None or progress is None or names[0] != names[1] or progress.done < last.done:
+        last, self._last = self._last, progress
+        if (
+            last is None
+            or progress is None
+            or replace(last, done=progress.done) != progress
+            or progress.done < last.done
+        ):
             self._samples.clear()  # another thing is counted, or the same anew
-        self._last = progress
         if progress is not None and (not self._samples or now - self._samples[-1][0] >= _SAMPLE_EVERY_S):
             self._samples.append((now, progress.done))
 
@@ -258,8 +257,6 @@ class Transfer:
 
 def _count(what: str) -> int | None:
     with suppress(OSError):
-        for line in _IO.read_text().splitlines():
-            name, _, value = line.partition(": ")
-            if name == _FIELDS[what]:
-                return int(value)
+        counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
+        return int(counts[_FIELDS[what]])
     return None

@@ -23,24 +23,6 @@ from typing import Any
 
 from lightning_distplus.process import catches_signal
 
-__all__ = [
-    "PrintsStacks",
-    "StackPrinter",
-    "ask_for_stack",
-    "error_in",
-    "fold_traceback",
-    "frame_of",
-    "ignore_signal",
-    "is_debugged",
-    "is_fetching_data",
-    "is_library",
-    "is_own",
-    "is_waiting_for_peers",
-    "place_of",
-    "stack_of",
-    "user_location",
-]
-
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
@@ -97,10 +79,8 @@ def stack_of(thread_id: int) -> list[traceback.FrameSummary]:
 
 def user_location(stack: Sequence[traceback.FrameSummary]) -> str | None:
     """``file.py:line`` of the innermost frame that is no library's; see ``is_library``."""
-    for frame in reversed(stack):
-        if not is_library(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
-    return None
+    own = (frame for frame in reversed(stack) if not is_library(frame.filename))
+    return next((f"{frame.filename}:{frame.lineno}" for frame in own), None)
 
 
 def is_own(filename: str) -> bool:
@@ -167,9 +147,9 @@ def _fold(frames: Sequence[tuple[str, list[str]]]) -> list[str]:
     for number, (file, lines) in enumerate(frames, 1):
         if is_own(file) or (is_library(file) and number < len(frames)):
             hidden.append(_library_of(file))
-            continue
-        shown += [*_tell_hidden(hidden), *lines]
-        hidden = []
+        else:
+            shown += [*_tell_hidden(hidden), *lines]
+            hidden = []
     return [*shown, *_tell_hidden(hidden)]
 
 
@@ -247,12 +227,11 @@ class PrintsStacks:
     """The ``worker_init_fn`` of data workers that inherit nothing: spawned ones, and those of a forkserver.
 
     Each prints into memory of its own, which goes with it, and is known by its name among the worker's open files.
+    ``number`` is the signal of its rank, ``inner`` the user's own function.
     """
 
     number: int
-    """The signal of its rank."""
     inner: Callable[[int], None] | None
-    """The user's."""
 
     @classmethod
     def where_needed(cls, loader: Any, printer: StackPrinter) -> Callable[[int], None] | None:
@@ -270,21 +249,20 @@ class PrintsStacks:
 
 
 def ask_for_stack(pid: int, printer: StackPrinter) -> list[traceback.FrameSummary]:
-    """The stack of the training thread of another process of this host, outermost frame first; empty: no answer.
-
-    Args:
-        pid: The process: a rank, or one of its data workers.
-        printer: How that rank prints.
-    """
+    """The stack of the training thread of a rank of this host, or of a data worker of it; empty where none answers."""
     is_ours = signal.SIGRTMIN + _FIRST_SIGNAL <= printer.number < signal.SIGRTMAX  # whatever a peer has said
     if not is_ours or not catches_signal(pid, printer.number):  # the signal would end it
         return []
     with suppress(OSError):
-        path = _file_of(pid, printer)
+        files = Path(f"/proc/{pid}/fd")
+        named = (path for path in files.iterdir() if str(path.readlink()).startswith(f"/memfd:{_MEMORY}"))
+        path = next(named, files / str(printer.descriptor))
         begin = path.stat().st_size
         is_rank = Path(f"/proc/{pid}/task/{printer.thread}").exists()  # a data worker trains in no thread
         _signal_thread(pid, printer.thread if is_rank else pid, printer.number)
-        return _parse(_read_new(path, begin))
+        text = _read_new(path, begin).rpartition(_BEGIN)[2]  # somebody else may have asked at the same time
+        found = [one for line in text.splitlines() if (one := _FRAME.match(line))]
+        return [traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3]) for one in found[::-1]]
     return []
 
 
@@ -296,20 +274,10 @@ def ignore_signal(number: int) -> None:
 
 
 def _signal_thread(pid: int, thread: int, number: int) -> None:
-    """``signal.pthread_kill`` for a thread of another process.
-
-    Raises:
-        OSError: There is no such thread, or it is another user's.
-    """
+    """``signal.pthread_kill`` for a thread of another process."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.tgkill(pid, thread, number) != 0:
         raise OSError(ctypes.get_errno(), f"Thread {thread} of process {pid} cannot be signalled")
-
-
-def _file_of(pid: int, printer: StackPrinter) -> Path:
-    folder = Path(f"/proc/{pid}/fd")
-    own = (path for path in folder.iterdir() if str(path.readlink()).startswith(f"/memfd:{_MEMORY}"))
-    return next(own, folder / str(printer.descriptor))
 
 
 def _read_new(path: Path, begin: int) -> str:
@@ -324,9 +292,3 @@ def _read_new(path: Path, begin: int) -> str:
     with path.open("rb") as file:
         file.seek(begin)
         return file.read().decode(errors="replace")
-
-
-def _parse(text: str) -> list[traceback.FrameSummary]:
-    """The frames of the last stack that was printed; somebody else may have asked at the same time."""
-    found = [one for line in text.rpartition(_BEGIN)[2].splitlines() if (one := _FRAME.match(line))]
-    return [traceback.FrameSummary(one[1], int(one[2]) if one[2].isdigit() else 0, one[3]) for one in reversed(found)]

@@ -36,21 +36,6 @@ from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
 from lightning_distplus.world import World, name_ranks
 
-__all__ = [
-    "PlaceOfFailure",
-    "Verdict",
-    "describe_next",
-    "duration_in_words",
-    "find_verdicts",
-    "judge",
-    "judge_dumps",
-    "judge_failure",
-    "name_incident",
-    "print_block",
-    "shown_mark",
-]
-
-
 MOST_LINES = 30
 """A printed verdict has no more."""
 _PRINTED_STACK_LINES = 10
@@ -71,10 +56,9 @@ _DEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Version 1 of the file ``verdict-<incident>-<host>.json``."""
+    """Version 1 of the file ``verdict-<incident>-<host>.json``; docs/reference/verdict.md explains its fields."""
 
     incident: str
-    """Its kind, the run, and the second; as ``name_incident`` writes it."""
     kind: str
     culprits: list[int]
     waiting: list[int]
@@ -89,32 +73,19 @@ class Verdict:
     pids: dict[str, int] = dataclass_field(default_factory=dict)
     stacks: dict[str, str] = dataclass_field(default_factory=dict)
     lines: list[str] = dataclass_field(default_factory=list)
-    """One line per rank, culprits first."""
     is_decided: bool = True
-    """False: the culprits are all ranks that may be to blame, and nothing tells them apart."""
     silent: list[int] = dataclass_field(default_factory=list)
-    """Ranks that have not said themselves where they are."""
     findings: list[str] = dataclass_field(default_factory=list)
-    """What the comparison of the ranks has shown: the collective that differs, or each cycle of sends and receives."""
     locations: dict[str, str | None] = dataclass_field(default_factory=dict)
-    """``file.py:line`` per rank."""
     collectives: dict[str, dict[str, Any] | None] = dataclass_field(default_factory=dict)
-    """The collective in which each rank waits: group, sequence number, op, shapes, dtypes."""
     mismatch: dict[str, Any] | None = None
-    """The first collective that differs between ranks: kind, group, seq, and the call of each rank."""
     cycles: list[list[int]] = dataclass_field(default_factory=list)
-    """Ranks that wait for each other in sends and receives."""
     load: dict[str, dict[str, Any]] = dataclass_field(default_factory=dict)
-    """The load of each host at that moment."""
     load_of_culprit: str = ""
-    """The same of the first culprit's host, in one line."""
     field: str | None = None
-    """What differs between ranks, in a divergence."""
     values: dict[str, Any] = dataclass_field(default_factory=dict)
-    """Its value on each rank."""
     parameter: str | None = None
     run_id: str = ""
-    """``ControlPlane.run_id``: several runs may write to one folder."""
     version: int = 1
 
     def to_json(self) -> str:
@@ -205,38 +176,20 @@ class Verdict:
         others = (path.name.removeprefix(f"verdict-{kind}-") for path in folder.glob(f"verdict-{kind}-*-{host}.json"))
         return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
 
+    def path(self, folder: Path, host: str) -> Path:
+        """Where it is written."""
+        return folder / f"verdict-{self.incident}-{host}.json"
+
     def write(self, folder: Path, host: str) -> Path:
         """Writes the file aside and renames it."""
-        path, stage = self._stage(folder, host)
-        return stage.rename(path)
-
-    def write_first(self, folder: Path, host: str) -> Path | None:
-        """The same for what several ranks of a host find at once; None where the file of another rank is there."""
-        path, stage = self._stage(folder, host)
-        try:
-            path.hardlink_to(stage)
-        except FileExistsError:
-            return None
-        finally:
-            stage.unlink()
-        return path
-
-    def _stage(self, folder: Path, host: str) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"verdict-{self.incident}-{host}.json"
-        stage = path.with_suffix(f".{os.getpid()}")
+        stage = (path := self.path(folder, host)).with_suffix(f".{os.getpid()}")
         stage.write_text(self.to_json())
-        return path, stage
+        return stage.rename(path)
 
 
 def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
-    """Names an incident so that no other run on this host, and no other second, has the same name.
-
-    Args:
-        kind: What has happened, such as ``"hang"``.
-        run_id: ``ControlPlane.run_id``; a user may have given it.
-        at: Unix time; by default now.
-    """
+    """Names an incident so that no other run on this host, and no other second, has the same name."""
     run = re.sub(r"[^\w.]", "_", run_id)
     return "-".join([kind, *([run] if run else []), str(int(time.time() if at is None else at))])
 
@@ -260,14 +213,7 @@ _LABEL = re.compile(r"  (\w+): ")
 
 
 def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
-    """Tells how to go on, from which checkpoint, and what is lost.
-
-    Args:
-        folder: The artefacts of the run.
-        run_id: ``ControlPlane.run_id``.
-        global_step: The optimizer step at which the run ended.
-        ended_at: Unix time of that, seconds.
-    """
+    """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
@@ -365,7 +311,10 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
     rules = (_ended, _gone, _unreachable, _stuck, _busy, _in_a_cycle, _in_a_lonely_call, _in_another_collective)
     opinion = next((found for rule in rules if (found := rule(evidence)) is not None), None) or _elsewhere(evidence)
     if len(evidence) < len(everybody) and not any(one.waits for one in evidence.values()) and opinion.kind == "hang":
-        opinion = replace(opinion, cause=_alone(evidence, opinion.cause), remedy=_ALONE)
+        lowest = next(iter(evidence.values()))
+        where = f"stands in {lowest.operation!r}" if lowest.answers else opinion.cause
+        cause = f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
+        opinion = replace(opinion, cause=cause, remedy=_ALONE)
     culprits = sorted(opinion.culprits)
     first = evidence[culprits[0]]
     newest = max(evidence.values(), key=lambda one: one.global_step)  # they train in step
@@ -476,13 +425,6 @@ def _busy(evidence: Mapping[int, Evidence]) -> _Opinion | None:
         remedy = "look at the file and line; if the work is legitimate and only long, raise this phase's deadline"
     found = [] if ends is None else [f"rank {rank} {ends.reasons[rank]}" for rank in sorted(others)]
     return _Opinion(culprits=sorted({*busy, *others}), cause=cause, remedy=remedy, findings=found)
-
-
-def _alone(evidence: Mapping[int, Evidence], cause: str) -> str:
-    """The cause where nobody waits: all others have ended their run, and these have not within their deadline."""
-    one = next(iter(evidence.values()))
-    where = f"stands in {one.operation!r}" if one.answers else cause
-    return f"all other ranks have ended their run; this one has not within the deadline for that ({where})"
 
 
 def _in_a_cycle(evidence: Mapping[int, Evidence]) -> _Opinion | None:

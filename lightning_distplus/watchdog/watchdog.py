@@ -20,24 +20,15 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from lightning_distplus import _compat, env, process
+from lightning_distplus import _compat, env, errors, process
 from lightning_distplus.control import ControlPlane, Points
 from lightning_distplus.control.collective_check import ended_early
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
-from lightning_distplus.errors import (
-    DistplusError,
-    ExitCode,
-    HangDetected,
-    PeerError,
-    PeerLost,
-    message_of,
-    show_errors_with,
-    stop_showing_errors_with,
-)
-from lightning_distplus.process import ProcessState, running_time
+from lightning_distplus.errors import DistplusError, ExitCode, HangDetected, PeerError, PeerLost
+from lightning_distplus.process import ProcessState, running_time, until
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
@@ -54,8 +45,6 @@ from lightning_distplus.watchdog.verdict import (
     shown_mark,
 )
 from lightning_distplus.world import name_ranks
-
-__all__ = ["Watchdog", "show_after_cells"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,6 +75,18 @@ class _JudgedTogether(RuntimeError):
     has_verdict = True
 
 
+class Limits(Protocol):
+    """Knows how long a rank may be silent, such as ``run_access.Phases``; None: no verdict is given."""
+
+    @property
+    def deadline(self) -> timedelta | None:
+        """In the present phase."""
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        """At the end, of a rank that is alone because others have ended their run."""
+
+
 class Watchdog:
     """Watches the training thread of this process, and judges with the watchdogs of the other ranks.
 
@@ -94,13 +95,12 @@ class Watchdog:
     Args:
         plane: The control plane.
         marks: This rank's marks.
-        deadline: The longest silence in the present phase, asked for at every tick; None: no verdict.
+        limits: Knows how long a rank may be silent; asked at every tick.
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
         progress: Tells how far the training thread has come.
-        last_deadline: The longest silence of a rank that is alone, because others have ended their run.
         on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
@@ -108,21 +108,19 @@ class Watchdog:
         self,
         plane: ControlPlane,
         marks: Marks,
+        limits: Limits,
         *,
-        deadline: Callable[[], timedelta | None],
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
         progress: Callable[[], Progress | None] = lambda: None,
-        last_deadline: Callable[[], timedelta | None] = lambda: None,
         on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
-        self._deadline = deadline
-        self._last_deadline = last_deadline
+        self._limits = limits
         self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
@@ -201,7 +199,7 @@ class Watchdog:
         return set(ranks) <= set(self.board.ended)
 
     def tell_failure(self, error: FirstError, *, is_told: bool = True) -> None:
-        """Leaves the verdict on the first error of the job, once on each host; see ``Telling.tell_failure``."""
+        """Leaves the verdict on the first error of the job, which all ranks know unless the store was lost with it."""
         self._telling.tell_failure(error, is_told=is_told)
 
     def judge_time_out(self, error: BaseException) -> bool:
@@ -214,7 +212,7 @@ class Watchdog:
         Returns:
             Whether it is a time-out.
         """
-        if not any(sign in message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
+        if not any(sign in errors.message_of(error).lower() for sign in _SIGNS_OF_TIME_OUT):
             return False
         self._witness.timed_out_at = traceback.extract_tb(error.__traceback__)
         self._plane.report_failure(
@@ -267,7 +265,7 @@ class Watchdog:
 
         One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
         """
-        now, last = running_time(), self._last_deadline()
+        now, last = running_time(), self._limits.last_deadline
         if self._witness.is_on_its_way_out():
             self._on_its_way_at = now
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
@@ -295,9 +293,9 @@ class Watchdog:
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
-        deadline = self._deadline()
+        deadline = self._limits.deadline
         if deadline is not None and self.board.ended:
-            deadline = max(deadline, self._last_deadline() or deadline)
+            deadline = max(deadline, self._limits.last_deadline or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
     def _look_at_the_end(self, number: int) -> None:
@@ -521,7 +519,6 @@ def _end_with_parent(_: object) -> None:
 # launch`` the launcher does, after its own lines.
 
 JUDGED = "the watchdogs have judged:\n"
-_LOOK_S = 0.025
 _TOLD_S = 1.0
 _SPOKEN_S = 3.0  # how long the rank that speaks for a host may take longer than another one there
 _FAILURE_S = 1.0  # the same where all of them have found that the store is lost
@@ -569,10 +566,8 @@ class Telling:
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
 
-        Args:
-            error: The first error of the job.
-            is_told: Whether all ranks know it as the same one; else the store was lost, and each rank has found its
-                own: the lowest rank of this host that lives writes, and where it does not come to it, another one.
+        An error that is not told was found with the loss of the store, by each rank for itself: the lowest rank of this
+        host that lives writes, and where it does not come to it, another one.
         """
         if self.has_judged:
             return
@@ -581,10 +576,10 @@ class Telling:
             if verdict is None:
                 return
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
-            if not is_told and _until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
+            if not is_told and until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
                 return
-            if (path := verdict.write_first(self._folder, self._world.host)) is not None:
-                self._found = (verdict, path)
+            if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
+                self._found = (verdict, verdict.write(self._folder, self._world.host))
         except Exception:  # on the way out: the error itself must be seen
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
 
@@ -595,7 +590,7 @@ class Telling:
 
     def is_done(self, verdict: Verdict) -> bool:
         """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        return _until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
+        return until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
@@ -631,21 +626,21 @@ class Telling:
         if self._world.rank == self._plane.host_rank:
             others = {rank for rank in ranks if self._board.is_few or rank < NUM_READERS} - {self._world.rank}
             with suppress(PeerError, RuntimeError):
-                _until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
+                until(lambda: others <= self._line.signed_in(_SETTLED), _SPOKEN_S)
 
     # -- to the terminal ---------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
         """From now on, uncaught errors of this process are shown here."""
         self._is_over = False
-        show_errors_with(self)
+        errors.show_errors_with(self)
         _compat.stop_child_observer()
         _cancel_at_exit()  # of an earlier run
         _at_exit.append(multiprocessing.util.Finalize(None, self.show_block, kwargs={"waits": False}, exitpriority=0))
 
     def disarm(self) -> None:
         """The run has ended well: nothing is left to show."""
-        stop_showing_errors_with(self)
+        errors.stop_showing_errors_with(self)
         self._is_over = True
         _cancel_at_exit()  # it would hold what this run has held
 
@@ -674,7 +669,7 @@ class Telling:
         found = self.find_verdict()
         if known is not None and found is None and self.speaks_for_host():
             self._await_others()
-            text = "" if self.is_full else f"\n{type(known).__name__}: {message_of(known)}"
+            text = "" if self.is_full else f"\n{type(known).__name__}: {errors.message_of(known)}"
         if known is None or found is None or not self._says_all(*found):
             _say(text)
         self.show_block()
@@ -726,7 +721,7 @@ class Telling:
         when this process ends.
         """
         others = [peer for _, peer in self._peers_here(silent)]
-        _until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
+        until(lambda: all(peer.state() is ProcessState.GONE for peer in others), _PEER_GRACE_S / 2)
 
     def _leave_traceback(self, text: str) -> Path | None:
         """Writes the whole traceback of this rank; None where that fails."""
@@ -747,14 +742,6 @@ class Telling:
         culprits = self._culprits()
         why = f" because of {name_ranks(culprits)}" if culprits else f" with {type(error).__name__}" if error else ""
         return f"rank {self._world.rank} stopped{why}, exit {int(code)}"
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Looks again and again; whether the condition has come true in time."""
-    end = running_time() + seconds
-    while not (is_true := condition()) and running_time() < end:
-        time.sleep(_LOOK_S)
-    return is_true
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

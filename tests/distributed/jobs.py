@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_distplus
-from lightning_distplus import _compat
 from lightning_distplus.preflight.host import HOST_CHECKS
 
 STRATEGIES = ("ResilientDDP", "ResilientFSDP", "ResilientModelParallel", "ResilientDeepSpeed")
@@ -23,11 +25,16 @@ OF_TRAINER = inspect.signature(pl.Trainer).parameters.keys()
 
 
 class Model(pl.LightningModule):
-    """Two layers with dropout; its loss is a pure function of weights, batch and random state."""
+    """Two layers with dropout; its loss is a pure function of weights, batch and random state.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        seed: Of its weights.
+        change: Gets the model, the loss and the number of the batch, and gives what its ``training_step`` returns.
+    """
+
+    def __init__(self, seed: int = 0, change: Callable[[Any, torch.Tensor, int], Any] | None = None) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self._change = seed, change
         self.net: nn.Module | None = None
         self.losses: list[str] = []
 
@@ -46,7 +53,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.net(batch).pow(2).mean()
         self.losses.append(loss.item().hex())
-        return loss
+        return loss if self._change is None else self._change(self, loss, batch_idx)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).pow(2).mean(), sync_dist=True)
@@ -59,6 +66,46 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class At(Callback):
+    """Does something in one hook: on one rank or on all of them, at one step or at each.
+
+    Args:
+        hook: Its name.
+        deed: Gets what the hook gets: the Trainer, the module, and whatever follows.
+        rank: Where.
+        step: How many steps are done then.
+    """
+
+    def __init__(
+        self, hook: str, deed: Callable[..., Any], *, rank: int | None = None, step: int | None = None
+    ) -> None:
+        self.deed, self.rank, self.step = deed, rank, step
+        setattr(self, hook, self._do)
+
+    def _do(self, trainer: pl.Trainer, *arguments: Any, **named: Any) -> Any:
+        if self.rank in (None, trainer.global_rank) and self.step in (None, trainer.global_step):
+            return self.deed(trainer, *arguments, **named)
+        return None
+
+
+class BadSample(Dataset[torch.Tensor]):
+    """One rank's data worker never returns from one sample, or raises there; the moment and its pid are kept."""
+
+    def __init__(self, rank: int, number: int, record: str, *, raises: bool = False) -> None:
+        self.rank, self.number, self.record, self.raises = rank, number, record, raises
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.number and os.environ["RANK"] == str(self.rank):
+            Path(self.record).write_text(f"{time.time()} {os.getpid()}")
+            if self.raises:
+                raise ValueError("the planted sample")  # raised
+            time.sleep(1000)  # the sample
+        return torch.ones(NUM_FEATURES)
 
 
 def loader(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
@@ -136,32 +183,3 @@ def findings_of_preflight(run: Any) -> list[str]:
     """What the checks told of a run, but for those of the host: a busy machine writes slowly."""
     lines = [line for log in run.logs.values() for line in log.splitlines() if "preflight (" in line]
     return [line for line in lines if not any(f"preflight ({name})" in line for name in HOST_CHECKS)]
-
-
-class GroupTimeouts(Callback):
-    """Writes down the time-out in force on every group, at one moment of each phase."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, list[float]] = {}
-
-    def note(self, phase: str) -> None:
-        groups = _compat.process_groups()
-        self.seen[phase] = [_compat.read_group_timeout(group).total_seconds() for group in groups]
-
-    def on_fit_start(self, *_: Any) -> None:
-        self.note("setup")
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.note("step")
-        if batch_idx == 4:
-            self.note("step after validation")
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self.note("validation")
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.note("before a save")
-
-    def on_train_end(self, *_: Any) -> None:
-        self.note("end")

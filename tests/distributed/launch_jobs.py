@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,47 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus import PreemptionHandler, newest_valid
 from lightning_distplus.data import SampleAudit
 from lightning_distplus.errors import install_exit_codes
-from lightning_distplus.testing import FaultCallback, weights_digest
-from tests.distributed.preemption_jobs import make
+from lightning_distplus.testing import FaultCallback, FaultPlan, spawn, weights_digest
+from tests.distributed.preemption_jobs import STEPS, make, train
+from tests.processes import LAUNCH, start
+
+JOB = ["--no-resume", "-m", "tests.distributed.launch_jobs"]  # it finds its checkpoint by itself
+
+
+def planted(plan: FaultPlan | None, folder: Path) -> dict[str, str]:
+    """This process's variables, with the faults for the ranks that are started."""
+    told = {} if plan is None else {"DISTPLUS_FAULTS": FaultPlan(plan.faults, str(folder / "faults")).to_json()}
+    return {**os.environ, **told}
+
+
+def launch(
+    folder: Path,
+    *job: str,
+    options: tuple[str, ...] = (),
+    plan: FaultPlan | None = None,
+    then: Callable[[subprocess.Popen[str]], object] = lambda launcher: None,
+) -> tuple[int, str]:
+    """Launches this job on two ranks; the exit code, and what the launcher wrote."""
+    log, command = folder / "launcher.log", [*LAUNCH, "--nproc", "2", "--log-dir", folder / "logs", *options, *JOB]
+    launcher = start(*command, folder, *job, log=log, env=planted(plan, folder))
+    try:
+        then(launcher)
+        return launcher.wait(timeout=380), log.read_text()
+    finally:
+        launcher.kill()
+
+
+def results(folder: Path) -> list[dict[str, object]]:
+    """What both ranks have come to."""
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@functools.cache
+def undisturbed() -> list[dict[str, object]]:
+    """What both ranks come to where nothing happens."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = spawn(train, 2, args=("ResilientDDP", folder, None, {}), deadline="120s").check()
+    return [{"weights": run.results[rank]["weights"], "step": STEPS} for rank in (0, 1)]
 
 
 class Poison(Callback):

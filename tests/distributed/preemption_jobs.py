@@ -76,17 +76,16 @@ class Asks(Callback):
             os.kill(pid, getattr(signal, name))
             time.sleep(0.02)  # two pending signals of one kind are one
 
-    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "sanity check", self.step)
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "train start", trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         trainer.datamodule.dataset.on_read = lambda: self.ask(trainer, "data", trainer.global_step)
-        self.ask(trainer, "start", trainer.global_step)
 
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
         for moment in ("forward", "group"):
             self.ask(trainer, moment, trainer.global_step)
         if self.moment == "death of rank 1" and trainer.global_step == self.step:
@@ -95,10 +94,10 @@ class Asks(Callback):
             Path(self.signals[0]).touch()
             time.sleep(1.5)  # the notice is seen, and the grace passes
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
+    def on_after_backward(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "backward", trainer.global_step)
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "optimizer", trainer.global_step)
 
     def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -111,18 +110,8 @@ class Asks(Callback):
     def on_predict_batch_start(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "predict", self.step)
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+    def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
         self.ask(trainer, "save", self.step)
-
-
-class Slow(jobs.Model):
-    """A model whose steps take a while, so that a late signal finds the run still going."""
-
-    slow_s = 0.0
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(self.slow_s)
-        return super().training_step(batch, batch_idx)
 
 
 class StockData(LightningDataModule):
@@ -135,6 +124,12 @@ class StockData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(torch.ones(4, jobs.NUM_FEATURES), batch_size=2)
+
+
+def linger(model: Any, loss: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    """A step takes a while, so that a late signal finds the run still going."""
+    time.sleep(getattr(model, "slow_s", 0.0))
+    return loss
 
 
 def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any) -> tuple[Any, Any, Any]:
@@ -156,7 +151,7 @@ def make(name: str, folder: str, callbacks: Sequence[Callback], **arguments: Any
     dataset = Numbered()
     data = ResumableDataModule(dataset, torch.ones(8, jobs.NUM_FEATURES), batch_size=2, num_workers=num_workers, seed=5)
     data.dataset = dataset
-    return trainer, Slow(), StockData() if is_stock else data
+    return trainer, jobs.Model(change=linger), StockData() if is_stock else data
 
 
 def train(name: str, folder: str, asks: Asks | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -188,11 +183,6 @@ def counters(trainer: Any) -> dict[str, Any]:
         "validation": loop.val_loop.batch_progress.total.state_dict(),
         "logged": loop._batches_that_stepped,
     }
-
-
-def train_until_asked(name: str, folder: str, asks: Asks, arguments: dict[str, Any]) -> None:
-    """An attempt that is asked to stop; it never returns."""
-    train(name, folder, asks, arguments)
 
 
 def evaluate(function: str, folder: str, asks: Asks) -> None:

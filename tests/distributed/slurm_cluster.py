@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_distplus.testing.spawning import free_port
+from tests.processes import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
@@ -74,11 +77,8 @@ class Cluster:
 
     def wait(self, number: str, *states: str, deadline_s: float = 120) -> dict[str, str]:
         """Waits until the job is in one of the states; returns its fields."""
-        until = time.monotonic() + deadline_s
-        while (job := self.job(number))["JobState"] not in states:
-            assert time.monotonic() < until, f"{job}\n{self.logs()}"
-            time.sleep(0.2)
-        return job
+        wait_until(lambda: self.job(number)["JobState"] in states, self.logs, deadline_s)
+        return self.job(number)
 
     def logs(self) -> str:
         """The end of everything that the daemons and the jobs have written."""
@@ -95,7 +95,7 @@ def slurm(folder: Path) -> Iterator[Cluster]:
     (folder / "munge" / "key").chmod(0o400)
     host, cpus = socket.gethostname().partition(".")[0], os.cpu_count()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    text = _CONFIGURATION.format(folder=folder, host=host, user=user, ports=_free_ports(3), cpus=cpus)
+    text = _CONFIGURATION.format(folder=folder, host=host, user=user, ports=[free_port() for _ in range(3)], cpus=cpus)
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # a number that it hands out, no device
     files = ("key-file", "socket", "pid-file", "seed-file")
@@ -127,33 +127,16 @@ def slurm(folder: Path) -> Iterator[Cluster]:
 
 
 def _wait_until_idle(cluster: Cluster) -> None:
-    until = time.monotonic() + 60
-    while True:
-        try:
-            states = cluster.call("scontrol", "--oneliner", "show", "node").count("State=IDLE ")
-        except AssertionError:
-            states = 0
-        if states == 2:
-            return
-        assert time.monotonic() < until, cluster.logs()
-        time.sleep(0.2)
+    def is_idle() -> bool:
+        with contextlib.suppress(AssertionError):
+            return cluster.call("scontrol", "--oneliner", "show", "node").count("State=IDLE ") == 2
+        return False
+
+    wait_until(is_idle, cluster.logs)
 
 
 def _end_jobs(cluster: Cluster) -> None:
     """The processes of a job do not end with the daemons."""
     cluster.call("scancel", "--signal=KILL", "--full", "--me")
     cluster.call("scancel", "--me")
-    until = time.monotonic() + 60
-    while cluster.call("squeue", "--noheader"):
-        assert time.monotonic() < until, cluster.logs()
-        time.sleep(0.2)
-
-
-def _free_ports(num: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(num)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    wait_until(lambda: not cluster.call("squeue", "--noheader"), cluster.logs)

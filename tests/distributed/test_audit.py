@@ -33,7 +33,7 @@ from tests.distributed.resume_jobs import (
     write_tokens,
 )
 from tests.distributed.test_elastic import ids_by_step
-from tests.faults.test_r11_windows_of_manual_optimization import Accumulates, TwoOptimizers
+from tests.faults.test_r11_manual_windows import Accumulates, TwoOptimizers
 
 
 class Tampered(ResumableDataModule):

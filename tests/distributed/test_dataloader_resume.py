@@ -435,6 +435,22 @@ def test_each_rank_goes_on_with_its_own_state_of_iterable_data(num_workers: int,
     assert "only the data know how they are divided" in text
 
 
+def resume_twice(folder: str) -> list[Any]:
+    """An undisturbed run, and one that resumes between two epochs and then behind the first batch of the second."""
+    make = partial(stream, num_workers=2, persistent_workers=True)
+    between, behind = SaveAt("on_train_epoch_end", Path(folder)), SaveAt("on_train_batch_end", Path(folder) / "second")
+    behind.folder.mkdir()
+    whole = fit(make, callbacks=[between], max_epochs=2)
+    fit(make, callbacks=[behind], ckpt_path=between.saves[0][0], max_epochs=2)
+    return [whole.events, fit(make, ckpt_path=behind.saves[0][0], max_epochs=2).events]
+
+
+def test_worker_that_has_given_nothing_since_a_resume_begins_its_pass_in_the_next_one(tmp_path: Path) -> None:
+    whole, resumed = on_one_rank(resume_twice, str(tmp_path))
+    assert len(resumed) > 8
+    assert resumed == whole[-len(resumed) :]
+
+
 def order_beside_stock(folder: str) -> list[Any]:
     runs = []
     for make in (stream, partial(stream, num_workers=2), partial(stateful, num_workers=2), stateful_over_ids):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -225,18 +224,10 @@ class Stateless(jobs.Model):
             group["lr"] = 3e-2
 
 
-class SavesBeforeTheFirstStep(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def save_and_resume(folder: str, name: str, arguments: dict[str, Any], keeps_state: bool) -> dict[str, Any]:
     path, model = f"{folder}/saved.ckpt", jobs.Model if keeps_state else Stateless
-    callbacks = [SavesBeforeTheFirstStep(path)] if keeps_state else []
+    saves = jobs.At("on_train_batch_start", lambda trainer, *_: trainer.save_checkpoint(path), step=0)
+    callbacks = [saves] if keeps_state else []
     first = jobs.fit(name, 2, folder, model(), **arguments, max_steps=2, callbacks=callbacks)
     if not keeps_state:
         first.save_checkpoint(path)

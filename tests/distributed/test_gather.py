@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_distplus
+from lightning_distplus import run_access
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
@@ -34,21 +38,17 @@ def tree_of(rank: int) -> dict[str, Any]:
     return dict(reversed(tree.items())) if rank == 1 else tree
 
 
-class Evaluating(jobs.Model):
-    def __init__(self, make_tree: Callable[[int], Any] = tree_of) -> None:
-        super().__init__()
-        self.make_tree = make_tree
-        self.gathered: Any = None
+def evaluate(strategy: str, folder: str, gather: Callable[[int], Any]) -> Any:
+    """What the gathering behind a validation on three ranks gives."""
+    found: list[Any] = []
+    gathers = jobs.At("on_validation_epoch_end", lambda trainer, *_: found.append(gather(trainer.global_rank)))
+    trainer = jobs.trainer(strategy, 3, folder, callbacks=[gathers])
+    trainer.validate(jobs.Model(), jobs.loader(8), verbose=False)
+    return found[0]
 
-    def on_validation_epoch_end(self) -> None:
-        self.gathered = lightning_distplus.gather(self.make_tree(self.global_rank))
 
-
-def evaluate(strategy: str, world_size: int, folder: str) -> Any:
-    model = Evaluating()
-    trainer = jobs.trainer(strategy, world_size, folder)
-    trainer.validate(model, jobs.loader(8), verbose=False)
-    return model.gathered
+def gather_tree(rank: int) -> Any:
+    return lightning_distplus.gather(tree_of(rank))
 
 
 def assert_gathered(found: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ GATHERING = ("DDPStrategy", *jobs.STRATEGIES)
 
 @pytest.mark.parametrize("strategy", kept(GATHERING, ["DDPStrategy", "ResilientFSDP", "ResilientDeepSpeed"]))
 def test_uneven_trees_are_gathered_row_by_row_under_every_strategy(strategy: str, tmp_path: Path) -> None:
-    results = spawn(evaluate, 3, args=(strategy, 3, str(tmp_path)), deadline="50s").check().results
+    results = spawn(evaluate, 3, args=(strategy, str(tmp_path), gather_tree), deadline="50s").check().results
     for rank in range(3):
         assert_gathered(results[rank])
 
@@ -112,27 +112,20 @@ REFUSALS: dict[Callable[[int], Any], tuple[str, str | None]] = {
 }
 
 
-def refuse(strategy: str, folder: str) -> list[tuple[list[int], str, dict[int, str]]]:
+def refuse(rank: int) -> list[tuple[list[int], str, dict[int, str]]]:
     """All refusals of one run: each is raised on all ranks, and they go on together."""
     seen = []
-
-    def refused_one_after_the_other(rank: int) -> Any:
-        for make_tree in REFUSALS:
-            try:
-                lightning_distplus.gather(make_tree(rank))
-            except DivergenceError as error:
-                seen.append((error.ranks, str(error), error.values))
-        return {}
-
-    model = Evaluating(refused_one_after_the_other)
-    jobs.trainer(strategy, 3, folder).validate(model, jobs.loader(8), verbose=False)
-    assert model.gathered == {}
+    for make_tree in REFUSALS:
+        try:
+            lightning_distplus.gather(make_tree(rank))
+        except DivergenceError as error:
+            seen.append((error.ranks, str(error), error.values))
     return seen
 
 
 @pytest.mark.parametrize("strategy", ["DDPStrategy", "ResilientDDP"])
 def test_what_does_not_fit_together_is_refused_on_all_ranks_with_both_sides(strategy: str, tmp_path: Path) -> None:
-    results = spawn(refuse, 3, args=(strategy, str(tmp_path)), deadline="50s").check().results
+    results = spawn(evaluate, 3, args=(strategy, str(tmp_path), refuse), deadline="50s").check().results
     for rank in range(3):
         assert len(results[rank]) == len(REFUSALS)
         for (ranks, text, values), (odd, common) in zip(results[rank], REFUSALS.values(), strict=True):
@@ -140,3 +133,28 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks_with_both_sides(stra
             assert values == {1: odd, **({0: common, 2: common} if common else {})}
             assert f"rank 1 {odd}" in text
             assert common is None or f"ranks 0, 2 {common}" in text
+
+
+# -- what each rank has for itself reaches all ranks of a save, whatever its size --------------------------------------
+
+
+def gather_twice(rank: int) -> list[list[tuple[int, bytes]]]:
+    dist.init_process_group("gloo")
+    values = [bytes([rank]) * size for size in (rank, 2_500_000 * (rank + 1))]
+    gathered = [run_access.gather_bytes(SimpleNamespace(), "state", value) for value in values]
+    dist.destroy_process_group()
+    return [[(len(value), value[-1:]) for value in one] for one in gathered]
+
+
+def test_states_of_any_size_reach_all_ranks_of_a_stock_strategy_over_its_store() -> None:
+    begin = time.monotonic()
+    results = spawn(gather_twice, 2, deadline="30s").check().results
+    assert results[0] == results[1] == [[(0, b""), (1, b"\1")], [(2_500_000, b"\0"), (5_000_000, b"\1")]]
+    assert time.monotonic() - begin < 30
+
+
+def test_state_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_access, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match="state of this rank has 11 bytes; at most 10 are gathered"):
+        run_access.gather_bytes(SimpleNamespace(), "state", b"." * 11)
+    assert run_access.gather_bytes(SimpleNamespace(), "state", b"alone") == [b"alone"]

@@ -8,7 +8,6 @@ import signal
 import sys
 import tarfile
 import textwrap
-import time
 from importlib.metadata import PathDistribution, metadata
 from pathlib import Path
 from zipfile import ZipFile
@@ -18,27 +17,14 @@ import pytest
 import lightning_distplus
 from benchmarks import first_resume
 from lightning_distplus.errors import ExitCode
+from tests.faults.strangers import script_of
 from tests.installed import DEEPSPEED, ROOT, Environment, build, environment, run
+from tests.processes import wait_until
 
-SCRIPT = """
-    import sys
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-    import lightning_distplus
-    from lightning_distplus import {name}
-    from torch.distributed.fsdp import fully_shard
-
-    class Model(BoringModel):
-        def configure_model(self):
-            if self.device_mesh is not None:
-                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
-
-    if __name__ == "__main__":
-        assert "{folder}" in lightning_distplus.__file__, lightning_distplus.__file__
-        trainer = Trainer(strategy={name}(timeout="1m"), accelerator="cpu", devices=2, max_steps=3, logger=False,
-                          enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
-        trainer.fit(Model(), BoringDataModule())
-        sys.stdout.write(f"steps {{trainer.global_step}} {{'deepspeed' in sys.modules}}\\n")  # in one piece
+# What the script of a stranger tells in the end, in one piece.
+TELLS = """
+assert {folder!r} in lightning_distplus.__file__, lightning_distplus.__file__
+sys.stdout.write(f"steps {{trainer.global_step}} {{'deepspeed' in sys.modules}}\\n")
 """
 
 
@@ -49,9 +35,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def script(folder: Path, name: str, at: Environment) -> str:
-    path = folder / "train.py"
-    path.write_text(textwrap.dedent(SCRIPT.format(name=name, folder=at.bin.parent)))
-    return str(path)
+    tells = TELLS.format(folder=str(at.bin.parent))
+    changes = {"max_epochs=3": "max_steps=3, logger=False", 'print("the script goes on")': tells}
+    (folder / "train.py").write_text(script_of("pass", 'timeout="1m"', name, changes))
+    return str(folder / "train.py")
 
 
 def test_the_installed_command_tells_its_version(installed: Environment, tmp_path: Path) -> None:
@@ -93,9 +80,7 @@ def test_the_launcher_of_the_readme_restarts_its_script_from_the_newest_checkpoi
     shell = first_resume.Shell(tmp_path, installed.bin)
     shell.run("distplus init")
     launched = shell.start(line)
-    while not list(tmp_path.glob("checkpoints/*.ckpt")):
-        assert launched.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: launched.poll() is not None or list(tmp_path.glob("checkpoints/*.ckpt")))
     ledger = (tmp_path / "distplus" / "events-rank00001.jsonl").read_text()
     os.kill(json.loads(ledger.partition("\n")[0])["pid"], signal.SIGKILL)
     told = launched.communicate(timeout=100)[0]
@@ -154,7 +139,7 @@ def test_every_module_but_the_strategy_of_deepspeed_is_imported_without_deepspee
 
 
 @pytest.mark.soak  # in each commit the script of the README trains in the same environment
-@pytest.mark.parametrize("name", ["ResilientDDP", "ResilientFSDP", "ResilientModelParallel"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
 def test_two_ranks_train_without_deepspeed(name: str, installed: Environment, tmp_path: Path) -> None:
     ended = installed.run("python", script(tmp_path, name, installed), cwd=tmp_path)
     assert ended.stdout.count("steps 3 False") == 2
@@ -214,8 +199,8 @@ def test_a_fresh_environment_trains_with_what_pip_brings(kind: str, tmp_path: Pa
     fresh.run("python", "-m", "pip", "check", cwd=tmp_path)
     work = tmp_path / "work"
     work.mkdir()
-    ended = fresh.run("python", script(work, "ResilientDDP", fresh), cwd=work)
+    ended = fresh.run("python", script(work, "ddp", fresh), cwd=work)
     assert ended.stdout.count("steps 3") == 2
     fresh.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "deepspeed", cwd=tmp_path)
-    ended = fresh.run("python", script(work, "ResilientFSDP", fresh), cwd=work)
+    ended = fresh.run("python", script(work, "fsdp", fresh), cwd=work)
     assert ended.stdout.count("steps 3 False") == 2

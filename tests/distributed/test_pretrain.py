@@ -1,23 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lightning_distplus import env
 from lightning_distplus.data import MegatronWriter
+from tests.processes import ROOT, wait_until
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[2]
 DRIVER = [sys.executable, str(ROOT / "examples" / "tinyllama" / "pretrain.py"), "--corpus-mb", "0.3"]
 SMALLER = [
     "--model.init_args.config.hidden_size=32",
@@ -49,10 +49,8 @@ def prove(strategy: str, out: Path) -> None:
     assert re.fullmatch(r"rank [01] by SIGKILL in step \d+, resumed at step \d+", rows["killed"])
     assert float(rows["seconds lost"]) > 0
     assert (out / "loss.png").stat().st_size > 10_000
-    assert {path.name for path in (out / "killed" / "record").glob("rank0-*")} == {
-        "rank0-start0.jsonl",
-        "rank0-start1.jsonl",
-    }
+    records = {path.name for path in (out / "killed" / "record").glob("rank0-*")}
+    assert records == {"rank0-start0.jsonl", "rank0-start1.jsonl"}
 
 
 @pytest.mark.deadline(180)
@@ -75,24 +73,14 @@ def test_control_c_ends_every_process_of_a_pretraining(tmp_path: Path) -> None:
     write_tokens(data)
     command = [*DRIVER, "--strategy", "ddp", "--steps", "1000", "--out", str(out), "--data", str(data), *SMALLER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
-        until = time.monotonic() + 60
-        record = out / "killed" / "record" / "rank1-start0.jsonl"
-        while not record.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert record.exists()
+        wait_until((out / "killed" / "record" / "rank1-start0.jsonl").exists)
         os.kill(driver.pid, signal.SIGINT)
         output, _ = driver.communicate(timeout=20)
     assert driver.returncode == 130, output
     assert "interrupted" in output
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in read(path)]
-    assert not left
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert str(out).encode() not in path.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_distplus import _compat, env
 from lightning_distplus.control import Address, ControlPlane, connect, disconnect
-from lightning_distplus.errors import PeerLost
+from lightning_distplus.errors import DistplusError, PeerLost
 from lightning_distplus.testing import spawn, weights_digest
 from lightning_distplus.world import World
 from tests.distributed import jobs
@@ -42,34 +43,23 @@ class Entrant:
     deadline: timedelta = NO_DEADLINE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of it."""
-
-    entered: float
-    left: float = 0.0
-    error: str = ""
-    text: str = ""
-    ranks: list[int] = field(default_factory=list)
-
-
-def enter(rank: int, entrants: dict[int, Entrant]) -> Outcome | None:
-    """Meets the others as ``entrants[rank]`` says; a process that is not among them stays away."""
+def enter(rank: int, entrants: dict[int, Entrant]) -> dict[str, Any] | None:
+    """Meets the others as ``entrants[rank]`` says, and tells what came of it; who is not among them stays away."""
     entrant = entrants.get(rank)
     if entrant is None:
         return None
     time.sleep(entrant.late_s)
-    outcome = Outcome(entered=time.time())
+    told: dict[str, Any] = {"entered": time.time(), "error": ""}
     world = World(rank=entrant.rank, size=entrant.size, num_nodes=entrant.num_nodes)
     try:
         connect(world, _address(entrant.job), entrant.deadline)
-        outcome = replace(outcome, left=time.time())
-    except Exception as error:
-        ranks = getattr(error, "ranks", [])
-        return replace(outcome, left=time.time(), error=type(error).__name__, text=str(error), ranks=ranks)
-    time.sleep(entrant.stays_s)
-    disconnect()
-    return outcome
+    except DistplusError as error:
+        told |= {"error": type(error).__name__, "text": str(error), "ranks": getattr(error, "ranks", [])}
+    told["left"] = time.time()
+    if not told["error"]:
+        time.sleep(entrant.stays_s)
+        disconnect()
+    return told
 
 
 def _address(job: str = "", attempt: int = 0) -> Address:
@@ -82,7 +72,7 @@ def _address(job: str = "", attempt: int = 0) -> Address:
     )
 
 
-def _run(entrants: dict[int, Entrant]) -> dict[int, Outcome]:
+def _run(entrants: dict[int, Entrant]) -> dict[int, dict[str, Any]]:
     found = spawn(enter, max(entrants) + 1, args=(entrants,), deadline="30s").check().results
     return {rank: found[rank] for rank in entrants}
 
@@ -97,29 +87,29 @@ def test_every_rank_that_came_names_the_one_that_did_not(missing: int) -> None:
 
     found = _run(entrants)
 
-    assert {outcome.error for outcome in found.values()} == {"PeerMissing"}
-    assert [outcome.ranks for outcome in found.values()] == [[missing]] * 3
-    last = max(outcome.entered for outcome in found.values())
-    assert max(outcome.left for outcome in found.values()) < last + deadline.total_seconds() + 1
+    assert {outcome["error"] for outcome in found.values()} == {"PeerMissing"}
+    assert [outcome["ranks"] for outcome in found.values()] == [[missing]] * 3
+    last = max(outcome["entered"] for outcome in found.values())
+    assert max(outcome["left"] for outcome in found.values()) < last + deadline.total_seconds() + 1
     if missing:
-        assert "1 of 4 ranks did not come: rank 2 (never seen, node 0)" in found[1].text
+        assert "1 of 4 ranks did not come: rank 2 (never seen, node 0)" in found[1]["text"]
     else:
-        assert "for rank 0 at 127.0.0.1:" in found[1].text
+        assert "for rank 0 at 127.0.0.1:" in found[1]["text"]
 
 
 def test_the_node_of_missing_ranks_is_named() -> None:
     deadline = timedelta(seconds=0.5)
     entrants = {rank: Entrant(rank=rank, size=4, num_nodes=2, deadline=deadline) for rank in (0, 1)}
     for outcome in _run(entrants).values():
-        assert outcome.ranks == [2, 3]
-        assert "rank 2 (never seen, node 1), rank 3 (never seen, node 1)" in outcome.text
+        assert outcome["ranks"] == [2, 3]
+        assert "rank 2 (never seen, node 1), rank 3 (never seen, node 1)" in outcome["text"]
 
 
 def test_a_stray_rank_of_another_job_is_refused() -> None:
     job = {rank: Entrant(rank=rank, size=2, stays_s=1.0) for rank in range(2)}
     found = _run({**job, 2: Entrant(rank=1, size=2, job="other", late_s=0.3)})
-    assert (found[0].error, found[1].error, found[2].error) == ("", "", "RendezvousError")
-    assert "job is 'other' here and 'job' there" in found[2].text
+    assert (found[0]["error"], found[1]["error"], found[2]["error"]) == ("", "", "RendezvousError")
+    assert "job is 'other' here and 'job' there" in found[2]["text"]
 
 
 def lose(rank: int, lost: int) -> tuple[list[int], float, str]:
@@ -246,18 +236,15 @@ def test_the_ranks_form_their_group_again_after_20_of_20_restarts(tmp_path: Path
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 
 
-def on_host_with_silent_resolver(name: str, folder: str) -> None:
+def train(rank: int, name: str, folder: str) -> tuple[str, bool, bool]:
+    """The weights, and whether the name server of the host was asked in the fit, and by who asks for a name then."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), _CLONE_NEWNET) == 0
     assert libc.unshare(_CLONE_NEWNS) == 0
-    settings = Path(folder) / f"resolv.conf.{os.getpid()}"
+    settings = Path(folder) / f"resolv.conf.{rank}"
     settings.write_text("nameserver 127.0.0.1\n")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "--bind", settings, "/etc/resolv.conf"], check=True)
-
-
-def train(rank: int, name: str, folder: str) -> tuple[str, bool, bool]:
-    on_host_with_silent_resolver(name, folder)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         if rank == 0:
             server.bind(("127.0.0.1", 53))

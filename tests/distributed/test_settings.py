@@ -117,17 +117,14 @@ class FindingAgain(callbacks.LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-class SavesMidway(callbacks.Callback):
+def save_midway(trainer: pl.Trainer, *_: Any) -> None:
     """In the second epoch, behind its second batch."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.current_epoch == 1 and trainer.fit_loop.epoch_loop.batch_progress.current.ready == 2:
-            trainer.save_checkpoint(f"{trainer.default_root_dir}/midway.ckpt")
+    if trainer.current_epoch == 1 and trainer.fit_loop.epoch_loop.batch_progress.current.ready == 2:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/midway.ckpt")
 
 
-class StopsAlone(callbacks.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop |= (trainer.global_rank, trainer.global_step) == (1, 3)
+def stop(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.should_stop = True
 
 
 class Setting:
@@ -164,7 +161,7 @@ def resumed(make: Callable[[], list[callbacks.Callback]], **trainer: Any) -> Set
     """A callback of Lightning's that changes how a run trains or what it saves, in a run and its resume."""
     return Setting(
         model={"norm": nn.BatchNorm1d, "schedule": "each epoch"},
-        made=lambda folder: [*make(), SavesMidway()],
+        made=lambda folder: [*make(), jobs.At("on_train_batch_end", save_midway)],
         strategy={"data": "as_is"},  # as stock resumes
         then="resume",
         log_every_n_steps=1,
@@ -219,7 +216,7 @@ SETTINGS = {
     "no validation": Setting(limit_val_batches=0),
     "two fits": Setting(then="fit"),
     "evaluation around it": Setting(then="evaluate"),
-    "one rank wants to stop": Setting(made=lambda folder: [StopsAlone()]),
+    "one rank wants to stop": Setting(made=lambda folder: [jobs.At("on_train_batch_end", stop, rank=1, step=3)]),
     "bars and timers": Setting(
         enable_progress_bar=True, made=lambda folder: [callbacks.RichProgressBar(), callbacks.Timer("00:01:00:00")]
     ),
@@ -300,7 +297,6 @@ def fit_with_a_hook(kind: str, folder: str) -> str:
     return weights_digest(model)
 
 
-@pytest.mark.soak
 def test_a_communication_hook_gives_the_weights_of_stock_where_that_runs_it(tmp_path: Path) -> None:
     ours, stock = (spawn(fit_with_a_hook, 2, args=(kind, str(tmp_path))).check().results for kind in ("ours", "stock"))
     assert ours == stock

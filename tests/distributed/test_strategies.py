@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_distplus.testing import SpawnResult, spawn
+from lightning_distplus import _compat
+from lightning_distplus.control import GateRecord
+from lightning_distplus.testing import spawn
 from lightning_distplus.timeouts import Phase, Timeouts, group_timeout
 from tests.distributed import jobs
 from tests.pairs import kept, kept_rows
@@ -22,12 +24,25 @@ def seconds(phase: str) -> float:
 
 
 def fit_and_note_timeouts(name: str, arguments: dict[str, Any], folder: str, world_size: int) -> dict[str, list[float]]:
-    notes = jobs.GroupTimeouts()
-    trainer = jobs.trainer(name, world_size, folder, **arguments, max_steps=5, val_check_interval=3, callbacks=[notes])
-    trainer.fit(jobs.Model(), jobs.loader(), jobs.loader(8))
+    """The time-outs in force on every group, at one moment of each phase."""
+    seen: dict[str, list[float]] = {}
+
+    def note(moment: str) -> None:
+        groups = _compat.process_groups()
+        seen[moment] = [_compat.read_group_timeout(group).total_seconds() for group in groups]
+
+    hooks = {"on_fit_start": "setup", "on_validation_batch_start": "validation", "on_train_end": "end"}
+    notes = [jobs.At(hook, lambda *_, moment=moment: note(moment)) for hook, moment in hooks.items()]
+    notes += [
+        jobs.At("on_train_batch_start", lambda *_, moment=moment: note(moment), step=step)
+        for step, moment in ((2, "step"), (4, "step after validation"))
+    ]
+    data = (jobs.loader(), jobs.loader(8))
+    options = {"max_steps": 5, "val_check_interval": 3, "callbacks": notes}
+    trainer = jobs.fit(name, world_size, folder, data=data, **arguments, **options)
     trainer.save_checkpoint(str(Path(folder) / "end.ckpt"))
-    notes.note("after a save")
-    return notes.seen
+    note("after a save")
+    return seen
 
 
 GROUPS: list[tuple[str, dict[str, Any], int, int]] = [
@@ -85,52 +100,34 @@ def test_the_loss_curve_is_the_parents_bit_for_bit(tmp_path: Path) -> None:
     assert resilient.results == stock.results
 
 
-def train_and_resume(name: str, arguments: dict[str, Any], precision: str, folder: str, world_size: int) -> Any:
-    path = str(Path(folder) / "three.ckpt")
-    model = jobs.Model()
-    first = jobs.fit(name, world_size, folder, model, **arguments, max_steps=3, precision=precision)
-    first.save_checkpoint(path)
-    second = jobs.trainer(
-        name, world_size, folder, **arguments, max_steps=5, precision=precision, gradient_clip_val=None
-    )
+def train_and_resume(folder: str, world_size: int, arguments: dict[str, Any], precision: str) -> dict[str, Any]:
+    options, path = {"precision": precision, **arguments}, f"{folder}/three.ckpt"
+    jobs.fit("ResilientFSDP", world_size, folder, max_steps=3, **options).save_checkpoint(path)
     resumed = jobs.Model(seed=1)
-    second.fit(resumed, jobs.loader(), ckpt_path=path)
-    return {"step": second.global_step, "before": model.losses, "after": resumed.losses}
+    second = jobs.fit("ResilientFSDP", world_size, folder, resumed, ckpt_path=path, max_steps=5, **options)
+    return {"step": second.global_step, "after": len(resumed.losses)}
 
 
-SHARDINGS = [
-    ("FULL_SHARD", "32-true", "sharded"),
-    ("SHARD_GRAD_OP", "bf16-true", "full"),
-    ("NO_SHARD", "32-true", "sharded"),
-    ("FULL_SHARD", "bf16-mixed", "full"),
-]
+WAYS: dict[int, list[tuple[dict[str, Any], str]]] = {
+    2: [
+        ({"sharding_strategy": "FULL_SHARD", "state_dict_type": "sharded"}, "32-true"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "state_dict_type": "full"}, "bf16-true"),
+        ({"sharding_strategy": "NO_SHARD", "state_dict_type": "sharded"}, "32-true"),
+        ({"sharding_strategy": "FULL_SHARD", "state_dict_type": "full"}, "bf16-mixed"),
+    ],
+    4: [({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "32-true")],
+}
 
 
-def train_and_resume_each(folder: str) -> dict[Any, Any]:
-    return {
-        way: train_and_resume(
-            "ResilientFSDP", {"sharding_strategy": way[0], "state_dict_type": way[2]}, way[1], f"{folder}/{number}", 2
-        )
-        for number, way in enumerate(SHARDINGS)
-    }
+def train_and_resume_each(folder: str, world_size: int) -> list[dict[str, Any]]:
+    return [train_and_resume(f"{folder}/{number}", world_size, *way) for number, way in enumerate(WAYS[world_size])]
 
 
-def test_fsdp_trains_saves_and_resumes_on_the_cpu(tmp_path: Path) -> None:
-    run = spawn(train_and_resume_each, 2, args=(str(tmp_path),), deadline="100s").check()
-    for results in run.results.values():
-        check_resumed(run, results)
-
-
-def test_fsdp_hybrid_shard_resumes_on_a_mesh_of_two_by_two(tmp_path: Path) -> None:
-    arguments = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
-    run = spawn(train_and_resume, 4, args=("ResilientFSDP", arguments, "32-true", str(tmp_path), 4)).check()
-    check_resumed(run, run.results)
-
-
-def check_resumed(run: SpawnResult, results: dict[Any, Any]) -> None:
-    for result in results.values():
-        assert result["step"] == 5
-        assert len(result["after"]) == 2
+@pytest.mark.parametrize("world_size", WAYS)
+def test_fsdp_trains_saves_and_resumes_on_the_cpu(world_size: int, tmp_path: Path) -> None:
+    run = spawn(train_and_resume_each, world_size, args=(str(tmp_path), world_size), deadline="100s").check()
+    expected = [{"step": 5, "after": 2}] * len(WAYS[world_size])
+    assert run.results == dict.fromkeys(range(world_size), expected)
     assert not any("Traceback" in log for log in run.logs.values())
 
 
@@ -156,19 +153,29 @@ def test_fit_validate_test_predict_and_a_second_fit_run_in_one_process(name: str
     assert [line for line in lines if "hostname of the client socket cannot be retrieved" not in line] == []
 
 
-def fit_with_hook(folder: str) -> int:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+def gates_of_a_fit(accumulate: int, folder: str) -> list[tuple[int, int, int]]:
+    strategy: Any = jobs.strategy("ResilientDDP", timeout="20s")
+    seen: list[tuple[int, int, int]] = []
+    passed = strategy.pass_gate
 
-    calls = []
+    def noted(records: list[GateRecord]) -> None:
+        seen.append((records[0].epoch, records[0].micro_batch, records[0].global_step))
+        passed(records)
 
-    def counting_hook(state, bucket):  # DDP compares annotations as objects, and here they would be text
-        calls.append(bucket.index())
-        return allreduce_hook(state, bucket)
-
-    strategy = jobs.strategy("ResilientDDP", ddp_comm_hook=counting_hook)
-    jobs.trainer(strategy, 2, folder, max_steps=3).fit(jobs.Model(), jobs.loader())
-    return len(calls)
+    strategy.pass_gate = noted
+    jobs.fit(strategy, 2, folder, max_epochs=2, limit_train_batches=5, accumulate_grad_batches=accumulate)
+    return seen
 
 
-def test_a_ddp_communication_hook_works_on_gloo(tmp_path: Path) -> None:
-    assert set(spawn(fit_with_hook, 2, args=(str(tmp_path),)).check().results.values()) == {3}
+@pytest.mark.parametrize(
+    ("accumulate", "expected"),
+    [
+        (1, [(epoch, batch, 5 * epoch + batch) for epoch in range(2) for batch in range(5)]),
+        (2, [(epoch, 2 * step, 3 * epoch + step) for epoch in range(2) for step in range(3)]),
+    ],
+)
+def test_there_is_one_gate_at_the_head_of_each_optimizer_step(
+    accumulate: int, expected: list[tuple[int, int, int]], tmp_path: Path
+) -> None:
+    run = spawn(gates_of_a_fit, 2, args=(accumulate, str(tmp_path)), deadline="30s").check()
+    assert run.results == {0: expected, 1: expected}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_distplus.errors import ExitCode
@@ -37,40 +37,25 @@ class Model(jobs.Model):
         return loss
 
 
-class Look(Callback):
-    """Scrapes the endpoint and reads the bar in the last step."""
-
-    def __init__(self) -> None:
-        self.page, self.bar = "", {}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        (ours,) = (one for one in trainer.callbacks if isinstance(one, Telemetry))
-        if trainer.global_step == STEPS - 1 and trainer.is_global_zero:
-            self.bar = trainer.progress_bar_callback.get_metrics(trainer, pl_module)
-            url = f"http://127.0.0.1:{ours._endpoint.port}/metrics"
-            self.page = urllib.request.urlopen(url, timeout=10).read().decode()
-
-
 def train(folder: str, bar: type, **arguments: Any) -> dict[str, Any]:
-    look = Look()
-    trainer = jobs.trainer(
-        "ResilientDDP",
-        2,
-        folder,
-        monitor=True,
-        **arguments,
-        max_steps=STEPS,
-        log_every_n_steps=8,
-        logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")],
-        enable_progress_bar=True,
-        use_distributed_sampler=True,
-        callbacks=[bar(), *([look] if arguments["log_figures"] else []), ModelCheckpoint(every_n_train_steps=10)],
-    )
-    trainer.fit(Model(), jobs.loader(num_samples=2 * 4 * STEPS))
+    """In the last step the endpoint is scraped and the bar read."""
+    found: dict[str, Any] = {"bar": {}, "page": ""}
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        (ours,) = (one for one in trainer.callbacks if isinstance(one, Telemetry))
+        found["bar"] = dict(trainer.progress_bar_callback.get_metrics(trainer, module))
+        url = f"http://127.0.0.1:{ours._endpoint.port}/metrics"
+        found["page"] = urllib.request.urlopen(url, timeout=10).read().decode()
+
+    looks = [jobs.At("on_train_batch_end", look, rank=0, step=STEPS - 1)] if arguments["log_figures"] else []
+    options = {"max_steps": STEPS, "log_every_n_steps": 8, "enable_progress_bar": True, "use_distributed_sampler": True}
+    options["logger"] = [CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")]
+    options["callbacks"] = [bar(), *looks, ModelCheckpoint(every_n_train_steps=10)]
+    data = jobs.loader(num_samples=2 * 4 * STEPS)
+    trainer = jobs.fit("ResilientDDP", 2, folder, Model(), data, monitor=True, **arguments, **options)
     return {
-        "bar": dict(look.bar),
+        **found,
         "after": "get_metrics" in vars(trainer.progress_bar_callback),
-        "page": look.page,
         "logged": {name: value.item() for name, value in trainer.logged_metrics.items()},
         "callback": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "left": [type(one).__name__ for one in trainer.callbacks],

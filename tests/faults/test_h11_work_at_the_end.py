@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
@@ -21,61 +20,40 @@ from tests.pairs import kept
 pytestmark = pytest.mark.deadline(400)  # the first test waits for all that run side by side
 
 DEADLINE_S = 1.5
-LONG_S = 3 * DEADLINE_S
 TEARDOWN_S = 5.0
-
-
-class AtTheEnd(Callback):
-    """One rank does something in one of the last hooks."""
-
-    def __init__(self, hook: str, rank: int, deed: Callable[[], object]) -> None:
-        self.hook, self.rank, self.deed = hook, rank, deed
-        setattr(self, hook, self._do)
-
-    def _do(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_rank == self.rank:
-            Path(trainer.default_root_dir, "begun").touch()
-            self.deed()
-            Path(trainer.default_root_dir, "finished").touch()
-
-
-def long_work() -> None:
-    time.sleep(LONG_S)
-
-
-def hang() -> None:
-    time.sleep(1000)
-
-
-def hold_the_lock() -> None:
-    commit(Fault(kind="hang_gil", rank=1, step=0), None, None)
 
 
 def raise_planted() -> None:
     raise RuntimeError("the planted error")
 
 
-def run(name: str, hook: str, rank: int, deed: Callable[[], object], teardown_s: float | None, folder: str) -> None:
+DEEDS: dict[str, Callable[[], object]] = {
+    "works": lambda: time.sleep(3 * DEADLINE_S),
+    "hangs": lambda: time.sleep(1000),
+    "holds the lock": lambda: commit(Fault(kind="hang_gil", rank=1, step=0), None, None),
+    "raises": raise_planted,
+}
+
+
+def run(deed: str, name: str, hook: str, rank: int, folder: str) -> None:
+    """One rank does something in one of the last hooks."""
+
+    def begin(*_: Any, **__: Any) -> None:
+        Path(folder, "begun").touch()
+        DEEDS[deed]()
+
     timeouts = {"step": DEADLINE_S, "validation": DEADLINE_S, "setup": "60s", "report_after": 1.0}
-    if teardown_s is not None:
-        timeouts["teardown"] = teardown_s
-    trainer = jobs.trainer(
-        name,
-        2,
-        folder,
-        timeout=timeouts,
-        max_steps=4,
-        limit_test_batches=2,
-        limit_predict_batches=2,
-        callbacks=[AtTheEnd(hook, rank, deed)],
-    )
+    if deed in ("hangs", "holds the lock"):
+        timeouts["teardown"] = TEARDOWN_S
+    named = {"max_steps": 4, "limit_test_batches": 2, "limit_predict_batches": 2, "timeout": timeouts}
+    trainer = jobs.trainer(name, 2, folder, callbacks=[jobs.At(hook, begin, rank=rank)], **named)
     {"on_test_end": trainer.test, "on_predict_end": trainer.predict}.get(hook, trainer.fit)(jobs.Model(), jobs.loader())
 
 
-def ended(*what: Any, folder: Path, mode: Any = "forkserver", teardown_s: float | None = None) -> SpawnResult:
-    result = spawn(run, 2, args=(*what, teardown_s, str(folder)), mode=mode, deadline="60s")
+def ended(*what: Any, folder: Path, mode: Any = "forkserver") -> tuple[SpawnResult, Path]:
+    result = spawn(run, 2, args=(*what, str(folder)), mode=mode, deadline="60s")
     assert (folder / "begun").exists(), result.logs
-    return result
+    return result, folder
 
 
 # Each strategy, hook and launcher once; rank 0 serves the store, or the other one works.
@@ -89,43 +67,30 @@ WORK = {
     "torchrun": ("ResilientDDP", "on_train_end", 1),
     "lightning": ("ResilientDDP", "on_train_end", 1),
 }
-HOOKS = ("on_train_end", "on_fit_end", "teardown")
-
-
-def long_one(what: str, folder: Path) -> SpawnResult:
-    mode = what if what in ("torchrun", "lightning") else "forkserver"
-    return ended(*WORK[what], long_work, folder=folder, mode=mode)
-
-
-def failing(hook: str, folder: Path) -> SpawnResult:
-    return ended("ResilientDDP", hook, HOOKS.index(hook) % 2, raise_planted, folder=folder)
-
-
-def hanging(deed: Callable[[], object], folder: Path) -> tuple[SpawnResult, Path]:
-    return ended("ResilientDDP", "on_fit_end", 1, deed, folder=folder, teardown_s=TEARDOWN_S), folder
-
-
-CALLS: dict[str, Callable[[Path], Any]] = {
-    **{what: partial(long_one, what) for what in WORK},
-    **{f"raises in {hook}": partial(failing, hook) for hook in HOOKS},
-    "hangs": partial(hanging, hang),
-    "holds the lock": partial(hanging, hold_the_lock),
+GUILTY = {"on_train_end": 0, "on_fit_end": 1, "teardown": 0}
+CALLS: dict[str, Callable[..., tuple[SpawnResult, Path]]] = {
+    **{what: partial(ended, "works", *WORK[what]) for what in WORK},
+    **{what: partial(ended, "works", *WORK[what], mode=what) for what in ("torchrun", "lightning")},
+    **{f"raises in {hook}": partial(ended, "raises", "ResilientDDP", hook, rank) for hook, rank in GUILTY.items()},
+    **{how: partial(ended, how, "ResilientDDP", "on_fit_end", 1) for how in ("hangs", "holds the lock")},
 }
 SELDOM = ("DDP, on_test_end", "lightning", "raises in on_fit_end")
-runs = side_by_side(CALLS, [what for what in CALLS if what not in SELDOM])
+runs = side_by_side(
+    {what: lambda folder, call=call: call(folder=folder) for what, call in CALLS.items()},
+    [what for what in CALLS if what not in SELDOM],
+)
 
 
 @pytest.mark.parametrize("what", kept([*WORK], [what for what in WORK if what not in SELDOM]))
 def test_a_rank_that_works_alone_at_the_end_finishes_and_nobody_is_blamed(what: str, runs: Runs) -> None:
-    result = runs(what).check()
-    assert not any("RANK " in log or "ends alone" in log for log in result.logs.values())
+    result, _ = runs(what)
+    assert not any("RANK " in log or "ends alone" in log for log in result.check().logs.values())
 
 
-@pytest.mark.parametrize("hook", kept(HOOKS, ["on_train_end", "teardown"]))
+@pytest.mark.parametrize("hook", kept([*GUILTY], ["on_train_end", "teardown"]))
 def test_an_error_in_the_last_hooks_of_one_rank_ends_all_and_each_shows_it(hook: str, runs: Runs) -> None:
-    result = runs(f"raises in {hook}")
-    guilty = HOOKS.index(hook) % 2
-    assert result.exit_codes == {guilty: 1, 1 - guilty: int(ExitCode.PEER_LOST)}
+    result, _ = runs(f"raises in {hook}")
+    assert result.exit_codes == {GUILTY[hook]: 1, 1 - GUILTY[hook]: int(ExitCode.PEER_LOST)}
     assert all("the planted error" in log for log in result.logs.values())
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
@@ -24,7 +23,7 @@ BATCH = 5
 
 
 class Ending(jobs.Model):
-    """Ends on one rank, or on all of them, in batch 5: before its forward, in a hook, or by -1 from a hook."""
+    """Ends on some ranks in batch 5: before its forward, by -1 from a hook, or in order behind it."""
 
     def __init__(self, how: str, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,6 +41,11 @@ class Ending(jobs.Model):
             return -1
         return None
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.how == "should_stop" and self._ends(batch_idx):
+            self._note()
+            self.trainer.should_stop = True
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.how == "step" and self._ends(batch_idx):
             self._note()
@@ -49,18 +53,10 @@ class Ending(jobs.Model):
         return super().training_step(batch, batch_idx)
 
 
-class StopsAlone(Callback):
-    """``trainer.should_stop`` on one rank: its run ends in order, and too early."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCH and trainer.global_rank == 1:
-            Path(trainer.default_root_dir, "ended").write_text(str(time.time()))
-            trainer.should_stop = True
-
-
 def train(strategy: str, how: str, ranks: tuple[int, ...], max_epochs: int, folder: str) -> int:
-    named = {"timeout": {"step": STEP_S, "setup": "60s"}, "callbacks": [StopsAlone()] if how == "should_stop" else []}
-    return jobs.fit(strategy, 2, folder, Ending(how, ranks), max_epochs=max_epochs, **named).global_step
+    model = Ending(how, ranks)
+    named = {"timeout": {"step": STEP_S, "setup": "60s"}, "max_epochs": max_epochs}
+    return jobs.fit(strategy, 2, folder, model, **named).global_step
 
 
 def ending(what: tuple[Any, ...], folder: Path) -> tuple[SpawnResult, float, Path]:

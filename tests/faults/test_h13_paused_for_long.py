@@ -1,6 +1,6 @@
 """Row H13: a job that is stopped for longer than its deadlines, by Ctrl-Z or a scheduler, goes on when it is continued.
 
-Even steps, and a pause that only the watchdog would count, are in ``test_false_alarms``.
+Even steps, and a pause that only the watchdog would count, are in ``test_h5_h7_slow_ranks``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus.control import Address, Point, Points, connect, part
 from lightning_distplus.testing import SpawnResult, spawn
@@ -42,19 +41,17 @@ def work(seconds: float) -> None:
         time.sleep(0.01)
 
 
-class Uneven(Callback):
+def pause_uneven(trainer: Any, *_: Any) -> None:
     """Rank 1 needs a second more than rank 0, which waits at the gate when all are stopped."""
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 4:
-            pause_all(trainer.strategy.plane, PATIENCE_S + 1.5, is_rank=1)
-            work(trainer.global_rank)
+    pause_all(trainer.strategy.plane, PATIENCE_S + 1.5, is_rank=1)
+    work(trainer.global_rank)
 
 
 def train(folder: str) -> tuple[int, float]:
     strategy = jobs.strategy("ResilientDDP", timeout={"step": DEADLINE_S, "setup": "60s"})
     start = time.monotonic()
-    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[Uneven()])
+    pauses = jobs.At("on_train_batch_start", pause_uneven, step=4)
+    trainer = jobs.fit(strategy, 2, folder, max_steps=8, callbacks=[pauses])
     return trainer.global_step, time.monotonic() - start
 
 

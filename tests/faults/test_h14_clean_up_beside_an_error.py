@@ -41,13 +41,14 @@ class CleansUp(Callback):
             clean_up(trainer)
 
 
+def raise_planted(module: Any, loss: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    if (batch_idx, module.trainer.global_rank) == (3, 1):
+        raise RuntimeError("the planted error")
+    return loss
+
+
 class Raising(jobs.Model):
     """Rank 1 raises; rank 0 cleans up in ``finally`` when its backward fails for that."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3 and self.trainer.global_rank == 1:
-            raise RuntimeError("the planted error")
-        return super().training_step(batch, batch_idx)
 
     def backward(self, loss: torch.Tensor, *arguments: Any, **named: Any) -> None:
         has_failed = True
@@ -67,7 +68,7 @@ def clean_up(trainer: Any) -> None:
 def train(strategy: str, how: str, folder: str) -> None:
     named = {"timeout": {"step": "20s", "setup": "60s", "teardown": TEARDOWN_S}, "max_steps": 8}
     if how == "finally":
-        jobs.fit(strategy, 2, folder, Raising(), **named)
+        jobs.fit(strategy, 2, folder, Raising(change=raise_planted), **named)
     else:
         jobs.fit(strategy, 2, folder, callbacks=[CleansUp(how)], **named)
 

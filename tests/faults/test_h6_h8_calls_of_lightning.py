@@ -72,6 +72,10 @@ def lonely_log_dir(module: Any, rank: int) -> None:
     _ = rank or module.trainer.log_dir
 
 
+def lonely_log(module: Any, rank: int) -> None:
+    _ = rank or module.log("alone", torch.ones(()), sync_dist=True)
+
+
 @dataclass(frozen=True)
 class Expected:
     """What both ranks' errors say; the line is that of the fault, unless the call is Lightning's own."""
@@ -97,53 +101,49 @@ FAULTS: dict[Callable[[Any, int], None], Expected] = {
     lonely_save: Expected("collective", ("barrier 'Trainer.save_checkpoint'", AT_THE_GATE), (0,), (True, False)),
     lonely_log_dir: Expected("collective", ("broadcast [from rank 0]", AT_THE_GATE), (0,), (True, False)),
 }
-BY_NAME = {fault.__name__: fault for fault in (*FAULTS, order)}
+BY_NAME = {fault.__name__: fault for fault in (*FAULTS, order, lonely_log)}
 
 
-class Disagreeing(jobs.Model):
-    """The ranks come to the fault in one hook of one batch; the moment is kept."""
+def fit(
+    fault: str, strategy: str, world_size: int, folder: str, in_step: bool, timeout: Any, reached: list[float]
+) -> None:
+    """The ranks come to the fault in one batch, in its step or behind it; the moment is kept."""
 
-    def __init__(self, fault: Callable[[Any, int], None], hook: str = "on_train_batch_end") -> None:
-        super().__init__()
-        self.fault = fault
-        self.hook = hook
-        self.reached_at = 0.0
+    def strike(module: Any, batch_idx: int) -> None:
+        if batch_idx == FAULT_BATCH:
+            reached.append(time.time())
+            BY_NAME[fault](module, module.global_rank)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self._strike("training_step", batch_idx)
-        return super().training_step(batch, batch_idx)
+    def strike_in_step(module: Any, loss: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        strike(module, batch_idx)
+        return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._strike("on_train_batch_end", batch_idx)
-
-    def _strike(self, hook: str, batch_idx: int) -> None:
-        if (hook, batch_idx) == (self.hook, FAULT_BATCH):
-            self.reached_at = time.time()
-            self.fault(self, self.global_rank)
+    behind = jobs.At("on_train_batch_end", lambda trainer, module, _, __, batch_idx: strike(module, batch_idx))
+    model, callbacks = jobs.Model(change=strike_in_step if in_step else None), [] if in_step else [behind]
+    named = {"timeout": timeout, "max_epochs": 1, "limit_train_batches": 6, "callbacks": callbacks}
+    jobs.fit(strategy, world_size, folder, model, **named)
 
 
-def trainer_of(strategy: str, world_size: int, folder: str, timeout: Any = "60s") -> Any:
-    made = jobs.strategy(strategy, timeout=timeout)
-    return jobs.trainer(made, world_size, folder, max_epochs=1, limit_train_batches=6)
-
-
-def disagree(fault: str, strategy: str, world_size: int, folder: str) -> dict[str, Any]:
-    model = Disagreeing(BY_NAME[fault])
+def disagree(fault: str, strategy: str, world_size: int, folder: str, in_step: bool) -> dict[str, Any]:
+    reached: list[float] = []
     try:
-        trainer_of(strategy, world_size, folder).fit(model, jobs.loader())
+        fit(fault, strategy, world_size, folder, in_step, "120s", reached)
     except DivergenceError as error:
         told = {"text": str(error), "ranks": error.ranks, "field": error.field, "values": error.values}
-        return {**told, "reached_at": model.reached_at, "raised_at": time.time()}
+        return {**told, "reached_at": reached[0], "raised_at": time.time()}
     return {}
 
 
-def errors_of(fault: str, strategy: str, world_size: int, folder: Path) -> dict[int, dict[str, Any]]:
-    """Every rank's error; all came soon after the last rank had come to the fault."""
-    run = spawn(disagree, world_size, args=(fault, strategy, world_size, str(folder)), deadline="50s")
+def errors_of(
+    fault: str, strategy: str, world_size: int, folder: Path, *, in_step: bool = False
+) -> dict[int, dict[str, Any]]:
+    """Every rank's error, which came soon after the last rank had come to the fault."""
+    run = spawn(disagree, world_size, args=(fault, strategy, world_size, str(folder), in_step), deadline="100s")
     errors = run.check().results
     assert all(errors.values()), run.logs
     second = max(error["reached_at"] for error in errors.values())
-    assert max(error["raised_at"] for error in errors.values()) - second < SOON_S
+    soon = [errors[0]] if in_step else [*errors.values()]  # others are inside C++, and hear of it when rank 0 is gone
+    assert max(error["raised_at"] for error in soon) - second < SOON_S
     return errors
 
 
@@ -197,91 +197,43 @@ def test_calls_in_another_order_are_found_at_the_first_of_them(tmp_path: Path) -
 
 # -- row H8: one rank logs in ``training_step``; the other does not, and waits in its backward -----------------------
 
-LOGGED_BATCH = 3
-SLOW_S = 4.0
-
-
-class Slow(torch.autograd.Function):
-    """Its backward takes a while."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return value * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-class Logs(jobs.Model):
-    """Rank 0 logs alone in one batch, or both log while one of them is slow beforehand and in its backward."""
-
-    def __init__(self, *, alone: bool) -> None:
-        super().__init__()
-        self.alone = alone
-        self.both_there_at = 0.0
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx != LOGGED_BATCH:
-            return loss
-        self.both_there_at = time.time()
-        if self.alone:
-            _ = self.global_rank or self.log("alone", loss.detach(), sync_dist=True)
-            return loss
-        time.sleep(SLOW_S * self.global_rank)
-        self.log("both", loss.detach(), sync_dist=True)
-        return Slow.apply(loss, SLOW_S * self.global_rank)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("end", 1.0, sync_dist=True)
-
-
-def log_alone(strategy: str, folder: str, alone: bool) -> dict[str, Any]:
-    model = Logs(alone=alone)
-    made = jobs.strategy(strategy, timeout="120s")
-    trainer = jobs.trainer(made, 2, folder, max_epochs=1, limit_train_batches=6)
-    try:
-        trainer.fit(model, jobs.loader())
-    except DivergenceError as error:
-        told = {"text": str(error), "ranks": error.ranks, "field": error.field, "values": error.values}
-        return {**told, "reached_at": model.both_there_at, "raised_at": time.time()}
-    return {}
-
 
 @pytest.mark.parametrize("strategy", kept(jobs.STRATEGIES, ["ResilientDDP", "ResilientDeepSpeed"]))
 def test_both_sides_are_named_within_two_seconds(strategy: str, tmp_path: Path) -> None:
-    errors = spawn(log_alone, 2, args=(strategy, str(tmp_path), True), deadline="100s").check().results
-    assert all(errors.values())
-    since = max(error["reached_at"] for error in errors.values())
-    assert errors[0]["raised_at"] - since < SOON_S
-    for error in errors.values():  # rank 1 is inside C++, and hears of it when its peer is gone
+    for error in errors_of("lonely_log", strategy, 2, tmp_path, in_step=True).values():
         assert (error["field"], error["ranks"]) == ("collective", [0])
         assert "in log 'training_step.alone'" in error["values"][0]
-        assert error["values"][1] == f"in backward batch {LOGGED_BATCH}"
+        assert error["values"][1] == f"in backward batch {FAULT_BATCH}"
         assert f"{Path(__file__).name}:" in error["text"]
 
 
+def log_slowly(folder: str) -> int:
+    """Both ranks log; one is slow beforehand and in its backward."""
+
+    def log(module: Any, loss: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        slow_s = 4.0 * module.global_rank if batch_idx == FAULT_BATCH else 0.0
+        time.sleep(slow_s)
+        module.log("both", loss.detach(), sync_dist=True)
+        loss.register_hook(lambda _: time.sleep(slow_s))
+        return loss
+
+    logs = jobs.At("on_train_batch_end", lambda trainer, module, *_: module.log("end", 1.0, sync_dist=True))
+    model, named = jobs.Model(change=log), {"timeout": "120s", "max_epochs": 1, "limit_train_batches": 6}
+    return jobs.fit("ResilientDDP", 2, folder, model, callbacks=[logs], **named).global_step
+
+
 def test_a_rank_that_is_slow_on_the_way_or_in_its_backward_is_waited_for(tmp_path: Path) -> None:
-    run = spawn(log_alone, 2, args=("ResilientDDP", str(tmp_path), False), deadline="100s").check()
-    assert run.results == {0: {}, 1: {}}
+    assert spawn(log_slowly, 2, args=(str(tmp_path),), deadline="100s").check().results == {0: 6, 1: 6}
 
-
-DEADLINE_S = 3.0
 
 # -- alone and early: no contradiction yet, so the watchdog's verdict comes after the deadline -------------------------
 
 
-def save_alone_and_early(strategy: str, world_size: int, folder: str) -> None:
-    trainer = trainer_of(strategy, world_size, folder, {"step": DEADLINE_S, "setup": "60s"})
-    model = Disagreeing(lonely_save, hook="training_step")  # behind the gate of the batch
-    trainer.fit(model, jobs.loader())
-
-
 def saved_alone(strategy: str, world_size: int, folder: Path) -> tuple[SpawnResult, Path]:
-    return spawn(save_alone_and_early, world_size, args=(strategy, world_size, str(folder)), deadline="50s"), folder
+    """Behind the gate of the batch."""
+    timeout = {"step": 3.0, "setup": "60s"}
+    arguments = ("lonely_save", strategy, world_size, str(folder), True, timeout, [])
+    return spawn(fit, world_size, args=arguments, deadline="50s"), folder
 
 
 ALONE = {"ResilientDDP": 3, "ResilientFSDP": 2}
@@ -329,25 +281,16 @@ class Uneven(Callback):
 
 
 def healthy(name: str, folder: str) -> int:
-    trainer = jobs.trainer(
-        name,
-        2,
-        folder,
-        timeout="60s",
-        max_epochs=2,
-        limit_train_batches=4,
-        limit_val_batches=2,
-        val_check_interval=2,
-        callbacks=[
-            Uneven(),
-            ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=2, save_last=True),
-            ModelCheckpoint(dirpath=f"{folder}/timed", train_time_interval=timedelta(seconds=0.1)),
-            EarlyStopping("val_loss", patience=100),
-            Timer(duration="00:01:00:00"),
-        ],
-    )
-    counted = []
-    strategy = trainer.strategy
+    callbacks = [
+        Uneven(),
+        ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=2, save_last=True),
+        ModelCheckpoint(dirpath=f"{folder}/timed", train_time_interval=timedelta(seconds=0.1)),
+        EarlyStopping("val_loss", patience=100),
+        Timer(duration="00:01:00:00"),
+    ]
+    options = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "val_check_interval": 2}
+    trainer = jobs.trainer(name, 2, folder, timeout="60s", callbacks=callbacks, **options)
+    counted, strategy = [], trainer.strategy
     begin = strategy.setup
 
     def setup(fitted: Any) -> None:
@@ -380,6 +323,3 @@ def test_a_healthy_run_with_everything_that_synchronises_is_not_ended(name: str,
     run = slow_ones(f"healthy-{name}")
     counted = run.check().results
     assert counted[0] == counted[1] > 50
-
-
-# -- twins: the same faults under Lightning's own strategy -------------------------------------------------------------

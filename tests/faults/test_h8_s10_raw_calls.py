@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -13,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 
 from lightning_distplus.errors import ExitCode
-from lightning_distplus.testing import SpawnResult, spawn
+from lightning_distplus.testing import FaultCallback, FaultPlan, SpawnResult, spawn
 from tests.distributed import jobs
 from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
@@ -30,11 +34,11 @@ Ended = tuple[SpawnResult, dict[str, Any], float]
 class RawCalls(Callback):
     """Calls torch.distributed after each batch; in one step, one rank does something else, or all call in a ring."""
 
-    def __init__(self, kind: str, guilty: int, folder: str) -> None:
-        self.kind, self.guilty, self.record = kind, guilty, Path(folder, "fired")
+    def __init__(self, kind: str, guilty: int, folder: str, step: int = FAULT_STEP) -> None:
+        self.kind, self.guilty, self.record, self.step = kind, guilty, Path(folder, "fired"), step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        is_due = trainer.global_step == FAULT_STEP
+        is_due = trainer.global_step == self.step
         differs = is_due and trainer.global_rank == self.guilty
         if differs:
             self.record.write_text(str(time.time()))
@@ -42,6 +46,10 @@ class RawCalls(Callback):
 
     def common(self, trainer: Any, is_due: bool, differs: bool) -> None:
         values = torch.ones(8)
+        if differs and self.kind == "lonely":
+            trainer.strategy.barrier("of one rank")
+        if self.kind == "arguments":
+            trainer.strategy.reduce(torch.ones(4 if differs else 3))
         if differs and self.kind == "order":
             dist.all_gather([torch.ones(8) for _ in range(trainer.world_size)], values)  # order
         if differs and self.kind == "only":
@@ -76,6 +84,14 @@ class RawCalls(Callback):
         while not work.is_completed():
             time.sleep(0.01)
 
+    def cycle(self, trainer: Any, is_due: bool, differs: bool) -> None:
+        """Two ranks send to each other before they receive; the others wait for them at the gate."""
+        pair = [self.guilty, (self.guilty + 1) % trainer.world_size]
+        if is_due and trainer.global_rank in pair:
+            (other,) = set(pair) - {trainer.global_rank}
+            dist.send(torch.ones(5), other)
+            dist.recv(torch.ones(5), other)
+
     def rings(self, trainer: Any, is_due: bool, differs: bool) -> None:
         """Two rings, of the even and of the odd ranks, in which every stage sends before it receives."""
         if is_due:
@@ -86,10 +102,8 @@ class RawCalls(Callback):
 
 def train(kind: str, guilty: int, world_size: int, folder: str) -> None:
     timeout = {"step": 60.0 if kind == "own_group" else DEADLINE_S, "setup": "60s"}
-    callbacks = [RawCalls(kind, guilty, folder)]
-    jobs.fit(
-        "ResilientDDP", world_size, folder, data=jobs.loader(200), timeout=timeout, max_steps=10, callbacks=callbacks
-    )
+    named = {"timeout": timeout, "max_steps": 10, "callbacks": [RawCalls(kind, guilty, folder)]}
+    jobs.fit("ResilientDDP", world_size, folder, data=jobs.loader(200), **named)
 
 
 def run(kind: str, folder: Path) -> Ended:
@@ -175,3 +189,55 @@ def test_two_rings_that_send_before_they_receive_are_drawn_with_the_line_of_each
     assert drawn in verdict["findings"]
     assert drawn in result.logs[0]
     assert "batch_isend_irecv" in verdict["remedy"]
+
+
+# -- on four ranks: for every kind of fault and every seed, exactly the guilty ranks are named -------------------------
+
+MATRIX_DEADLINE_S = 4.0
+PLANNED = ("hang", "hang_gil", "stop", "kill", "raise_")
+PLACES = ("batch_start", "before_backward", "after_backward", "batch_end")
+DRAWN = (*PLANNED, "order", "only", "count", "shape", "dtype", "lonely", "uneven", "arguments", "worker", "cycle")
+BLAMES = (
+    "Rank {} (host", "the process of rank {} (host", "connection to rank {}", "(wrong: rank {})",
+    "number of batches differs on rank {}.",
+)  # fmt: skip
+
+
+def train_one_of_four(strategy: str, kind: str, guilty: int, step: int, folder: str) -> None:
+    record, data = f"{folder}/fired", jobs.loader(200)
+    if kind == "worker":
+        data = DataLoader(jobs.BadSample(guilty, 4 * step + 12, record), batch_size=4, num_workers=1)
+    if kind == "uneven" and os.environ["RANK"] == str(guilty):
+        Path(record).write_text(str(time.time()))
+        data = jobs.loader(4 * step)
+    raw = [] if kind == "worker" else [RawCalls(kind, guilty, folder, step)]
+    named = {"timeout": {"step": MATRIX_DEADLINE_S, "setup": "60s"}, "callbacks": [FaultCallback(), *raw]}
+    jobs.fit(strategy, 4, folder, data=data, max_steps=40, **named)
+
+
+def named_by(run: SpawnResult, folder: Path, guilty: int) -> list[int]:
+    """The ranks that the job names: by its verdict, or, where a rank raised or is gone, by what the others show."""
+    verdicts = [json.loads(path.read_text()) for path in (folder / "distplus").glob("verdict-*.json")]
+    if verdicts:
+        return sorted({rank for verdict in verdicts for rank in verdict["culprits"]})
+    others = [log for rank, log in run.logs.items() if rank != guilty]
+    return [rank for rank in range(4) if all(any(text.format(rank) in log for text in BLAMES) for log in others)]
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(100)
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("seed", range(20))
+def test_exactly_the_guilty_ranks_are_named(kind: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(f"{kind}-{seed}")
+    where: Any = rng.choice(PLACES)
+    strategy, guilty, step = rng.choice(jobs.STRATEGIES[:3]), rng.randrange(4), rng.randrange(3, 12)
+    plan = getattr(FaultPlan(), kind)(rank=guilty, step=step, where=where) if kind in PLANNED else None
+    case = (strategy, kind, guilty, step, str(tmp_path))
+    run = spawn(train_one_of_four, 4, args=case, faults=plan, deadline="80s")
+    ended = time.time()
+    fired = run.faults[0].unix_s if run.faults else float((tmp_path / "fired").read_text().split()[0])
+    print(f"{case} {where}: {ended - fired:.1f} s")
+    assert run.alive == {}
+    assert named_by(run, tmp_path, guilty) == sorted({guilty, (guilty + 1) % 4} if kind == "cycle" else {guilty})
+    assert ended - fired < MATRIX_DEADLINE_S + 8

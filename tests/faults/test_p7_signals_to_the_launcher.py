@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from lightning_distplus import env
 from lightning_distplus.events import EventLog, read_events
+from tests.pairs import kept_rows
+from tests.processes import start, wait_until
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import os, sys, time
 from pathlib import Path
@@ -60,39 +61,27 @@ def rank(folder: str, deed: str) -> None:
 
 
 def launch(folder: Path, moment: str, number: int, deed: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(folder), moment, str(number), "--start", "cold",
-         "--log-dir", str(folder / "logs"), "-m", "tests.faults.test_p7_signals_to_the_launcher", str(folder), deed],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    options = ["--start", "cold", "--log-dir", folder / "logs"]
+    job = ["-m", "tests.faults.test_p7_signals_to_the_launcher", folder, deed]
+    return start("-c", LAUNCH, folder, moment, str(number), *options, *job)
 
 
 MOMENTS = ("importing", "before attempt 0", "before attempt 1", "running")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-IN_CI = {("importing", signal.SIGINT), ("before attempt 1", signal.SIGINT), ("running", signal.SIGHUP)}
+IN_CI = [("importing", signal.SIGINT), ("before attempt 1", signal.SIGINT), ("running", signal.SIGHUP)]
+ALL = [*product(MOMENTS, SIGNALS)]
+ALL.remove(("running", signal.SIGINT))  # which this rank does not take
 
 
-@pytest.mark.parametrize(
-    ("moment", "number"),
-    [
-        pytest.param(moment, number, marks=[] if (moment, number) in IN_CI else pytest.mark.soak)
-        for moment in MOMENTS
-        for number in SIGNALS
-        if (moment, number) != ("running", signal.SIGINT)  # this rank does not take it
-    ],
-)
+@pytest.mark.parametrize(("moment", "number"), kept_rows(ALL, IN_CI))
 def test_a_signal_at_any_moment_ends_the_job_as_documented(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     launcher = launch(tmp_path, moment, number, "waits" if moment == "running" else "fails")
     try:
         if moment == "running":
-            until = time.monotonic() + 100
-            while not (tmp_path / "began-0").exists():
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            wait_until((tmp_path / "began-0").exists)
             launcher.send_signal(number)
             (tmp_path / "fired").touch()
-        _, log = launcher.communicate(timeout=120)
+        log, _ = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
     assert (tmp_path / "fired").exists()
@@ -108,7 +97,7 @@ def test_a_signal_at_any_moment_ends_the_job_as_documented(moment: str, number: 
 def test_a_clock_that_is_set_back_stops_no_restart(tmp_path: Path) -> None:
     launcher = launch(tmp_path, "clock", 0, "fails")
     try:
-        _, log = launcher.communicate(timeout=120)
+        log, _ = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
     assert launcher.returncode == 0, log

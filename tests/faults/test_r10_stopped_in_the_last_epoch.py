@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_distplus.testing import spawn, weights_digest
 from tests.distributed import jobs
@@ -18,26 +18,13 @@ from tests.distributed.resume_jobs import Diary, Numbered, final_counters, fit, 
 from tests.pairs import kept
 
 
-class StopAfter(Callback):
-    """Sets ``should_stop`` after a number of steps."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step == self.step
+def stop(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.should_stop = True
 
 
-class OutOfTime(Callback):
-    """Lets the time of the run pass while one step is under way."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step - 1:
-            timer = next(one for one in trainer.callbacks if type(one).__name__ == "Timer")
-            timer._duration = 0.0
+def run_out_of_time(trainer: pl.Trainer, *_: Any) -> None:
+    timer = next(one for one in trainer.callbacks if type(one).__name__ == "Timer")
+    timer._duration = 0.0
 
 
 class Scheduled(Diary):
@@ -58,19 +45,19 @@ class Scheduled(Diary):
         return [optimizer], [steps, {"scheduler": plateau, "monitor": "loss"}]
 
 
-def last_of(folder: Path) -> dict[str, Any]:
-    return {
-        "callbacks": [ModelCheckpoint(dirpath=folder, save_last=True, save_on_train_epoch_end=True), TQDMProgressBar()],
-    }
+def last_of(folder: Path, *callbacks: pl.Callback) -> dict[str, Any]:
+    saver = ModelCheckpoint(dirpath=folder, save_last=True, save_on_train_epoch_end=True)
+    return {"callbacks": [*callbacks, saver, TQDMProgressBar()]}
 
 
 def stop_by(how: str, step: int, folder: Path) -> dict[str, Any]:
-    arguments = last_of(folder)
+    """After so many steps, or with so many under way when the time is over."""
     if how == "max_steps":
-        return {**arguments, "max_steps": step}
+        return {**last_of(folder), "max_steps": step}
     if how == "should_stop":
-        return {**arguments, "callbacks": [StopAfter(step), *arguments["callbacks"]]}
-    return {**arguments, "max_time": timedelta(hours=1), "callbacks": [OutOfTime(step), *arguments["callbacks"]]}
+        return last_of(folder, jobs.At("on_train_batch_end", stop, step=step))
+    out_of_time = jobs.At("on_train_batch_start", run_out_of_time, step=step - 1)
+    return {**last_of(folder, out_of_time), "max_time": timedelta(hours=1)}
 
 
 def trained(run: Diary) -> list[Any]:

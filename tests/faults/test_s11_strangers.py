@@ -8,18 +8,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus.events import read_events
 from lightning_distplus.process import children
 from lightning_distplus.testing import spawn, weights_digest
 from lightning_distplus.testing.spawning import free_port
 from tests.distributed import jobs
-from tests.faults.test_restarting import launch, results, undisturbed
+from tests.distributed.launch_jobs import launch, results, undisturbed
 
 NOBODY = 65534
 LISTENING = "0A"
@@ -128,21 +129,25 @@ while True:
 """
 
 
-def listening(launcher: int) -> dict[int, str]:
-    """The ports on which a job listens, and the address of each in the kernel's hexadecimal."""
-    family, found = [launcher], {}
-    for pid in family:
-        family += children(pid)
+def sockets_of(*pids: int | str) -> Iterator[tuple[str, str, str]]:
+    """The TCP sockets of processes, as the kernel shows them: own address, that of the peer, state."""
     held = set()
-    for pid in family:
+    for pid in pids:
         with contextlib.suppress(OSError):
             held |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     for table in ("tcp", "tcp6"):
         for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-            if words[3] == LISTENING and f"socket:[{words[9]}]" in held:
-                address, _, port = words[1].partition(":")
-                found[int(port, 16)] = address
-    return found
+            if f"socket:[{words[9]}]" in held:
+                yield words[1], words[2], words[3]
+
+
+def listening(launcher: int) -> dict[int, str]:
+    """The ports on which a job listens, and the address of each in the kernel's hexadecimal."""
+    family = [launcher]
+    for pid in family:
+        family += children(pid)
+    places = [own.partition(":") for own, _, state in sockets_of(*family) if state == LISTENING]
+    return {int(port, 16): address for address, _, port in places}
 
 
 def send_a_stranger(ports: Path, marker: Path) -> subprocess.Popen[str]:
@@ -172,7 +177,7 @@ def test_nothing_of_a_stranger_on_the_host_of_a_launched_job_runs(tmp_path: Path
         stranger.kill()
 
     try:
-        code, log = launch(tmp_path, str(tmp_path), "0.5", then=then)
+        code, log = launch(tmp_path, "0.5", then=then)
     finally:
         stranger.kill()
     output, errors = stranger.communicate(timeout=30)
@@ -187,33 +192,20 @@ STEPS = 24
 CONNECTIONS = 4  # of a rank to the store; see ControlPlane.second_line
 
 
-class Slow(Callback):
-    """A step takes an eighth of a second; a save takes part in the calls that are compared."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(0.125)
-
-
-class CountConnections(Callback):
-    """How many this rank has to the store, while it trains."""
-
-    count = 0
-
-    def on_train_end(self, *_: Any) -> None:
-        port = f":{int(os.environ['MASTER_PORT']):04X}"
-        held = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-        for table in ("tcp", "tcp6"):
-            for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-                self.count += words[2].endswith(port) and f"socket:[{words[9]}]" in held
-
-
 def train_beside_a_stranger(folder: str) -> tuple[str, int]:
-    strategy = jobs.strategy("ResilientDDP", timeout={"step": "20s", "setup": "60s"})
-    saves = ModelCheckpoint(folder, every_n_train_steps=6)
-    connections = CountConnections()
-    trainer = jobs.fit(strategy, 2, folder, max_steps=STEPS, max_epochs=-1, callbacks=[Slow(), connections, saves])
+    """The weights, and how many connections this rank had to the store while it trained."""
+    port, held = f":{int(os.environ['MASTER_PORT']):04X}", []
+
+    def count(*_: Any) -> None:
+        held.extend(peer for _, peer, _ in sockets_of("self") if peer.endswith(port))
+
+    slow = jobs.At("on_train_batch_start", lambda *_: time.sleep(0.125))
+    # A save takes part in the calls that are compared.
+    callbacks = [slow, jobs.At("on_train_end", count), ModelCheckpoint(folder, every_n_train_steps=6)]
+    timeout = {"step": "20s", "setup": "60s"}
+    trainer = jobs.fit("ResilientDDP", 2, folder, timeout=timeout, max_steps=STEPS, max_epochs=-1, callbacks=callbacks)
     assert trainer.global_step == STEPS
-    return weights_digest(trainer.lightning_module), connections.count
+    return weights_digest(trainer.lightning_module), len(held)
 
 
 def test_what_a_stranger_writes_to_the_store_ends_signals_and_names_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,8 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import start
 
 
 class Model(jobs.Model):
@@ -38,18 +36,17 @@ def main(start_method: str, folder: str) -> None:
     """A fit of three steps and its continuation, whose ranks this process starts."""
     for steps, load in ((3, None), (6, "last")):
         saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
-        strategy = jobs.strategy("ResilientDDP", start_method=start_method, timeout="60s")
-        options = {"max_steps": steps, "callbacks": [saver]}
-        jobs.trainer(strategy, 2, folder, **options).fit(Model(), ckpt_path=load)
+        options = {"start_method": start_method, "timeout": "60s", "max_steps": steps, "callbacks": [saver]}
+        jobs.trainer("ResilientDDP", 2, folder, **options).fit(Model(), ckpt_path=load)
 
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])  # ten imports
 def test_ranks_that_multiprocessing_starts_train_and_resume(start_method: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults.test_s13_lifecycle", start_method, str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr
-    first, second = (line.split()[1:] for line in run.stdout.splitlines() if line.startswith("losses"))
+    run = start("-m", "tests.faults.test_s13_lifecycle", start_method, tmp_path)
+    shown, _ = run.communicate(timeout=280)
+    assert run.returncode == 0, shown
+    first, second = (line.split()[1:] for line in shown.splitlines() if line.startswith("losses"))
     assert (len(first), len(second)) == (3, 3)
     assert not set(first) & set(second)
 

@@ -183,6 +183,10 @@ def test_line_of_the_newest_commit_wins_over_a_higher_step_and_one_warning_names
     assert newest_valid(tmp_path) == tmp_path / "10.ckpt"
     assert newest_valid(tmp_path, but=[tmp_path / "10.ckpt", tmp_path / "12.ckpt"]) == first
     assert [report.path.stem for report in committed_in(tmp_path)] == ["12", "10", "8", "20", "16"]
+    lose_marker(tmp_path / "20.ckpt")
+    caplog.clear()
+    assert newest_valid(tmp_path) == tmp_path / "10.ckpt"
+    assert f"{tmp_path / '20.ckpt'} is passed over" in caplog.text, "nobody knows its line: it might be the newest"
 
 
 def test_run_that_began_anew_is_a_line_of_its_own(tmp_path: Path, save: Any, caplog: pytest.LogCaptureFixture) -> None:

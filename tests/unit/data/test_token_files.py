@@ -609,6 +609,17 @@ def test_fingerprint_of_a_megatron_pair_is_what_it_has_always_been(tmp_path: Pat
     assert MegatronTokens(tmp_path / "c", 2).fingerprint() == "dd4d94ac691ab343"
 
 
+def test_fingerprints_of_few_files_and_of_samples_of_many_are_what_they_have_always_been(tmp_path: Path) -> None:
+    for folder in ("few", "many"):
+        (tmp_path / folder).mkdir()
+    for number in range(3):
+        np.save(tmp_path / "few" / f"{number}.npy", np.arange(number, number + 9, dtype=np.uint16))
+    for number in range(70):
+        (tmp_path / "many" / f"{number:02d}.bin").write_bytes(bytes([number]) * 300_000)
+    assert opened(tmp_path / "few", seq_len=4, split=(0.0, 0.9)).fingerprint() == "04834b2956c01634"
+    assert opened(tmp_path / "many", seq_len=4, dtype="uint16").fingerprint() == "e142f81ed29dce3d"
+
+
 def test_fingerprint_follows_the_content_of_any_file_and_not_its_place(packed: Path, tmp_path: Path) -> None:
     first = opened(packed).fingerprint()
     moved = packed.rename(tmp_path / "moved")

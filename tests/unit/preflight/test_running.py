@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
 from lightning_distplus import env
 from lightning_distplus.errors import PreflightError
 from lightning_distplus.preflight import LAUNCH_CHECKS, Facts, Finding, Status, raise_errors, run_checks
+from lightning_distplus.preflight.agreement import as_message, merged
 
 
 def fails(facts: Facts) -> Iterator[Finding]:
@@ -165,3 +168,31 @@ def test_an_interface_that_is_named_must_be_there(
         ((name, value),) = variables.items()
         assert f"{name}={value}" in found[0].subject
         assert "lo" in found[0].detail
+
+
+def test_a_check_that_hangs_is_a_warning_and_the_others_are_made() -> None:
+    ends = threading.Event()
+
+    def hangs(facts: Facts) -> Iterator[Finding]:
+        ends.wait(30)
+        return iter(())
+
+    def speaks(facts: Facts) -> Iterator[Finding]:
+        yield Finding(status=Status.NOTE, subject="here")
+
+    checks = {"speaks": speaks, "hangs": hangs}
+    findings = run_checks(checks, Facts(variables={}), deadline=timedelta(seconds=0.5))
+    ends.set()
+    assert [(found.check, found.status) for found in findings] == [("speaks", Status.NOTE), ("hangs", Status.WARNING)]
+    assert "'hangs' had not ended" in findings[1].subject
+
+
+def test_what_several_ranks_find_is_said_once_with_the_host_of_the_lowest() -> None:
+    low, other = (
+        Finding(check="disk", status=Status.ERROR, subject=text, detail="4 MB/s") for text in ("slow", "full")
+    )
+    found = merged([as_message("a", []), as_message("b", [low]), as_message("c", [low, other]), as_message("d", [low])])
+    assert [(one.subject, one.detail) for one in found] == [
+        ("slow", "host b, rank 1: 4 MB/s (and ranks 2-3)"),
+        ("full", "host c, rank 2: 4 MB/s"),
+    ]

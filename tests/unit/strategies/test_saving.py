@@ -1,13 +1,17 @@
-"""The staged copy: values of its moment, in the memory of the copy before it."""
+"""The staged copy: values of its moment, in the memory of the copy before it. What a ModelCheckpoint knows."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.strategies.saving import Staging
+from lightning_distplus.errors import SaveFailed
+from lightning_distplus.strategies.saving import FailingSaves, Staging
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:
@@ -76,3 +80,26 @@ def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew
         assert staging.copy([gathered], number)[0][0] == number
         del gathered
     assert len(set(addresses)) < len(addresses), "no memory was used again"
+
+
+def test_who_has_entered_a_save_that_fails_knows_what_it_knew_before_and_others_are_left_alone() -> None:
+    best, other = ModelCheckpoint(monitor="x", mode="max", save_top_k=2), ModelCheckpoint(save_last=True)
+    failing = FailingSaves("continue")
+    failing.begin(SimpleNamespace(checkpoint_callbacks=[best, other]))  # type: ignore[arg-type]
+    for score, models in ((1.0, "1"), (2.0, "12"), (3.0, "23")):  # which lets 1 go before 3 is saved
+        best.best_k_models = {path: torch.tensor(float(path)) for path in models}
+        best.best_model_path, best.kth_best_model_path = models[-1], models[0]
+        best.best_model_score, best.kth_value = torch.tensor(score), torch.tensor(float(models[0]))
+        if score < 3:
+            failing.succeeded()
+    other.last_model_path = "of its own"
+    assert not failing.is_in_books("1")
+    failing.failed("3", SaveFailed("No space left", [1]))
+    assert list(best.best_k_models) == ["1", "2"]
+    assert (best.best_model_path, best.kth_best_model_path, best.best_model_score, best.kth_value) == ("2", "1", 2, 1)
+    assert other.last_model_path == "of its own"
+    assert [failing.is_in_books(path) for path in ("1", "2", "3")] == [True, True, False]
+    with pytest.raises(SaveFailed, match=r"1 saves failed in this run.*No space left"):
+        failing.require_saved()
+    failing.succeeded()
+    failing.require_saved()

@@ -140,37 +140,31 @@ class Mesh:
         yield ("item", "end")
 
     def _with_habit(self, rank: int) -> Iterator[tuple[Any, ...]]:
-        before: tuple[Any, ...] = ("",)
-        num_losses = 0
+        before, num_losses = "", 0
         for one in self._program(rank):
             num_losses += one == ("item", "loss")
-            if self.habit == "the last rank reads every second loss" and one == ("item", "loss") and num_losses % 2:
-                continue
-            yield from self._waits_before(rank, one, before)
-            yield one
-            yield from self._waits_after(rank, one)
-            before = one
-
-    def _waits_before(self, rank: int, one: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        is_backward = one == ("compute", self.draw_time("backward")) and before[0] != "wait"
-        if self.habit == "all ranks synchronize before each backward" and is_backward:
-            yield ("sync",)
-        if self.habit == "rank 0 synchronizes before the norm" and rank == 0 and one[4:] == ("norm",):
-            yield ("sync",)
-        if self.habit == "all ranks of the last stage read a result before the loss" and one[4:] == ("loss",):
-            yield ("item", "tp")
-
-    def _waits_after(self, rank: int, one: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        is_of_grads = str(one[-1]).startswith("grads")
-        if one == ("wait", "loss"):
-            if self.habit == "all ranks of the last stage read the loss":
-                yield ("item", "loss")
-            if self.habit == "the first rank of each tensor-parallel group reads the loss" and not self.place(rank)[2]:
-                yield ("item", "loss")
-        if self.habit == "all ranks read what the gradients tell" and one[0] == "wait" and is_of_grads:
-            yield ("item", one[-1])
-        if self.habit == "the first rank of each host reads what the gradients tell" and rank % RANKS_OF_HOST == 0:
-            yield from [("item", one[-1])] if one[0] == "coll" and is_of_grads else []
+            kind, is_of_grads = one[0], str(one[-1]).startswith("grads")
+            ahead: list[tuple[Any, ...]] = []
+            behind: list[tuple[Any, ...]] = []
+            match self.habit:
+                case "all ranks synchronize before each backward":
+                    ahead = [("sync",)] * (one == ("compute", self.draw_time("backward")) and before != "wait")
+                case "rank 0 synchronizes before the norm":
+                    ahead = [("sync",)] * (rank == 0 and one[4:] == ("norm",))
+                case "all ranks of the last stage read a result before the loss":
+                    ahead = [("item", "tp")] * (one[4:] == ("loss",))
+                case "all ranks of the last stage read the loss":
+                    behind = [("item", "loss")] * (one == ("wait", "loss"))
+                case "the first rank of each tensor-parallel group reads the loss":
+                    behind = [("item", "loss")] * (one == ("wait", "loss") and not self.place(rank)[2])
+                case "all ranks read what the gradients tell":
+                    behind = [("item", one[-1])] * (kind == "wait" and is_of_grads)
+                case "the first rank of each host reads what the gradients tell":
+                    behind = [("item", one[-1])] * (kind == "coll" and is_of_grads and rank % RANKS_OF_HOST == 0)
+                case "the last rank reads every second loss" if one == ("item", "loss") and num_losses % 2:
+                    continue
+            yield from (*ahead, one, *behind)
+            before = kind
 
     def _layers(self, way: str, step: int, batch: int) -> Iterator[tuple[Any, ...]]:
         for layer in range(self.layers):

@@ -198,7 +198,7 @@ def test_runs_that_share_a_folder_and_a_second_write_their_own_verdicts(tmp_path
     for run_id in ("a", "b/c"):
         verdict = judge({0: evidence(0), 1: evidence(1, waits=False)}, name_incident("hang", run_id, 1000), run_id)
         assert not verdict.is_written(tmp_path, "node0")
-        assert verdict.write_first(tmp_path, "node0") is not None
+        verdict.write(tmp_path, "node0")
         assert verdict.is_written(tmp_path, "node0")
     assert [one["run_id"] for one in find_verdicts(tmp_path, run_id="b/c")] == ["b/c"]
     assert len(find_verdicts(tmp_path)) == 2

@@ -18,7 +18,6 @@ from lightning_distplus.majority import odd_ranks
 
 __all__ = ["Rebuild", "describe", "describe_tensor", "flatten", "gather"]
 
-_ALIGNMENT_BYTES = 16  # every dtype can be read at a multiple of it
 _SHOWN_LEAVES = 6
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -26,22 +25,16 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaf:
-    """What one rank holds in one place of its tree."""
+    """What one rank holds in one place of its tree; the same on all ranks, as the number of rows is left out."""
 
     path: str
     dtype: str
     """Of the tensor; for what cannot be gathered, the name of its type."""
-    num_rows: int
-    row: tuple[int, ...]
+    row: tuple[int, ...] = ()
     """The shape without the first dimension."""
-    is_single: bool
+    is_single: bool = True
     """Whether it is a number, or a tensor without dimensions: one row."""
     is_refused: bool = False
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What must be the same on all ranks: everything but the number of rows."""
-        return self.path, self.dtype, self.row, self.is_single, self.is_refused
 
     def describe(self) -> str:
         shape = "" if self.is_refused else "[]" if self.is_single else f"[{', '.join(map(str, ('*', *self.row)))}]"
@@ -70,10 +63,15 @@ def gather(tree: Any) -> Any:
     places, rebuild = flatten(tree)
     rows = [_as_rows(value) for _, value in places]
     mine = [_leaf(path, value, tensor) for (path, value), tensor in zip(places, rows, strict=True)]
-    all_leaves = _exchange_leaves(mine)
-    _refuse_differences(all_leaves)
+    points = active_points()
+    if points is not None and points.are_due and dist.is_initialized():
+        points.meet(Point(operation="gather"))
+    _refuse_differences(_from_all_ranks(mine))
     tensors = [tensor for tensor in rows if tensor is not None]
-    return rebuild(_concatenated(tensors, _exchange_bytes(tensors, all_leaves), all_leaves))
+    # Of a view, its whole storage would travel.
+    told = _from_all_ranks([tensor.cpu().clone() for tensor in tensors])
+    columns = zip(tensors, zip(*told, strict=True), strict=True)
+    return rebuild(torch.cat([one.to(own.device) for one in column]) for own, column in columns)
 
 
 def _as_rows(value: Any) -> torch.Tensor | None:
@@ -88,24 +86,17 @@ def _as_rows(value: Any) -> torch.Tensor | None:
 
 def _leaf(path: str, value: Any, tensor: torch.Tensor | None) -> _Leaf:
     if tensor is None:
-        return _Leaf(path=path, dtype=type(value).__name__, num_rows=0, row=(), is_single=True, is_refused=True)
-    return _Leaf(
-        path=path,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        num_rows=len(tensor),
-        row=tuple(tensor.shape[1:]),
-        is_single=not isinstance(value, torch.Tensor) or value.ndim == 0,
-    )
+        return _Leaf(path=path, dtype=type(value).__name__, is_refused=True)
+    is_single = not isinstance(value, torch.Tensor) or value.ndim == 0
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Leaf(path=path, dtype=dtype, row=tuple(tensor.shape[1:]), is_single=is_single)
 
 
-def _exchange_leaves(mine: list[_Leaf]) -> list[list[_Leaf]]:
+def _from_all_ranks(value: Any) -> list[Any]:
     if not dist.is_initialized():
-        return [mine]
-    points = active_points()
-    if points is not None and points.are_due:
-        points.meet(Point(operation="gather"))
+        return [value]
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    dist.all_gather_object(told, value)
     return told
 
 
@@ -124,14 +115,11 @@ def _refuse_differences(all_leaves: Sequence[Sequence[_Leaf]]) -> None:
             field="structure",
             values=refused,
         )
-    kinds = [tuple(leaf.kind for leaf in leaves) for leaves in all_leaves]
-    wrong, _ = odd_ranks(dict(enumerate(kinds)))
+    wrong, _ = odd_ranks(dict(enumerate(all_leaves)))
     if not wrong:
         return
-    shared = set(kinds[0]).intersection(*kinds[1:])
-    texts = {
-        rank: _shown([leaf for leaf in leaves if leaf.kind not in shared]) for rank, leaves in enumerate(all_leaves)
-    }
+    shared = set(all_leaves[0]).intersection(*all_leaves[1:])
+    texts = {rank: _shown([leaf for leaf in leaves if leaf not in shared]) for rank, leaves in enumerate(all_leaves)}
     raise DivergenceError(
         f"The trees that the ranks gather differ in more than the number of rows: {sides(texts)}. Nothing was "
         "exchanged. Make keys, lengths of lists, dtypes and all dimensions but the first the same; a rank without rows "
@@ -146,55 +134,6 @@ def _shown(leaves: Sequence[_Leaf]) -> str:
     texts = [leaf.describe() for leaf in leaves[:_SHOWN_LEAVES]] or ["nothing in that place"]
     more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
     return f"holds {', '.join(texts)}{more}"
-
-
-def _exchange_bytes(tensors: Sequence[torch.Tensor], all_leaves: Sequence[Sequence[_Leaf]]) -> list[torch.Tensor]:
-    """All leaves of each rank as one buffer, padded to the longest: one collective, whatever the dtypes."""
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    sizes = [[_padded(leaf.num_rows * _row_bytes(leaf)) for leaf in leaves] for leaves in all_leaves]
-    device = _device_of_the_group()
-    buffer = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
-    start = 0
-    for part in parts:
-        buffer[start : start + len(part)] = part.to(device)
-        start += _padded(len(part))
-    if not dist.is_initialized() or not len(buffer):
-        return [buffer] * len(all_leaves)
-    buffers = [torch.empty_like(buffer) for _ in all_leaves]
-    dist.all_gather(buffers, buffer)
-    return buffers
-
-
-def _concatenated(
-    tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], all_leaves: Sequence[Sequence[_Leaf]]
-) -> Iterator[torch.Tensor]:
-    """Each leaf with the rows of all ranks, cut out of their buffers."""
-    starts = [0] * len(buffers)
-    for number, tensor in enumerate(tensors):
-        pieces = []
-        for rank, buffer in enumerate(buffers):
-            leaf = all_leaves[rank][number]
-            num_bytes = leaf.num_rows * _row_bytes(leaf)
-            piece = buffer[starts[rank] : starts[rank] + num_bytes].view(tensor.dtype)
-            pieces.append(piece.reshape(leaf.num_rows, *leaf.row).to(tensor.device))
-            starts[rank] += _padded(num_bytes)
-        yield torch.cat(pieces)
-
-
-def _row_bytes(leaf: _Leaf) -> int:
-    dtype: torch.dtype = getattr(torch, leaf.dtype)
-    return torch.Size(leaf.row).numel() * dtype.itemsize
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _device_of_the_group() -> torch.device:
-    """Where the default group moves its data: the GPU with NCCL, else the CPU."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 # -- taking trees apart ------------------------------------------------------------------------------------------------

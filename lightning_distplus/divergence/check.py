@@ -275,6 +275,11 @@ class Budget:
         self._agreed: dict[str, float] = {}
         self._asked: Counter[str] = Counter()
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether the ranks have agreed on what the looks cost."""
+        return bool(self._agreed)
+
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
         now = time.perf_counter()

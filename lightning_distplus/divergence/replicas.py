@@ -99,8 +99,8 @@ class Windows:
         self.pieces = _cut(self._tensors, count)
         self._known: dict[int, tuple[tuple[int, int, torch.dtype], _Bytes]] = {}
 
-    def fingerprint(self, number: int) -> Tensor | None:
-        """The fingerprint of window ``number % count``: a 0-dim int64 on the device, without waiting; None if empty."""
+    def fingerprint(self, number: int) -> int | Tensor | None:
+        """Of window ``number % count``, None if empty; elsewhere than on a CPU a 0-dim int64 there, without waiting."""
         pieces = self.pieces[number % self.count]
         if not pieces:
             return None
@@ -155,7 +155,7 @@ def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return from_reductions(tensors)
     wholes = [one.detach().contiguous() for one in tensors if _is_held(one)]
-    return _hashed([_bytes_of(whole) for whole in wholes])  # while they live: some are copies
+    return torch.tensor(_hashed([_bytes_of(whole) for whole in wholes]))  # while they live: some are copies
 
 
 def _bytes_of(tensor: Tensor) -> _Bytes:
@@ -163,12 +163,12 @@ def _bytes_of(tensor: Tensor) -> _Bytes:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
-def _hashed(parts: Sequence[_Bytes]) -> Tensor:
+def _hashed(parts: Sequence[_Bytes]) -> int:
     hasher = xxhash.xxh3_64()
     for part in parts:
         hasher.update(part)
     value = hasher.intdigest()
-    return torch.tensor(value - (1 << 64) if value >> 63 else value)
+    return value - (1 << 64) if value >> 63 else value
 
 
 def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
@@ -487,7 +487,8 @@ class ReplicaCheck(Check):
                 self._find(f"before step {step}")
             else:
                 self._agreed_at[self._window] = step
-            if self._num_states != self._count_states():
+            may_be_new = self._window == 0 or not self.run.budget.has_plan
+            if may_be_new and self._num_states != self._count_states():
                 self._compare_all(f"before step {step}")
                 return
         if step % self._comparison_every == 0:

@@ -203,8 +203,9 @@ _OF_GROUP = ("lr", "weight_decay")
 
 
 class SettingsCheck(Check):
-    """Compares, before every step, the number of collectives, and learning rates, step counts, trainable parameters and
-    the loss scale as often as the budget allows.
+    """Compares learning rates, step counts, trainable parameters, loss scale and the number of collectives.
+
+    All of this is looked at before a step, as often as the budget allows.
 
     Above 2,000 parameters, which of them are trainable is compared every ``parameters_every_n_steps`` only; a value
     that lies on a device is not read.
@@ -237,7 +238,7 @@ class SettingsCheck(Check):
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The first learning rate and the loss scale as they are, everything as one number."""
         if not self.run.budget.is_due("settings"):
-            return {"collectives": _compat.num_collectives()}
+            return {}
         began = time.thread_time()
         numbers = self._numbers()
         learning_rate = numbers[0] if numbers else 0.0

@@ -11,6 +11,7 @@ Systems 22 (3), 2006.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,37 +41,33 @@ class Window(NamedTuple):
 
     end: float
     """Unix time."""
-    seconds: float
     step: int
     """Optimizer steps that were done at its end."""
+    loss: float | None
+    seconds: float
     steps: int
-    data_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0
-    wait_s: float = 0.0
-    checkpoint_s: float = 0.0
-    validation_s: float = 0.0
-    loss: float | None = None
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    wait_s: float
+    checkpoint_s: float
+    validation_s: float
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Window:
         """Reads one; a field that is missing is 0."""
         get = event.get
         return cls(
-            event["time"], get("seconds", 0.0), get("global_step", 0), get("steps", 0), get("data_s", 0.0),
-            get("forward_s", 0.0), get("backward_s", 0.0), get("optimizer_s", 0.0), get("wait_s", 0.0),
-            get("checkpoint_s", 0.0), get("validation_s", 0.0), get("loss"),
+            event["time"], get("global_step", 0), get("loss"), get("seconds", 0.0), get("steps", 0),
+            get("data_s", 0.0), get("forward_s", 0.0), get("backward_s", 0.0), get("optimizer_s", 0.0),
+            get("wait_s", 0.0), get("checkpoint_s", 0.0), get("validation_s", 0.0),
         )  # fmt: skip
 
     def before(self, later: Window) -> Window:
         """Both as one window."""
-        return Window(
-            later.end, self.seconds + later.seconds, later.step, self.steps + later.steps, self.data_s + later.data_s,
-            self.forward_s + later.forward_s, self.backward_s + later.backward_s, self.optimizer_s + later.optimizer_s,
-            self.wait_s + later.wait_s, self.checkpoint_s + later.checkpoint_s, self.validation_s + later.validation_s,
-            self.loss if later.loss is None else later.loss,
-        )  # fmt: skip
+        loss = self.loss if later.loss is None else later.loss
+        return Window(later.end, later.step, loss, *map(operator.add, self[3:], later[3:]))
 
     @property
     def step_s(self) -> float:

@@ -324,13 +324,11 @@ def _failures(events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) 
     """Errors that ranks have told, without those of ranks that stopped because another one is blamed."""
     blamed = {one.number: one.culprits for one in attempts if one.culprits}
     found = []
-    for event in events:
-        if event["kind"] == "failed":
-            error = str(event.get("error", "")).partition("\n")[0]
-            is_of_peers = error.startswith(("PeerFailed", "PeerLost", "PeerMissing"))
-            if not is_of_peers or event["rank"] in blamed.get(event["attempt"], [event["rank"]]):
-                place = {"rank": event["rank"], "at": event["time"], "attempt": event["attempt"]}
-                found.append({**place, "error": error})
+    for event in (one for one in events if one["kind"] == "failed"):
+        rank, number, error = event["rank"], event["attempt"], str(event.get("error", "")).partition("\n")[0]
+        is_of_peers = error.startswith(("PeerFailed", "PeerLost", "PeerMissing"))
+        if not is_of_peers or rank in blamed.get(number, [rank]):
+            found.append({"rank": rank, "at": event["time"], "attempt": number, "error": error})
     return found[:_MOST_NOTICES]
 
 
@@ -352,12 +350,11 @@ def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
         return []
     ranks, hosts = ledgers.newest, ledgers.hosts
     attempt = next(number for (_, number), windows in ledgers.windows.items() if windows is ranks)
-    named = [event for event in ledgers.events if event["kind"] == "straggler" and event["attempt"] == attempt]
-    since = {
-        rank: event.get("since_step", event.get("global_step"))
-        for event in reversed(named)
-        for rank in event.get("ranks", ())
-    }
+    since: dict[int, Any] = {}
+    for event in ledgers.events:
+        if event["kind"] == "straggler" and event["attempt"] == attempt:
+            for rank in event.get("ranks", ()):
+                since.setdefault(rank, event.get("since_step", event.get("global_step")))
     first = min(since.values(), default=0) or 0
     late = {
         rank: step_parts([one for one in windows if one.step > first][-_COLUMNS:] or windows[-1:])
@@ -365,10 +362,8 @@ def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
     }
     found = []
     for rank, parts in late.items():
-        others = {
-            part: median([late[other][part] for other in late if other != rank] or [parts[part]])
-            for part in _PARTS_OF_STEP
-        }
+        peers = [theirs for other, theirs in late.items() if other != rank] or [parts]
+        others = {part: median([theirs[part] for theirs in peers]) for part in _PARTS_OF_STEP}
         part = max(_PARTS_OF_STEP, key=lambda name: parts[name] - others[name])
         excess = parts[part] - others[part]
         if rank in since or (excess > _LATE_SHARE * parts["whole"] and excess > _LATE_S and part != "backward"):

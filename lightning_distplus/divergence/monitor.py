@@ -43,7 +43,8 @@ class RankDivergenceMonitor(GateMonitor):
     Works with every strategy of Lightning; on a Resilient one it uses that strategy's gate.
 
     Args:
-        every_n_steps: How often the batches are looked into, at most.
+        every_n_steps: How often the batches are looked into, at most. Place, learning rate and settings are compared
+            each step.
         parameters_every_n_steps: How often replicated state is compared in full, at most.
         on_divergence: ``"raise"`` on all ranks; ``"warn"`` where the run can go on, which it cannot when the ranks
             stand at different points; ``"skip"`` leaves out, on all ranks, a step whose loss or gradients are not
@@ -61,7 +62,7 @@ class RankDivergenceMonitor(GateMonitor):
             report, ``"warn"`` the log as well, as ``StragglerMonitor()`` does; or ``"ignore"``.
         state_at_rest: Fingerprint what this rank alone holds (its shards of weights and optimizer state) after each
             step, and again before the next one: finds memory that changes by itself. Costs two passes over it.
-        budget: How much of a step's time the looks at settings, batches and replicated state may take, once a full
+        budget: How much of a step's time the looks at samples and at replicated state may take, once a full
             comparison has shown what they cost: they become rarer until they fit. What must be seen in each step stays.
             The ledger tells how many steps a pass over the whole state takes (``monitor_plan``). None: nothing waits.
         batch_shapes: ``"any"`` where batches of different sizes are right, as for sequences; ``"equal"`` where each

@@ -203,9 +203,8 @@ _OF_GROUP = ("lr", "weight_decay")
 
 
 class SettingsCheck(Check):
-    """Compares learning rates, step counts, trainable parameters, loss scale and the number of collectives.
-
-    All of this is looked at before a step, as often as the budget allows.
+    """Compares, before every step, learning rates, step counts, the trainable parameters, the loss scale and the number
+    of collectives.
 
     Above 2,000 parameters, which of them are trainable is compared every ``parameters_every_n_steps`` only; a value
     that lies on a device is not read.
@@ -237,23 +236,18 @@ class SettingsCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The first learning rate and the loss scale as they are, everything as one number."""
-        if not self.run.budget.is_due("settings"):
-            return {}
-        began = time.thread_time()
         numbers = self._numbers()
         learning_rate = numbers[0] if numbers else 0.0
         if len(self._tensors) <= _MAX_PARAMETERS or self._num_said % self.run.parameters_every_n_steps == 0:
             numbers.append(hash(tuple([tensor.requires_grad for tensor in self._tensors])))
         self._num_said += 1
-        fields = {
+        return {
             "learning_rate": learning_rate,
             "loss_scale": 0.0 if self._scaler is None else float(self._scaler.get_scale()),
             # The hash of a tuple of numbers is the same in every process.
             "settings": hash(tuple(numbers)) & _MASK,
             "collectives": _compat.num_collectives(),
         }
-        self.run.budget.took("settings", began)
-        return fields
 
     def explain(self, field: str) -> dict[str, Any]:
         """Each number with its name."""
@@ -307,7 +301,7 @@ class BatchCheck(Check):
 
     Structure and place in the data must agree. Ranks that share a place on the data-parallel axis must hold identical
     batches; others must not, twice in a row. A batch on a device is read every ``parameters_every_n_steps`` only, and
-    all of this is looked at as often as the budget allows.
+    any batch as often as the budget allows.
 
     Args:
         every_n_steps: How often it looks.
@@ -338,9 +332,6 @@ class BatchCheck(Check):
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Structure, place and content of this rank's batch."""
-        if not self.run.budget.is_due("batch"):
-            return {}
-        began = time.thread_time()
         self._batch = batch
         turn, rest = divmod(self._num_said, self._every)
         self._num_said += 1
@@ -349,10 +340,12 @@ class BatchCheck(Check):
         if rest == 0:
             if self._compares_structure:
                 fields["batch_structure"] = self._structure_of(batch)
-            ids = self.run.sample_ids()
-            may_read = turn % self._reads_every == 0
-            fields["batch_content"] = digest(ids) if ids is not None else _content(batch) if may_read else 0
-        self.run.budget.took("batch", began)
+            if self.run.budget.is_due("batch"):
+                began = time.thread_time()
+                ids = self.run.sample_ids()
+                may_read = turn % self._reads_every == 0
+                fields["batch_content"] = digest(ids) if ids is not None else _content(batch) if may_read else 0
+                self.run.budget.took("batch", began)
         return fields
 
     def explain(self, field: str) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.divergence.check import Budget, GateMonitor
+from lightning_distplus.divergence.settings import BatchCheck
 
 FIGURES = {"step": 0.020, "state": 0.001, "batch": 0.0001, "everything": 0.001}
 
@@ -22,17 +24,28 @@ def test_nothing_waits_before_all_ranks_have_measured() -> None:
 
 
 def test_a_look_takes_at_most_its_part_of_the_share() -> None:
-    budget = Budget(0.005)  # 100 us of a step: 40 for windows, 20 for the batch, 20 for full comparisons
+    budget = Budget(0.005)  # 100 us of a step: 50 for windows, 25 for the batch, 25 for full comparisons
     budget.agree([FIGURES, FIGURES])
-    assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (25, 5, 50)
-    assert (budget.exceeds("state", 16), budget.exceeds("everything", 51)) == (2, 1)
-    assert [budget.is_due("batch") for _ in range(10)] == [False, False, False, False, True] * 2
+    assert (budget.exceeds("state"), budget.exceeds("batch"), budget.exceeds("everything")) == (20, 4, 40)
+    assert (budget.exceeds("state", 16), budget.exceeds("everything", 50)) == (2, 1)
+    assert [budget.is_due("batch") for _ in range(10)] == [number % 4 == 3 for number in range(10)]
+
+
+def test_place_and_structure_are_said_in_each_step_and_samples_as_often_as_the_budget_allows() -> None:
+    check: Any = BatchCheck(1)
+    budget = Budget(0.005)
+    budget.agree([FIGURES, FIGURES])
+    check.run = SimpleNamespace(budget=budget, trainer=None, sample_ids=lambda: None)
+    check._loaders, check._mine, check._compares_structure, check._reads_every = [], 0, True, 1
+    said = [check.say(torch.ones(2), step) for step in range(8)]
+    assert all(one["data_fingerprint"] and one["batch_structure"] for one in said)
+    assert ["batch_content" in one for one in said] == [False, False, False, True] * 2
 
 
 def test_the_largest_cost_and_the_shortest_step_count() -> None:
     budget = Budget(0.005)
     budget.agree([{**FIGURES, "state": 0.002}, {**FIGURES, "step": 0.010}])
-    assert budget.exceeds("state") == 100
+    assert budget.exceeds("state") == 80
 
 
 def test_without_a_share_nothing_waits() -> None:

@@ -21,7 +21,9 @@ _THEIR_IMPORTS = (
     "boto3", "filelock", "obstore", "tifffile", "requests", "brotli", "zstd", "python-snappy", "paramiko",
     "google-cloud-storage", "catalogue", "lightning-utilities", "tqdm",
 )  # fmt: skip
-# They import it for pictures, of which there are none here; a wheel of it would bring another torch.
+# They import it for pictures, of which there are none here; a wheel of it would bring another torch. Lightning's
+# torchmetrics would take it for a whole one.
+_PICTURES = "pictures"
 _TORCHVISION = {
     "__init__.py": "",
     "datasets.py": "class VisionDataset:\n    pass\n\n\nclass CIFAR10:\n    pass\n",
@@ -43,8 +45,8 @@ def interpreter() -> Path:
         _quietly(*pip, "--no-deps", *_RIVALS)
         _quietly(*pip, *_THEIR_IMPORTS)
         for name, text in _TORCHVISION.items():
-            (packages / "torchvision" / name).parent.mkdir(parents=True, exist_ok=True)
-            (packages / "torchvision" / name).write_text(text)
+            (folder / _PICTURES / "torchvision" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / _PICTURES / "torchvision" / name).write_text(text)
         mark.touch()
     return python
 
@@ -52,8 +54,10 @@ def interpreter() -> Path:
 def call(job: str, *arguments: Any) -> Any:
     """Runs a job of ``rival_jobs`` in a process of its own and returns its result."""
     words = [json.dumps(argument) for argument in arguments]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
-    text = _quietly(str(interpreter()), "-m", "benchmarks.rival_jobs", job, *words, env=environment)
+    python = interpreter()
+    paths = [_ROOT] if "lightning_distplus" in arguments else [_ROOT, python.parents[1] / _PICTURES]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONWARNINGS": "ignore"}
+    text = _quietly(str(python), "-m", "benchmarks.rival_jobs", job, *words, env=environment)
     return json.loads(text.splitlines()[-1])
 
 

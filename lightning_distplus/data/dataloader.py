@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -278,26 +279,23 @@ class MapOrder:
         if (position := self.fit.position()) is not None:
             while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
                 self._passes.pop(0)  # no checkpoint can stand there any more
-        epoch, before = self.fit.epoch, self._passes[-1] if self._passes else None
-        this = _Pass(epoch, before.number + 1 if before is not None and before.epoch == epoch else 0, saved=saved)
+        loader, epoch = self.loader, self.fit.epoch
+        number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
+        this = _Pass(epoch, number, saved=saved)
         if saved is not None:
             this.number, this.skip = saved["number"], saved["batch"]
         self._passes.append(this)
-        return self._batches_of(this, self._iterator(this, iterate))
-
-    def _iterator(self, this: _Pass, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        loader = self.loader
-        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
         if this.skip and this.skip >= len(loader):
-            return iter(())
+            return self._batches_of(this, iter(()))
+        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
         if loader.persistent_workers and self._has_begun_before and not self._has_begun:
             used["generator"] = torch.Generator()  # the seed of these workers was drawn in an earlier process
         self._has_begun = True
         self._seeds = self.fit.sample_seeds(loader, self.sampler, this.epoch, this.number)
         if self._seeds is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
-        with generators_kept() if this.saved is not None else nullcontext():
-            return iterate_with(used, loader, iterate)
+        with generators_kept() if saved is not None else nullcontext():
+            return self._batches_of(this, iterate_with(used, loader, iterate))
 
     def _batches_of(self, this: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
         """Runs from the first batch on: Lightning makes iterators that it does not use."""
@@ -439,7 +437,8 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 # -- loaders and loops in step -----------------------------------------------------------------------------------------
 
 _KEY = "lightning_distplus_dataloaders"  # in a checkpoint
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, _VERSION)  # version 1 held ended passes of iterable data as they were before their last batch
 
 _ANEW = (
     "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
@@ -471,7 +470,6 @@ class LoaderResume(InStep):
         self._early: list[ExactBatches] = []  # iterators that were made before that
         self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
         self._begun_epoch = -1
-        self._end = -1  # the number of micro-batches after which the latest epoch has ended
         self._has_warned = False  # of a state that no checkpoint can hold
         self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
         self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
@@ -510,8 +508,7 @@ class LoaderResume(InStep):
         for starts in self._starts.values():
             while starts and starts[0]["epoch"] < self.epoch:
                 starts.popleft()
-        is_due = any(starts and starts[0]["epoch"] == self.epoch for starts in self._starts.values())
-        waits = self._loaded is not None or is_due
+        waits = self._loaded is not None or any(one and one[0]["epoch"] == self.epoch for one in self._starts.values())
         self._early = [one for one in self._early if one.loader is not batches.loader]
         if waits or self._cursor is None:
             self._early.append(batches)
@@ -519,7 +516,7 @@ class LoaderResume(InStep):
 
     def begin(self, batches: ExactBatches) -> None:
         """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
-        if self._loaded is not None and not self._has_found and self._why_not() is None:
+        if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
         exact = self._exact()
         early, self._early = [one for one in self._early if one.loader in exact], []
@@ -529,10 +526,8 @@ class LoaderResume(InStep):
             self._cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
-        starts = []
-        for one in early:
-            due = self._starts.get(exact.index(one.loader))
-            starts.append(due.popleft() if due and due[0]["epoch"] == self.epoch else None)
+        due = [self._starts.get(exact.index(one.loader)) for one in early]
+        starts = [one.popleft() if one and one[0]["epoch"] == self.epoch else None for one in due]
         every = self.trainer.reload_dataloaders_every_n_epochs
         if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
             for one in early:
@@ -595,7 +590,7 @@ class LoaderResume(InStep):
         if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
-        require_version("state of the DataLoader", state, _VERSION)
+        require_version("state of the DataLoader", state, *_READABLE)
         self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
@@ -655,29 +650,19 @@ class LoaderResume(InStep):
         micro_batch, accumulation = self.orders[0].batch_size or 1, trainer.accumulate_grad_batches
         geometry = Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=data_parallel(trainer))
         has_stream = any(isinstance(one, StreamOrder) for one in self.orders)
-        self._cursor = Cursor(trainer, geometry, is_end=(lambda number: number == self._end) if has_stream else None)
+        self._cursor = Cursor(trainer, geometry, knows_length=not has_stream)
         if loaded is not None:
-            if not self._has_found:
-                self._find_starts(loaded)
+            self._find_starts(loaded)
             if self._position is not None:
-                self._end = self._position.total_batches if self._position.is_epoch_done else -1
                 self._cursor.place(self._position)
         self._watch_steps(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Notes where the data end, if only they know; says once where the run has resumed."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.is_last_batch:
-            self._end = progress.total.ready
+        """Draws what was drawn before the generators were those of the checkpoint."""
         for _ in range(self._num_seeds):
             torch.empty((), dtype=torch.int64).random_()
         self._num_seeds = 0
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Notes where the data have ended."""
-        self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        super().on_train_epoch_end(trainer, pl_module)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None
@@ -703,7 +688,9 @@ class LoaderResume(InStep):
     # -- going on at a checkpoint
 
     def _find_starts(self, state: Mapping[str, Any]) -> None:
-        """Finds where each loader begins, and where the Trainer will be placed; or refuses other data."""
+        """Finds, once, where each loader begins and where the Trainer will be placed; or refuses other data."""
+        if self._has_found:
+            return
         self._has_found = True
         position, cut = Position(**state["position"]), self._cut()
         ranks = state["ranks"]
@@ -771,12 +758,7 @@ def _refuse(why: str) -> None:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """The loaders in what a ``CombinedLoader`` combines."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, list | tuple):
-        return [leaf for one in tree for leaf in _leaves(one)]
-    return [] if tree is None else [tree]
+    return CombinedLoader(tree).flattened
 
 
 def _global_batches(cut: Mapping[str, Any]) -> list[Any]:

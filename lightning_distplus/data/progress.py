@@ -229,8 +229,7 @@ class Cursor:
     Args:
         trainer: A Lightning Trainer that fits.
         geometry: Batch sizes of this fit.
-        is_end: Whether iterable data ended before the micro-batch of a number, counted over the whole run; None where
-            the Trainer knows how many micro-batches an epoch has.
+        knows_length: Whether the Trainer knows how many micro-batches an epoch has; else only the data know.
         consumed_samples: What earlier fits of the same Trainer consumed.
     """
 
@@ -239,12 +238,13 @@ class Cursor:
         trainer: Any,
         geometry: Geometry,
         *,
-        is_end: Callable[[int], bool] | None = None,
+        knows_length: bool = True,
         consumed_samples: int = 0,
     ) -> None:
         self.trainer = trainer
         self.geometry = geometry
-        self.is_end = is_end
+        self._knows_length = knows_length
+        self._end = -1  # micro-batches of the whole run after which the data have ended
         self._is_placed = False
         self._validations: list[_Validation] = []
         # The position at which iteration began: all later ones follow from it by counting micro-batches.
@@ -291,6 +291,10 @@ class Cursor:
     def _total(self) -> Any:
         return self.trainer.fit_loop.epoch_loop.batch_progress.total
 
+    def note_end(self) -> None:
+        """Nothing comes behind the micro-batch that has begun last, in its epoch."""
+        self._end = self._total.ready
+
     def note_step(self) -> None:
         """An optimizer has stepped."""
         self._stepped_in = self._total.ready
@@ -306,7 +310,7 @@ class Cursor:
         counters = fit.epoch_loop.batch_progress
         num_done = total - anchor.total_batches
         batches = anchor.batches + num_done
-        has_ended = self.is_end is not None and batches > 0 and self.is_end(total)
+        has_ended = not self._knows_length and batches > 0 and total == self._end
         is_epoch_done = has_ended or batches >= self.trainer.num_training_batches
         num_steps, rest = divmod(num_done, self.geometry.accumulation)
         if is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
@@ -378,6 +382,7 @@ class Cursor:
         loop.restarting = is_inside
         fit.update_restart_stage()
         self._anchor, self._is_placed = position, True
+        self._end = position.total_batches if position.is_epoch_done else -1
         self._whole, self._steps, self._stepped_in = position.total_batches, self.trainer.global_step, 0
         self._validations = []
         if position.is_validated:
@@ -620,9 +625,13 @@ class InStep(Callback):
                 _log.info("global batch %s%s", cut, self.data.uneven_end())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Says once, on rank 0, where the run has resumed."""
+        """Notes where the data end; says once, on rank 0, where the run has resumed."""
+        if not self._is_fitted_by(trainer):
+            return
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.data.cursor.note_end()
         timer = self.data.timer
-        if timer is None or not self._is_fitted_by(trainer):
+        if timer is None:
             return
         timer.pause()
         self.data.timer = None
@@ -646,8 +655,12 @@ class InStep(Callback):
 
         Lightning leaves them out there, because a checkpoint holds no metrics (lightning 2.6.6, ``fit_loop.py`` 483).
         """
+        if not self._is_fitted_by(trainer):
+            return
+        if not (trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step):
+            self.data.cursor.note_end()  # data that say a length may end before it
         plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
-        if self._is_fitted_by(trainer) and all(one.monitor in trainer.callback_metrics for one in plateaus):
+        if all(one.monitor in trainer.callback_metrics for one in plateaus):
             trainer.fit_loop.on_iteration_done()  # it follows anyway, behind the schedulers
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

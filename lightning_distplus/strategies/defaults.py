@@ -113,16 +113,14 @@ def _data(strategy: ResilientStrategy, trainer: Any) -> str:
         return f"exact resume ({type(trainer.datamodule).__name__})"
     if strategy.data == "as_is":
         return "as it is"
-    loaders = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
-    return "exact resume (DataLoader)" if loaders is not None and loaders.is_exact else "a resume begins the epoch anew"
+    is_exact = any(isinstance(one, LoaderResume) and one.is_exact for one in trainer.callbacks)
+    return "exact resume (DataLoader)" if is_exact else "a resume begins the epoch anew"
 
 
 def _short(duration: timedelta) -> str:
     seconds = duration.total_seconds()
-    for unit, length in (("h", 3600), ("m", 60)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds / length:g}{unit}"
-    return f"{seconds:g}s"
+    unit, length = next((one for one in (("h", 3600), ("m", 60)) if seconds and seconds % one[1] == 0), ("s", 1))
+    return f"{seconds / length:g}{unit}"
 
 
 def _shown(path: Path) -> str:

@@ -113,13 +113,10 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class ExactLoader(DataLoader[Any]):
-    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's.
-
-    Attributes:
-        distplus_order: What decides about the order, and how far it has come.
-    """
+    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's."""
 
     distplus_order: MapOrder | StreamOrder
+    """What decides about the order, and how far it has come."""
 
     def __iter__(self) -> Any:
         return ExactBatches(self, super().__iter__)
@@ -197,19 +194,13 @@ class _Pass:
 
 
 class MapOrder:
-    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
-
-    Attributes:
-        batch_size: Samples of a batch; None where the user's batch sampler alone knows.
-        sampler: What decides about the order: a sampler, or a batch sampler that is not torch's.
-        is_computed: Whether its indices can be left out without a look at them.
-    """
+    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint."""
 
     def __init__(self, loader: DataLoader[Any], fit: LoaderResume) -> None:
         self.loader = loader
         self.fit = fit
-        self.batch_size: int | None
-        self.sampler: Any
+        self.batch_size: int | None  # None where the user's batch sampler alone knows
+        self.sampler: Any  # what decides about the order; also a batch sampler that is not torch's
         self._batches: Any = loader.batch_sampler
         if self._batches is None:
             self.batch_size, self.sampler = 1, loader.sampler
@@ -226,8 +217,7 @@ class MapOrder:
             self._drawn_from |= {"python": random, "numpy": np.random}
         self._passes: list[_Pass] = []
         self._seeds: Callable[[int], int] | None = None
-        self._has_begun = False  # a pass, in this process
-        self._has_begun_before = False  # in an earlier one
+        self._is_seeded = False  # whether torch has drawn the seed of workers that persist in an earlier process
         self.delivered: tuple[int, Any, int] | None = None
         """Of what has left last: the epoch, the index that was drawn, and this rank's samples before it."""
 
@@ -262,7 +252,6 @@ class MapOrder:
             **self.identity(),
             "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
             "generators": _states_of(self._own),
-            "has_begun": self._has_begun or self._has_begun_before,
             "passes": passes,
         }
 
@@ -270,7 +259,7 @@ class MapOrder:
         """Takes over from a checkpoint what lasts longer than a pass."""
         if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
             self.sampler.seed = state["seed"]
-        self._has_begun_before = state["has_begun"]
+        self._is_seeded = True
         _set_states(self._own, state["generators"])
 
     def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -288,9 +277,8 @@ class MapOrder:
         if this.skip and this.skip >= len(loader):
             return self._batches_of(this, iter(()))
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if loader.persistent_workers and self._has_begun_before and not self._has_begun:
-            used["generator"] = torch.Generator()  # the seed of these workers was drawn in an earlier process
-        self._has_begun = True
+        if loader.persistent_workers and self._is_seeded:
+            used["generator"], self._is_seeded = torch.Generator(), False
         self._seeds = self.fit.sample_seeds(loader, self.sampler, this.epoch, this.number)
         if self._seeds is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
@@ -450,9 +438,7 @@ _OF_RANK_0 = "will get the loader's state of rank 0 on every rank, as Lightning 
 class LoaderResume(InStep):
     """Keeps the training loaders of a fit and the Trainer's loops in step; a Resilient strategy adds it to the Trainer.
 
-    Args:
-        trainer: The Trainer of the fit.
-        seeds_samples: Whether python's, numpy's and torch's generators are seeded for each sample from its place.
+    With ``seeds_samples`` python's, numpy's and torch's generators are seeded for each sample from its place.
     """
 
     def __init__(self, trainer: Any, *, seeds_samples: bool) -> None:
@@ -696,9 +682,14 @@ class LoaderResume(InStep):
         ranks = state["ranks"]
         saved = unpack(ranks[self.trainer.global_rank if len(ranks) == self.trainer.world_size else 0])
         passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
-        has_stream = any(start.get("stream") is not None for starts in passes.values() for start in starts)
+        has_stream = any(one.get("stream") is not None for one in chain(*passes.values()))
         if position.batches or has_stream:
-            self._require_same_order(saved)
+            ours = [one.identity() for one in self.orders]
+            lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
+            if len(ours) != len(saved):
+                lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
+            if lines:
+                _refuse("\n".join(lines))
             if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
                 if has_stream:
                     _refuse(f"{text}; of iterable data only the data know how they are divided")
@@ -724,15 +715,6 @@ class LoaderResume(InStep):
             "ranks": data_parallel(self.trainer).size,
             "accumulation": self.trainer.accumulate_grad_batches,
         }
-
-    def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
-        """Refuses another order than that of the checkpoint, with both sides."""
-        ours = [one.identity() for one in self.orders]
-        lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
-        if len(ours) != len(saved):
-            lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
-        if lines:
-            _refuse("\n".join(lines))
 
     def _other_cut(self, before: Mapping[str, Any], now: Mapping[str, Any], *, num_states: int) -> str:
         """How the order is cut in another way, in which a run cannot go on inside an epoch; empty: it can."""

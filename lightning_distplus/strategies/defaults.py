@@ -51,10 +51,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
     A callback of the user's own wins, also over an instance that the strategy was given. By default a run of one rank
     has no monitor, because there is nothing to compare, and a Trainer with ``barebones=True`` neither of them. Under
     Slurm without a script of ``distplus launch slurm``, Lightning's own requeue stays in charge of the signals: a
-    handler in its place would end the job, and nobody would start it again. An instance is always taken.
-
-    Returns:
-        What was added; ``trainer.callbacks`` is as it was without them.
+    handler in its place would end the job, and nobody would start it again. An instance is always taken. Returns what
+    was added.
     """
     wishes: tuple[tuple[type[Callback], Callback | bool, bool], ...] = (
         (RankDivergenceMonitor, strategy.monitor, strategy.world_size > 1),

@@ -30,7 +30,7 @@ from lightning_distplus.data.order import ORDER_VERSION, READABLE_ORDER_VERSIONS
 from lightning_distplus.errors import DatasetMismatch, PeerError
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.world import DataParallel, name_ranks
+from lightning_distplus.world import DataParallel, name_ranks, ranks_by_text
 
 if TYPE_CHECKING:
     from lightning_distplus.data.datamodule import ExactDataModule
@@ -555,12 +555,9 @@ def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
     places = [words_of(one) for one in everyone]
     lines = []
     for name in sorted(set().union(*places)):
-        ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(places):
-            ranks.setdefault(repr(one.get(name))[:_MAX_WIDTH], []).append(rank)
-        if len(ranks) > 1:
-            sides = "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
-            lines.append(f"  {name}: {sides}")
+        sides = ranks_by_text({rank: repr(one.get(name))[:_MAX_WIDTH] for rank, one in enumerate(places)})
+        if len(sides) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in sides.items()))
     text = "\n".join(lines[:_MAX_FIELDS])
     raise DatasetMismatch(
         f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"

@@ -58,6 +58,7 @@ from lightning_distplus.data.progress import (
     Timer,
     data_parallel,
     differences,
+    is_at_end,
     is_fitting,
     refuse_changing_windows,
     reopen_epoch,
@@ -545,10 +546,6 @@ class LoaderResume(InStep):
         """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
         self._num_seeds += self._loaded is not None
 
-    def is_over(self, position: Position) -> bool:
-        """Whether nothing is left to fetch in the epoch of a position."""
-        return position.is_epoch_done or bool(position.batches >= self.trainer.num_training_batches)
-
     def _place_of(self, loader: Any) -> int:
         return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
 
@@ -602,7 +599,7 @@ class LoaderResume(InStep):
                 "version": _VERSION,
                 "position": asdict(position),
                 "ends_open": self.cursor.ends_open,
-                "is_at_end": self.is_over(position),
+                "is_at_end": is_at_end(trainer, position),
                 "cut": self._cut(),
                 "seed": self._seed,
                 "ranks": ranks[:1] if len(set(ranks)) == 1 else ranks,

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 
 from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.progress import Position, require_version
+from lightning_distplus.data.progress import Position, is_at_end, require_version
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
@@ -555,7 +555,7 @@ class StreamOrder:
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a resume at a position needs."""
-        is_over = self.fit.is_over(position)
+        is_over = is_at_end(self.fit.trainer, position)
         epoch, batch = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
         found = max((at for at in self._places if at[0] == epoch and at <= (epoch, batch)), default=None)
         place = self._next_pass(epoch) if found is None else self._places[found]

@@ -44,6 +44,7 @@ __all__ = [
     "data_parallel",
     "differences",
     "epoch_length",
+    "is_at_end",
     "is_fitting",
     "position_at",
     "read_state",
@@ -368,7 +369,7 @@ class Cursor:
             _set(tracker, done=position.epoch, begun=position.epoch + is_inside)
         _set(loop.batch_progress.total, done=position.total_batches)
         _set(loop.batch_progress.current, done=position.batches)
-        loop.batch_progress.is_last_batch = _is_at_end(self.trainer, position)
+        loop.batch_progress.is_last_batch = is_at_end(self.trainer, position)
         _drop_unfinished_window(loop.automatic_optimization.optim_progress.optimizer)
         is_due = is_inside and _validation_is_due(self.trainer, position)
         _place_validation(loop.val_loop.batch_progress, position, is_pending=is_due and not position.is_validated)
@@ -394,7 +395,7 @@ class Cursor:
         fit = self.trainer.fit_loop
         is_here = fit.epoch_loop.batch_progress.total.processed == self._anchor.total_batches
         is_open = fit.epoch_progress.current.processed == self._anchor.epoch
-        return self._is_placed and is_here and is_open and _is_at_end(self.trainer, self._anchor)
+        return self._is_placed and is_here and is_open and is_at_end(self.trainer, self._anchor)
 
     def begin_validation(self) -> None:
         """A validation begins, not the sanity check."""
@@ -447,13 +448,14 @@ def _validation_is_due(trainer: Any, position: Position) -> bool:
     if every is not None and (position.epoch + 1) % every:
         return False
     if trainer.val_check_batch == float("inf"):
-        return _is_at_end(trainer, position)
+        return is_at_end(trainer, position)
     num_done = position.total_batches if every is None else position.batches
     return bool(num_done % trainer.val_check_batch == 0)
 
 
-def _is_at_end(trainer: Any, position: Position) -> bool:
-    return position.is_epoch_done or bool(position.batches == trainer.num_training_batches)
+def is_at_end(trainer: Any, position: Position) -> bool:
+    """Whether nothing is left to fetch in the epoch of a position."""
+    return position.is_epoch_done or bool(position.batches >= trainer.num_training_batches)
 
 
 def _place_validation(progress: Any, position: Position, *, is_pending: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore
 
-from lightning_distplus.control import ControlPlane
+from lightning_distplus.control import ControlPlane, beat_key
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import Board, Sighting
@@ -65,6 +65,24 @@ def test_a_rank_of_another_host_knows_where_the_one_that_serves_the_store_is_bef
     assert (seen.mark.operation, boards[0].last_seen(1)) == ("backward", None)
     assert seen.place is not None
     assert seen.place.startswith(__file__)
+
+
+def test_an_earlier_beat_that_is_shown_again_proves_no_life() -> None:
+    store = HashStore()
+    planes = [ControlPlane(PrefixStore("job", store), World(rank=rank, size=2)) for rank in range(2)]
+    boards = [Board(plane, Marks(phase=lambda: "step")) for plane in planes]
+    for rank in range(2):
+        planes[0].send(f"hello/{rank}", Peer(host="node0", pid=100 + rank).to_json().encode())
+    boards[0].alert.set()
+    boards[1].turn()
+    earlier = planes[0].read(beat_key(1))
+    assert earlier is not None
+    boards[1].turn()
+    boards[0].turn()
+    seen = boards[0].sightings[1]
+    planes[0].send(beat_key(1), earlier)
+    boards[0].turn()
+    assert boards[0].sightings[1] is seen
 
 
 class DropsWhatIsLookedFor(dict[int, Any]):

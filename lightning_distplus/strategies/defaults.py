@@ -51,10 +51,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
     A callback of the user's own wins, also over an instance that the strategy was given. By default a run of one rank
     has no monitor, because there is nothing to compare, and a Trainer with ``barebones=True`` neither of them. Under
     Slurm without a script of ``distplus launch slurm``, Lightning's own requeue stays in charge of the signals: a
-    handler in its place would end the job, and nobody would start it again. An instance is always taken.
-
-    Returns:
-        What was added; ``trainer.callbacks`` is as it was without them.
+    handler in its place would end the job, and nobody would start it again. An instance is always taken. Returns what
+    was added.
     """
     wishes: tuple[tuple[type[Callback], Callback | bool, bool], ...] = (
         (RankDivergenceMonitor, strategy.monitor, strategy.world_size > 1),
@@ -113,16 +111,14 @@ def _data(strategy: ResilientStrategy, trainer: Any) -> str:
         return f"exact resume ({type(trainer.datamodule).__name__})"
     if strategy.data == "as_is":
         return "as it is"
-    loaders = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
-    return "exact resume (DataLoader)" if loaders is not None and loaders.is_exact else "a resume begins the epoch anew"
+    is_exact = any(isinstance(one, LoaderResume) and one.is_exact for one in trainer.callbacks)
+    return "exact resume (DataLoader)" if is_exact else "a resume begins the epoch anew"
 
 
 def _short(duration: timedelta) -> str:
     seconds = duration.total_seconds()
-    for unit, length in (("h", 3600), ("m", 60)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds / length:g}{unit}"
-    return f"{seconds:g}s"
+    unit, length = next((one for one in (("h", 3600), ("m", 60)) if seconds and seconds % one[1] == 0), ("s", 1))
+    return f"{seconds / length:g}{unit}"
 
 
 def _shown(path: Path) -> str:

@@ -34,9 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
-from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave
+from lightning_distplus.checkpoint.commit import Gather, StagedSave
 from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.files import DigestedWrites, Sync
+from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.checkpoint.tensors import (
     Piece,
     Sums,
@@ -528,18 +529,19 @@ class SaveHooks:
         writes.digested = DigestedWrites(self.sync)
         staged = StagedSave(path, rank, self._gather, writes.digested)
         staged.fill(write)
-        begun = None
+        not_before, begun = strategy.loads.parent_committed_at, None
+        commit = partial(self._commit, staged, info, count=writes.count, not_before=not_before)
         if writes.are_kept:
-            how = {"count": writes.count, "finish": writes.finish, "gather": self._gather_behind()}
-            begun = BackgroundSave(str(path), info.global_step, lambda: self._commit(staged, info, **how))
+            behind = partial(commit, finish=writes.finish, gather=self._gather_behind())
+            begun = BackgroundSave(str(path), info.global_step, behind)
         else:
-            self._commit(staged, info, count=writes.count)
+            commit()
             self._follow(path)
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
         return begun
 
-    def _commit(self, staged: StagedSave, info: SaveInfo, **how: Any) -> None:
+    def _commit(self, staged: StagedSave, info: Manifest, **how: Any) -> None:
         with self._moves:
             staged.commit(info, **how)
 
@@ -671,7 +673,7 @@ class SaveHooks:
 
     # -- what goes into a checkpoint ---------------------------------------------------------------------------------
 
-    def _info(self, checkpoint: dict[str, Any]) -> SaveInfo:
+    def _info(self, checkpoint: dict[str, Any]) -> Manifest:
         """What the manifest tells people of the run, and of the place in the data as far as JSON can hold it."""
         strategy, module = self._strategy, self._strategy.lightning_module
         calibration = strategy.measured.calibration
@@ -681,7 +683,7 @@ class SaveHooks:
             json.dumps(data, allow_nan=False)
         except (TypeError, ValueError):
             data = None  # a state of tensors stays in the checkpoint alone
-        return SaveInfo(
+        return Manifest(
             global_step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
             strategy=engine_of(type(strategy)),
@@ -690,7 +692,6 @@ class SaveHooks:
             configuration=strategy.configuration,
             deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,
-            not_before=strategy.loads.parent_committed_at,
         )
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone, newest_valid, read_manifest, verify
+from lightning_distplus.checkpoint import Manifest, gather_alone, newest_valid, read_manifest, verify
 from lightning_distplus.checkpoint.catalog import whole_one_of
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
 from tests.pairs import kept
 
 NUM_POLLS = 100_000
-INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
+INFO = Manifest(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
 
 
 def names_in(folder: Path) -> set[str]:
@@ -191,11 +191,6 @@ def test_interrupt_during_the_save_stays_an_interrupt_and_reaches_the_others(tmp
     ranks = as_ranks(2, save)
     assert isinstance(ranks.errors[1], KeyboardInterrupt)
     assert "KeyboardInterrupt" in str(ranks.errors[0])
-
-
-def test_data_position_that_json_cannot_hold_is_refused_before_the_save() -> None:
-    with pytest.raises(TypeError):
-        SaveInfo(global_step=0, epoch=0, strategy="s", data={"position": b"bytes"})
 
 
 @pytest.mark.parametrize("new", ["file", "directory"])

@@ -47,10 +47,10 @@ def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        from lightning_distplus.checkpoint import SaveInfo, gather_alone
+        from lightning_distplus.checkpoint import Manifest, gather_alone
         from lightning_distplus.checkpoint.commit import commit
 
-        info = SaveInfo(global_step=2, epoch=0, strategy="x", packages={})
+        info = Manifest(global_step=2, epoch=0, strategy="x", packages={})
         commit(path, lambda stage: die(stage.parent), rank=0, gather=gather_alone, info=info, sync=None)
 
     assert in_child(child) == -signal.SIGKILL

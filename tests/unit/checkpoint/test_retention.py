@@ -82,6 +82,9 @@ def test_a_damaged_checkpoint_that_is_overwritten_is_kept(tmp_path: Path, save: 
     assert [str(one) for one in verify(kept / "x.ckpt").findings] == [f"{damaged}: expected 7 bytes, found 2 bytes"]
     assert newest_valid(tmp_path) == path
     assert verify(path).ok
+    kept.rename(path.parent / ".distplus" / "x.ckpt.aside-00000000")  # as a save leaves it that is killed now
+    save(path, step=3, kind=kind)
+    assert [data_file(one / "x.ckpt").stat().st_size for one in in_role(tmp_path, "torn")] == [2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -340,7 +340,7 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
     try:
         for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
             files.sync_folder(folder, sync=sync)
-        if old is not None:
+        if not is_first:
             _move_metas(stage, old, is_directory, sync)
         _clear(stage, old, strays)
     except OSError as error:
@@ -374,7 +374,7 @@ def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
 
 
 def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) -> Path | None:
-    """Exchanges the payload for what is at its target; returns where that lies now."""
+    """Exchanges the payload for what is at its target; returns where that lies now, if anywhere."""
     name = stage.target.name
     (stage.draft / _OLD).mkdir(parents=True)
     new = stage.aside_payload
@@ -391,10 +391,12 @@ def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) 
     return files.put_in_place(new, stage.target, stage.draft / _OLD / name)
 
 
-def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
+def _move_metas(stage: Stage, old: Path | None, is_directory: bool, sync: Sync | None) -> None:
     """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
     beside_target = files.meta_folder(stage.target, is_directory=False)
-    if beside_target.is_dir():
+    if old is None:  # somebody has removed it meanwhile; or it was a link, where names cannot be exchanged
+        files.remove_tree(beside_target)
+    elif beside_target.is_dir():
         (old.parent / META).mkdir(exist_ok=True)
         beside_target.rename(old.parent / META / old.name)
     if not is_directory:

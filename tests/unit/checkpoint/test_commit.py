@@ -429,7 +429,47 @@ def test_observer_meets_a_whole_checkpoint_at_every_instant(tmp_path: Path, save
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("change", kept(TRANSITIONS[:4], [("directory", "directory"), ("directory", "file")]))
+def test_a_link_is_replaced_by_a_file_where_names_cannot_be_exchanged(tmp_path: Path, save: Any, in_child: Any) -> None:
+    target = tmp_path / "last.ckpt"
+    save(tmp_path / "step=1.ckpt", step=1)
+    target.symlink_to("step=1.ckpt")
+
+    def child() -> None:
+        sys.addaudithook(refuse_to_exchange)
+        save(target, step=2)
+
+    assert in_child(child) == 0
+    assert newest_valid(tmp_path) == target
+    assert verify(target).ok
+    assert not target.is_symlink()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_target_that_somebody_removes_meanwhile_is_committed_or_the_save_has_failed(
+    tmp_path: Path, save: Any, in_child: Any, at_change: Any, exchanges: bool
+) -> None:
+    for index in range(200):
+        target = tmp_path / str(index) / "last.ckpt"
+        save(target, step=1)
+
+        def child(index: int = index, target: Path = target) -> None:
+            if not exchanges:
+                sys.addaudithook(refuse_to_exchange)
+            at_change(index, lambda _: target.unlink())
+            try:
+                save(target, step=2)
+            except SaveFailed:
+                assert not target.exists()
+                os._exit(1)
+
+        status = in_child(child)
+        assert status == 1 or not target.exists() or (verify(target).ok and read_manifest(target).global_step == 2)
+        if target.exists() and index > 10:
+            break
+    assert index < 100
+
+
+@pytest.mark.parametrize("change", kept(TRANSITIONS[:4], [("directory", "directory"), ("file", "file")]))
 def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_path(
     tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str, str]
 ) -> None:

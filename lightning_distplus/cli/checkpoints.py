@@ -25,8 +25,8 @@ from rich.table import Column, Table
 from lightning_distplus import recipes
 from lightning_distplus.checkpoint import (
     CheckpointState,
+    Manifest,
     Report,
-    SaveInfo,
     gather_alone,
     info_like,
     state,
@@ -365,7 +365,7 @@ def run_import(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         return 0
     step = int(checkpoint["global_step"])
-    info = SaveInfo(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
+    info = Manifest(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
     commit(target, lambda stage: torch.save(checkpoint, stage), rank=0, gather=gather_alone, info=info)
     print(f"{source} -> {target}")
     if config:

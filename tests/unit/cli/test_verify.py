@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint import Manifest, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.cli.__main__ import main
 
 
 def save(path: Path, step: int) -> Path:
-    info = SaveInfo(global_step=step, epoch=0, strategy="test")
+    info = Manifest(global_step=step, epoch=0, strategy="test")
     commit(path, lambda stage: stage.write_bytes(b"weights of step %d" % step), info=info, gather=gather_alone, rank=0)
     return path
 

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_distplus import env
 from lightning_distplus.checkpoint.catalog import AUTO
+from lightning_distplus.cli import import_from_here
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.recipes import expand
 from lightning_distplus.strategies import register_strategies
@@ -36,8 +37,7 @@ __all__ = ["DistplusCLI", "KeepEveryConfig", "Parser", "explain", "main", "print
 
 def main(argv: Sequence[str]) -> int:
     """Parses the configuration and runs the subcommand that ``argv`` begins with."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # the console script, unlike `python -m`, cannot import what lies beside the caller
+    import_from_here()
     logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
     is_the_process = list(argv) == sys.argv[1:]
     try:

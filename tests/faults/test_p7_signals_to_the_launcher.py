@@ -28,16 +28,21 @@ def at(name):  # a signal comes at this very moment
         (folder / "fired").touch()
         os.kill(os.getpid(), number)
 
-of_launch = launch.following
+supervise = launch._supervise
 
-def following(arguments, command):
+def importing(*arguments):
     at("importing")
-    def follow(has_saved):
-        at("before attempt " + os.environ["DISTPLUS_ATTEMPT"])
-        return of_launch(arguments, command)(has_saved)
-    return follow
+    from lightning_distplus.launch import supervisor
+    run_attempt = supervisor.run_attempt
 
-launch.following = following
+    def starting(command, number, *arguments, **named):
+        at(f"before attempt {number}")
+        return run_attempt(command, number, *arguments, **named)
+
+    supervisor.run_attempt = starting
+    return supervise(*arguments)
+
+launch._supervise = importing
 if moment == "clock":  # set back by an hour while the first attempt runs
     clock = time.time
     time.time = lambda: clock() + 3600 * (not (folder / "began-0").exists())

@@ -17,7 +17,7 @@ def duration(text: str) -> timedelta:
         argparse.ArgumentTypeError: It is none.
     """
     try:
-        return parse_duration(text, field="it")
+        return parse_duration(text, field="the value")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

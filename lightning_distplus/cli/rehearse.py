@@ -261,6 +261,8 @@ def main(argv: Sequence[str]) -> int:
     for name in (*arguments.off, *arguments.warn):
         if name not in CHECKS:
             parser.error(f"there is no check {name!r}; there are: {', '.join(CHECKS)}")
+    if arguments.world is not None and arguments.world < 1:
+        parser.error("--world is at least 1")
     import_from_here()
     begin = time.monotonic()
     found = Rehearsal()

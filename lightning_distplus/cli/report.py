@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.dumps is None):
         parser.error("name either RUN or --dumps FOLDER")
+    if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
+        parser.error(f"--html {arguments.html}: there is no folder {arguments.html.parent}")
     if arguments.dumps is not None:
         verdict = judge_dumps(arguments.dumps, on_file=_say_how_far)
         print(verdict.to_json() if arguments.json else verdict.render())

@@ -135,7 +135,7 @@ class DistplusCLI(LightningCLI):
         known = ("auto", *StrategyRegistry.available_strategies())
         try:
             if isinstance(trainer.strategy, str) and trainer.strategy not in known:
-                raise ValueError(f"{trainer.strategy!r} is an invalid strategy name.")
+                raise ValueError(f"invalid strategy name: `strategy={trainer.strategy!r}`")
             for one in (trainer.strategy, *(trainer.callbacks or ()), chosen.get("data")):
                 given = one.get("init_args", Namespace()) if isinstance(one, Namespace) else None
                 if given is not None and not any(isinstance(value, Namespace) for value in given.values()):
@@ -188,6 +188,8 @@ _OPTION = re.compile(r"(?:Option|option|arguments:) '?-*([\w.]+)'?")
 _LITERAL = re.compile(r"Expected a typing\.Literal\[(.+)\]\. Got value: (.*)")
 _TYPE = re.compile(r"Expected a <class '([\w.]+)'>\. Got value: (.*)")
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_NO_STRATEGY = re.compile(r"invalid strategy name: `strategy='(.+?)'`")
+_NO_CLASS = re.compile(r"Expected a dot import path string.* Got value: NestedArg\(key='([\w.]+)'")
 _GIVEN = "Given value: "
 _HEADERS = ("Given value", "Subtypes:", "Does not validate against", "Parser key", "Problem with given class_path")
 _SHOWN_NAMES = 24
@@ -232,9 +234,9 @@ def explain(message: str, options: Sequence[str] = ()) -> tuple[str, list[str]]:
     given = next((line.strip() for line in reversed(lines) if line.strip().startswith(_GIVEN)), "")
     if given and cause.startswith("Expected a ") and "Got value" not in cause:  # of alternatives, said once for all
         cause += f". Got value: {given.removeprefix(_GIVEN)}"
-    cause = _plain(cause)
     names = _accepted(cause, owner, options)
-    wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause)
+    wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause) or _NO_STRATEGY.search(cause)
+    cause = _plain(cause)
     if wrong is not None and (close := difflib.get_close_matches(wrong[wrong.lastindex or 1], names, n=1)):
         cause += f"; did you mean {close[0]}?"
     where = f"{'.'.join(keys)}: " if keys else ""
@@ -267,13 +269,17 @@ def _plain(cause: str) -> str:
         return f"{match[2]} is none of {match[1]}"
     if (match := _TYPE.search(cause)) is not None:
         return f"{match[2]} is no {match[1]}"
+    if (match := _NO_STRATEGY.search(cause)) is not None:
+        return f"there is no strategy {match[1]!r}"
+    if (match := _NO_CLASS.search(cause)) is not None:
+        return f"{match[1]} is an argument of a class, and none is named; such as lightning_distplus.ResilientDDP"
     return cause
 
 
 def _accepted(cause: str, owner: str | None, options: Sequence[str]) -> list[str]:
     if (match := _NO_ATTRIBUTE.search(cause)) is not None:
         return sorted(getattr(import_module(match[1]), "__all__", ()))
-    if "invalid strategy name" in cause:
+    if _NO_STRATEGY.search(cause) is not None:
         return sorted(
             StrategyRegistry.available_strategies(), key=lambda name: (not name.startswith("resilient"), name)
         )

@@ -25,7 +25,7 @@ from lightning_distplus.launch.warm import Warm
 from lightning_distplus.process import HANDLED, Signals, Stop
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.verdict import duration_in_words, print_block
+from lightning_distplus.watchdog.verdict import describe_next, duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 # -- policy ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class History:
     began_at: float | None = None
     """Unix time at which its first rank had met the others."""
     ended_at: float | None = None
-    """Unix time at which its first rank failed; None where none has lived to say so."""
+    """Unix time at which its first rank failed, or stopped when asked; None where none has lived to say so."""
     loaded: Path | None = None
     """The checkpoint that it has begun with."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class RestartPolicy:
         """
         code = culprit.exit_code
         if code == ExitCode.PREEMPTED:
-            return code, "the ranks stopped when asked to; the same command continues"
+            return code, "the ranks stopped when asked to"
         if code in _NEEDS_A_PERSON:
             return code, "another attempt would end the same way; read the error above"
         if not history.has_started and culprit.code > 0:  # the command itself is wrong
@@ -145,7 +145,7 @@ class RestartPolicy:
             return int(ExitCode.NO_PROGRESS), f"{self._in_vain} attempts in a row ended {history.where}"
         if not self._has_budget(now):
             within = "" if self.window is None else f" within {self.window}"
-            return code, f"all {self.max_restarts} restarts{within} are spent"
+            return code, f"no restart is left of the {self.max_restarts} allowed{within}"
         self._restarts.append(now)
         return None
 
@@ -197,7 +197,7 @@ def read_history(home: Path | None, attempt: int, since: float, run_id: str | No
         is_preempted=any(event["kind"] == "preempted" for event in events),
         step=max(steps, default=None),
         began_at=min(started, default=None),
-        ended_at=min((event["time"] for event in failed), default=None),
+        ended_at=min((event["time"] for event in events if event["kind"] in ("failed", "preempted")), default=None),
         loaded=next(iter(loaded), None),
         errors={event["rank"]: event["error"].partition("\n")[0] for event in failed},
         codes={event["rank"]: event.get("exit_code", 1) for event in failed},
@@ -454,6 +454,10 @@ class Supervisor:
 
     def _end(self, number: int, code: int, why: str) -> int:
         say(f"ends with exit code {int(code)} after attempt {number}: {why}")
+        if code == ExitCode.PREEMPTED and self._home is not None:
+            history = read_history(self._home, number, self._attempt_began_at, self._run_id)
+            ended_at = history.ended_at or time.time()
+            say(f"next: {describe_next(self._home, self._run_id, history.step or 0, ended_at)}")
         say(f"the logs of all ranks are in {self._job.log_dir}")
         return self._part(number, code, self._show_verdict(), reason=why)
 

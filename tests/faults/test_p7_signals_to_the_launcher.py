@@ -94,6 +94,7 @@ def test_a_signal_at_any_moment_ends_the_job_as_documented(moment: str, number: 
     assert "Traceback" not in log
     assert "ends with exit code 143 after attempt" in log
     assert number.name in log
+    assert ("next: no checkpoint has been committed yet" in log) == (tmp_path / "began-0").exists()
     ended = [event["exit_code"] for event in read_events(tmp_path / "distplus") if event["kind"] == "launch_end"]
     assert ended == ([143] if (tmp_path / "began-0").exists() else [])
     assert not (tmp_path / "began-1").exists()

@@ -6,12 +6,11 @@ An error is three lines: the innermost cause, the accepted names, and where to r
 from __future__ import annotations
 
 import difflib
-import inspect
 import io
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib import import_module
 from pathlib import Path
@@ -295,24 +294,15 @@ def _accepted(cause: str, owner: str | None, options: Sequence[str]) -> list[str
 def _arguments_of(class_path: str) -> list[str]:
     """The arguments of a class and of those to which it hands the rest."""
     module, _, name = class_path.rpartition(".")
-    found: dict[str, None] = {}
-    for base in getattr(import_module(module), name).__mro__:
-        if base is object or "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(base).parameters.values())
-        found.update(
-            dict.fromkeys(one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-        )
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return list(found)
+    parser = ArgumentParser()
+    parser.add_class_arguments(getattr(import_module(module), name), fail_untyped=False)
+    return [option for option in _options_of(parser) if option != "help" and "." not in option]
 
 
 def _options_of(parser: ArgumentParser) -> list[str]:
-    groups: Iterable[Any] = parser._actions
     return [
         option.removeprefix("--")
-        for action in groups
+        for action in parser._actions
         for option in action.option_strings
         if option.startswith("--") and "+" not in option
     ]

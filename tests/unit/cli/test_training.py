@@ -132,6 +132,11 @@ def test_what_is_wrong_in_a_configuration_is_named(
             "timeout, preflight",
         ),
         (
+            {"trainer": {"strategy": {**DDP, "init_args": {"find_unused_parameter": True}}}},
+            "'find_unused_parameter' is not accepted; did you mean find_unused_parameters?",
+            "timeout, preflight",
+        ),
+        (
             {"trainer": {"strategy": {**DDP, "init_args": {"on_hang": "repot"}}}},
             "trainer.strategy.on_hang: repot is none of 'abort', 'report' (lightning_distplus.ResilientDDP)",
             "",

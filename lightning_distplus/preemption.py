@@ -322,7 +322,7 @@ class PreemptionHandler(Callback, GateParticipant):
         _forget_fetched_batch(trainer)
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
         self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
-        trainer.save_checkpoint(path, weights_only=False)
+        trainer.save_checkpoint(path)
         if hasattr(trainer.strategy, "require_saved"):  # a save in the background, or one that failed, raises no error
             trainer.strategy.require_saved()
         if trainer.is_global_zero:

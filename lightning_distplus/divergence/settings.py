@@ -30,10 +30,9 @@ __all__ = ["BatchCheck", "BatchShapes", "PlanCheck", "RngPolicy", "SettingsCheck
 log = logging.getLogger(__name__)
 RngPolicy = Literal["same", "distinct", "any"]
 _GENERATORS = ("python", "numpy", "torch", "cuda")
-# By the clock, a Trainer has the time interval of validations and not the other.
 _ARGUMENTS = (
     "accumulate_grad_batches", "max_steps", "max_epochs", "min_steps", "min_epochs", "limit_train_batches",
-    "limit_val_batches", "num_sanity_val_steps", "val_check_interval", "_val_check_time_interval",
+    "limit_val_batches", "num_sanity_val_steps", "val_check_interval",
     "check_val_every_n_epoch", "gradient_clip_val", "precision",
 )  # fmt: skip
 _MAX_ENTRIES = 50_000  # the digests of so many fit into one message
@@ -131,8 +130,12 @@ class PlanCheck(Check):
 
     def _arguments(self) -> dict[str, Any]:
         """Of the Trainer: a rank without validation waits for nobody where the others wait for it, before any step."""
-        arguments = {name.lstrip("_"): _plain(getattr(self.run.trainer, name, None)) for name in _ARGUMENTS}
-        return {**arguments, "automatic_optimization": self.run.module.automatic_optimization}
+        trainer = self.run.trainer
+        return {
+            **{name: _plain(getattr(trainer, name, None)) for name in _ARGUMENTS},
+            "time between validations": _plain(_compat.validation_interval(trainer)),
+            "automatic_optimization": self.run.module.automatic_optimization,
+        }
 
     def _plan(self) -> dict[str, Any]:
         trainer = self.run.trainer

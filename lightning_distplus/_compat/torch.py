@@ -43,6 +43,7 @@ __all__ = [
     "init_default_group",
     "non_persistent_buffers",
     "num_collectives",
+    "num_recorded_collectives",
     "on_terminate",
     "open_tcp_store",
     "process_groups",
@@ -249,6 +250,17 @@ def flight_recorder_dumps(*, with_collectives: bool) -> list[dict[str, Any]]:
     probed(module, "_dump_fr_trace_json", "a verdict does not know the ranks' collectives")
     dumpers = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return [json.loads(dump(with_collectives, False)) for dump in dumpers if dump is not None]
+
+
+def num_recorded_collectives() -> int | None:
+    """``num_collectives`` by the recorder, which leaves out point-to-point messages, as gloo does not (torch 2.13).
+
+    None where nothing is recorded.
+    """
+    default = str(getattr(dist.group.WORLD, "group_name", ""))
+    entries = [one for dump in flight_recorder_dumps(with_collectives=True) for one in dump.get("entries", [])]
+    counts = [one.get("collective_seq_id", 0) for one in entries if one["process_group"][0] == default]
+    return max(counts, default=None)
 
 
 def on_terminate(handler: Callable[[str], None]) -> Callable[[], None] | None:

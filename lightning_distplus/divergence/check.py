@@ -156,6 +156,10 @@ class Check:
         """What stands behind a field that differs: names to plain values, compared name by name on all ranks."""
         return {}
 
+    def excuses(self, field: str) -> bool:
+        """Whether what differs in a field is none after all; asked on all ranks, the same answer on each."""
+        return False
+
     def forget(self) -> None:
         """Forgets what it has seen while somebody, such as ``LearningRateFinder``, trained without the callbacks."""
 
@@ -466,7 +470,7 @@ class GateMonitor(Callback, GateParticipant):
         """Field by field, the same on all ranks; of a fingerprint, all of them lay open what is behind it."""
         for field, remedy in _REMEDIES.items():
             values = {rank: getattr(record, field) for rank, record in enumerate(records)}
-            if not is_equal(values.values()):
+            if not is_equal(values.values()) and not any(check.excuses(field) for check in self.checks):
                 behind = {name: value for check in self.checks for name, value in check.explain(field).items()}
                 name, found = first_difference(run.gather(f"behind {field}", behind)) or (field, values)
                 where = f"before step {run.trainer.global_step}; nothing was averaged"

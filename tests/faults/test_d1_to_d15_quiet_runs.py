@@ -298,6 +298,26 @@ def test_lively_runs_give_no_alarm(runs: list[str], tmp_path: Path) -> None:
     require_silence(runs, STEPS, tmp_path, "140s")
 
 
+def pass_on(rank: int, folder: str) -> tuple[int, Alarms]:
+    """Messages in a chain of ranks, of which the ends send or get one only."""
+
+    def send(*_: Any) -> None:
+        if rank > 0:
+            dist.recv(torch.empty(2), rank - 1)
+        if rank < 2:
+            dist.send(torch.ones(2), rank + 1)
+
+    monitor = RankDivergenceMonitor()
+    chain = jobs.At("on_train_batch_start", send)
+    jobs.fit("ResilientDDP", 3, folder, None, own_loader(rank), timeout="20s", max_steps=6, callbacks=[monitor, chain])
+    return monitor.num_compared, alarms(monitor)
+
+
+def test_messages_between_two_ranks_are_no_collectives(tmp_path: Path) -> None:
+    run = spawn(pass_on, 3, args=(str(tmp_path),), deadline="40s").check()
+    assert run.results == dict.fromkeys(range(3), (6, {}))
+
+
 @pytest.mark.soak
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize("run", RUNS)

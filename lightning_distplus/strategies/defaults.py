@@ -190,6 +190,7 @@ class Telemetry(Callback):
         self._bar: ProgressBar | None = None
         self._before: Any = None  # what the user has put in the place of that bar's method
         self._loggers: list[Any] = []  # of rank 0, once it trains
+        self._monitor: GateMonitor | None = None
         self._logged_at = -1
         self._is_over = False
 
@@ -199,10 +200,11 @@ class Telemetry(Callback):
         if not trainer.is_global_zero:
             return
         self._loggers = list(trainer.loggers)
+        self._monitor = next((one for one in trainer.callbacks if isinstance(one, GateMonitor)), None)
         plane, home = self._strategy.plane, self._strategy.home
         self._health.begin(home, plane.world.rank, plane.run_id, plane.attempt, time.time() - age_of_process())
         if self._port is not None and self._endpoint is None:
-            self._serve(self._port, trainer)
+            self._serve(self._port)
         if self._logs:
             self._extend_bar(trainer.progress_bar_callback)
             self.log_verdicts()  # on the attempts before this one
@@ -214,7 +216,7 @@ class Telemetry(Callback):
             return
         if step // every == self._logged_at // every:
             return
-        self._logged_at, figures = step, self.figures(trainer)
+        self._logged_at, figures = step, self.figures()
         scalars = {f"distplus/{name}": float(value) for name, value in figures.items() if name != "global_step"}
         try:
             for logger in trainer.loggers:
@@ -239,11 +241,11 @@ class Telemetry(Callback):
         """Puts everything back; never raises."""
         self.teardown(trainer, pl_module, None)
 
-    def figures(self, trainer: Any) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""
         found = self._health.figures()
-        if monitors := [one for one in trainer.callbacks if isinstance(one, GateMonitor)]:
-            found["divergence_checks"] = monitors[0].num_compared
+        if self._monitor is not None:
+            found["divergence_checks"] = self._monitor.num_compared
         return found
 
     def log_verdicts(self, since: float = 0.0) -> None:
@@ -271,9 +273,9 @@ class Telemetry(Callback):
         vars(bar)["get_metrics"] = get_metrics
         self._bar = bar
 
-    def _serve(self, port: int, trainer: Any) -> None:
+    def _serve(self, port: int) -> None:
         try:
-            self._endpoint = Endpoint(port, self._strategy.plane.run_id, lambda: self.figures(trainer))
+            self._endpoint = Endpoint(port, self._strategy.plane.run_id, self)
         except ImportError:
             log.warning("metrics_port needs prometheus-client: pip install 'lightning-distplus[prometheus]'")
         except OSError as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_distplus import env
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
-from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS
+from lightning_distplus.preflight.host import DOCTOR_CHECKS
 from lightning_distplus.timeouts import parse_duration
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ __all__ = ["print_findings", "run_doctor", "run_preflight"]
 
 # -- distplus doctor ---------------------------------------------------------------------------------------------------
 
-CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_CHECKS}
-CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
+CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **DOCTOR_CHECKS}
 AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
 BETWEEN_HOSTS = ("network", "clock")
@@ -111,7 +110,7 @@ def _tell(
     if as_json is None:
         print_findings(findings, facts, names, elapsed_s)
         return
-    told = {"version": 1, **as_json, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
+    told = {"version": 1, **as_json, "launcher": facts.launcher, "elapsed_s": round(elapsed_s, 3)}
     print(json.dumps({**told, "findings": [finding.to_dict() for finding in findings]}, indent=2))
 
 
@@ -169,8 +168,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     here = Facts()
     devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
     nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
-    checks = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
-    settings = _settings_from(arguments, parser, checks)
+    settings = _settings_from(arguments, parser, CHECKS)
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
     of_launch: dict[str, Any] = {name: wish for name, wish in settings.items() if name in LAUNCH_CHECKS}
     strategy: Any = ResilientDDP(preflight=of_launch)
@@ -183,7 +181,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     plane = connect(World.of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
         facts = replace(facts, spans_hosts=spans_hosts(plane))
-        of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
+        of_host = run_checks(DOCTOR_CHECKS, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)
         place = {"clock": time.time(), "local_rank": strategy.local_rank}
         ranks = plane.gather_json("preflight", {**as_message(facts.host, of_host), **place}, deadline)
@@ -193,7 +191,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     finally:
         disconnect()
     if strategy.global_rank == 0:
-        names = [name for name in (*checks, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
+        names = [name for name in (*CHECKS, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
         _tell(findings, facts, names, begin, {"ranks": len(ranks)} if arguments.json else None)
     return _exit_code(findings)
 

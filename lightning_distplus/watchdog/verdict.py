@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -241,10 +241,9 @@ def duration_in_words(seconds: float) -> str:
     return f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60} min"
 
 
-def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> None:
+def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
-    stream = stream or sys.stderr
-    console = Console(file=stream, soft_wrap=True, highlight=False)
+    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
     lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
@@ -255,7 +254,7 @@ def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> N
         text.append(f"{line}\n", style="bold red" if number == 0 else "bold" if _LABEL.match(line) else "")
     with suppress(OSError, ValueError):
         console.print(text, end="")
-        stream.flush()
+        sys.stderr.flush()
 
 
 def shown_mark(verdict: Path) -> Path:

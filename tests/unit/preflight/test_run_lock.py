@@ -87,6 +87,7 @@ def test_a_run_touches_its_lock_and_says_so_where_another_one_has_taken_it(
     while lock.path.stat().st_mtime == 1 and time.monotonic() < end:
         time.sleep(0.02)
     assert lock.path.stat().st_mtime > 1
+    assert json.loads(lock.path.read_text())["beat"] > 0, "a run of release 0.2.0 would take it over"
     held_elsewhere(lock)
     while "host node7" not in caplog.text and time.monotonic() < end:
         time.sleep(0.02)

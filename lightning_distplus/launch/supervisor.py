@@ -187,8 +187,7 @@ def read_history(home: Path | None, attempt: int, since: float, run_id: str | No
     started = [event["time"] for event in events if event["kind"] == "start"]
     loaded = [Path(event["path"]) for event in events if event["kind"] == "loaded"]
     steps = [event["global_step"] for event in events if event.get("global_step") is not None]
-    # The first verdict since then: what came after it is its consequence.
-    verdict: dict[str, Any] = next(iter(find_verdicts(home, run_id=run_id, since=since)), {})
+    verdict: dict[str, Any] = next(iter(find_verdicts(home, run_id=run_id, since=since, of_end=True)), {})
     if verdict:
         steps.append(verdict["global_step"])
     return History(
@@ -504,7 +503,7 @@ class Supervisor:
         """Prints the verdict on the last attempt, as a rank of this host has written it; the last word is its own."""
         if self._home is None:
             return None
-        told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at)
+        told = find_verdicts(self._home, run_id=self._run_id, since=self._attempt_began_at, of_end=True)
         path = next((one["path"] for one in told if one["path"].stem.endswith(f"-{socket.gethostname()}")), None)
         if path is not None:
             print_block(Verdict.from_json(path.read_bytes()), path)

@@ -88,13 +88,13 @@ def stage(*stand: int, earlier: int = 0, between_ns: int = 1000, once_ns: int = 
         stand: The ranks that stand.
         earlier: How often they have gone on from such a call before.
         between_ns: How long it took then, and from any call to the next.
-        once_ns: How much longer it took the first time.
+        once_ns: How much longer it took in one of the last rounds.
     """
     groups = {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2, 3]}
     rounds = [
         replace(
             call(group, seq, done=True),
-            created_ns=between_ns * (2 * seq + (group == "b")) + once_ns * ((seq, group) > (1, "a")),
+            created_ns=between_ns * (2 * seq + (group == "b")) + once_ns * ((seq, group) > (earlier - 2, "a")),
         )
         for seq in range(1, earlier + 1)
         for group in "ab"
@@ -133,7 +133,7 @@ def test_what_stands_side_by_side_where_only_active_calls_are_left_did_not_follo
 
 
 def test_a_rank_that_once_took_long_to_go_on_from_there_may_do_so_now_and_then() -> None:
-    found = stage(1, earlier=3, once_ns=10**9)
+    found = stage(1, earlier=9, once_ns=10**9)
     assert found is not None
     assert (found.culprits, found.is_decided) == ([1, 4], False)
 

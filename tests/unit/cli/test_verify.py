@@ -73,6 +73,12 @@ def test_no_checkpoint_at_all_is_exit_code_1(name: str, tmp_path: Path, capsys: 
     assert name in capsys.readouterr().err
 
 
+def test_a_folder_of_runs_names_where_its_checkpoints_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "checkpoints" / "step=9.ckpt", 9)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"There are some in {tmp_path / 'checkpoints'}." in capsys.readouterr().err
+
+
 def test_deep_reads_the_crc_of_what_has_no_manifest_and_quarantine_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

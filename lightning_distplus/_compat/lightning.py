@@ -16,14 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_distplus._compat import (
-    probed,
-    replace_method,
-    restore_method,
-    warn_once,
-    wrap_class,
-    wrap_method,
-)
+from lightning_distplus._compat import probed, replace_method, restore_method, warn_once, wrap_class, wrap_method
 
 __all__ = [
     "WorkerInit",

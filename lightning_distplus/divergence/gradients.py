@@ -27,16 +27,6 @@ from lightning_distplus.majority import disagreement
 from lightning_distplus.trainer_gate import Flag, Moment, flags_of
 from lightning_distplus.world import name_ranks
 
-__all__ = [
-    "BucketHook",
-    "FlaggingReduceScatter",
-    "GradientCheck",
-    "LocalFailureCheck",
-    "LocalGradients",
-    "NonFinite",
-    "name_at",
-]
-
 log = logging.getLogger(__name__)
 _SUMMED_AT_ONCE = frozenset({torch.float32, torch.float64})
 _BLOCK = 1 << 18  # elements; a few fit into a core's second cache

@@ -27,7 +27,7 @@ from lightning_distplus import _compat
 from lightning_distplus.checkpoint.tensors import parameters_of, pieces_of_live, sums_of_run
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, digest
-from lightning_distplus.majority import disagreement, odd_ranks
+from lightning_distplus.majority import disagreement, first_difference, odd_ranks
 from lightning_distplus.world import ranges
 
 # -- fingerprints of tensors -------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ class ReplicaCheck(Check):
         model: Any = run.trainer.strategy.model
         self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
         states = digest([one.name for one in self._replicas if one.kind == _STATES and one.group == EVERYWHERE])
-        mine = {"states": states, "tensors": self._totals(), "figures": figures}
+        mine = {"states": states, "tensors": self._totals(), "facts": self._facts(), "figures": figures}
         told = run.gather("state", mine)
         run.budget.took("everything", began)
         run.budget.agree([one["figures"] for one in told])
@@ -477,6 +477,9 @@ class ReplicaCheck(Check):
             self._find(when)
         else:
             self._agreed_at = [run.trainer.global_step] * self._windows.count
+        if odd := first_difference([one["facts"] for one in told]):
+            remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
+            run.differ(*odd, where=when, remedy=remedy)
 
     def _cut(self) -> None:
         """Makes the windows anew: 16, or more where one is above the budget and large enough."""
@@ -507,6 +510,13 @@ class ReplicaCheck(Check):
             tensors[f"{one.kind} {one.group}@{one.tensor.device.type}"].append(one.tensor)
         totals = {key: Windows(held, 1).fingerprint(0) for key, held in sorted(tensors.items())}
         return {key: f"{int(value) & _MASK:016x}" for key, value in totals.items() if value is not None}
+
+    def _facts(self) -> dict[str, str]:
+        """State that is no tensor: schedulers and the loss scaler, as text."""
+        trainer: Any = self.run.trainer
+        owners = {f"scheduler {number}": one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)}
+        owners["loss scaler"] = getattr(trainer.precision_plugin, "scaler", None)
+        return {name: _as_text(owner.state_dict()) for name, owner in owners.items() if owner is not None}
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -554,6 +564,11 @@ class ReplicaCheck(Check):
             "memory",
         )  # fmt: skip
         self.run.tell(error, parameter=name)
+
+
+def _as_text(state: dict[str, Any]) -> str:
+    plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, bool, list, tuple))}
+    return repr(dict(sorted(plain.items())))[:1000]
 
 
 # -- the check at rest: what a rank alone holds changes between two steps only by itself -------------------------------

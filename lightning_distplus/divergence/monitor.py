@@ -31,8 +31,6 @@ from lightning_distplus.trainer_gate import GateParticipant, Moment
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 from lightning_distplus.world import ranges
 
-__all__ = ["OnLocalFailure", "RankDivergenceMonitor", "TraceCheck"]
-
 OnLocalFailure = Literal["raise", "skip_all"]
 _STATE_VERSION = 1
 

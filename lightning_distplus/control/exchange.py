@@ -449,9 +449,6 @@ class Roll:
         self._plane = plane
         self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
         self._entries: list[Entries | None] = [None] * _NUM_KEYS
-        self._number = 0
-        self._unpacked: list[bytes] = []
-        self._records: dict[int, bytes] = {}
         if plane.world.rank == 0:
             for key in self._keys:
                 plane.send_unsigned(key, b"")
@@ -463,15 +460,11 @@ class Roll:
 
     def read(self, number: int) -> dict[int, bytes]:
         """The records that have been posted at the number; never waits."""
-        data = self._plane.read_unsigned(self._keys[number % _NUM_KEYS]) or b""
-        entries = self._entries_of(number).read(data)
-        if number != self._number or entries[: len(self._unpacked)] != self._unpacked:  # another key, or written anew
-            self._number, self._unpacked, self._records = number, [], {}
-        for entry in entries[len(self._unpacked) :]:  # a rank that waits looks ten times and more
-            if _NUMBER.unpack_from(entry)[0] == number % _NUMBERS:
-                self._records |= _unpacked(entry, _NUMBER.size)
-        self._unpacked = entries[:]
-        return self._records
+        head, records = _NUMBER.pack(number % _NUMBERS), dict[int, bytes]()
+        for entry in self._entries_of(number).read(self._plane.read_unsigned(self._keys[number % _NUM_KEYS]) or b""):
+            if entry.startswith(head):
+                records |= _unpacked(entry, len(head))
+        return records
 
     def passed(self, number: int) -> None:
         """All have entered the number: the key of the one before it is emptied, for the one after the next."""
@@ -587,8 +580,8 @@ def share_memory(plane: ControlPlane, name: str, deadline: timedelta) -> tuple[l
     try:
         offer = {"pid": os.getpid(), "memory": own, "host": f"{plane.world.host} {boot_id()}"}
         offers = plane.gather_json(name, offer, deadline)
-        hosts = [offer["host"] for offer in offers]
-        firsts = [hosts.index(host) for host in hosts]
+        hosts = dict[str, int]()
+        firsts = [hosts.setdefault(offer["host"], rank) for rank, offer in enumerate(offers)]
         first = firsts[plane.world.rank]
         memory = _map(offers[first], num_bytes) if boot_id() else None
         can_map = [one["can_map"] for one in plane.gather_json(name, {"can_map": memory is not None}, deadline)]

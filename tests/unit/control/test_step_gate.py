@@ -179,14 +179,15 @@ def test_a_first_rank_that_is_missing_makes_no_peer_nameless(form, make_ranks, s
 
 
 @between_hosts
-def test_nobody_waits_for_a_first_rank_that_has_come_and_stopped(form, make_ranks, later) -> None:
+@pytest.mark.parametrize("stopped", [0, 3])
+def test_nobody_waits_for_a_first_rank_that_has_come_and_stopped(stopped: int, form, make_ranks, later) -> None:
     ranks = make_ranks(6, num_nodes=2)
     gates = _opened(ranks, later, **form)
     records = [_record()] * 6
-    gates[3].post(records[3])
-    others = [0, 1, 2, 4, 5]
+    gates[stopped].post(records[stopped])
+    others = sorted({*range(6)} - {stopped})
     assert _exchange(ranks, gates, records, timedelta(seconds=2), only=others) == [records] * 5
-    assert gates[3].collect(later) == records
+    assert gates[stopped].collect(later) == records
     assert _exchange(ranks, gates, [_record(1)] * 6, later) == [[_record(1)] * 6] * 6
 
 

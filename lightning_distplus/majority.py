@@ -39,7 +39,8 @@ def disagreement(
         wrong: Who is wrong, where the caller knows it.
     """
     ranks, why = _judge(values, expected) if wrong is None else (sorted(wrong), "")
-    blame = f"wrong: {name_ranks(ranks)}{why}" if ranks != sorted(values) else f"undecided: {why or 'no majority'}"
+    is_decided = ranks != sorted(values) or len(ranks) == 1
+    blame = f"wrong: {name_ranks(ranks)}{why}" if is_decided else f"undecided: {why or 'no majority'}"
     lines = [
         f"The ranks differ in {field} {where}; {blame}.",
         *_sides(values),

@@ -137,7 +137,6 @@ def _call(previous: Callable[[int, FrameType | None], Any] | int | None, signum:
 # -- the callback ------------------------------------------------------------------------------------------------------
 
 _ASKED = int(Wish.PREEMPT)
-_LOGGED_STEPS = "_batches_that_stepped"  # in the saved state of Lightning's loop
 _evaluations = itertools.count(1)  # all ranks count alike
 
 
@@ -274,8 +273,7 @@ class PreemptionHandler(Callback, GateParticipant):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Puts the loggers' step back after a resume. One process alone has no gate."""
         if self._logged_steps is not None:
-            loop = trainer.fit_loop.epoch_loop
-            loop.on_load_checkpoint({_LOGGED_STEPS: self._logged_steps})
+            _compat.restart_steps_for_loggers(trainer, self._logged_steps)
             self._logged_steps = None
         is_window_start = batch_idx % trainer.accumulate_grad_batches == 0
         if trainer.world_size == 1 and is_window_start and self._is_asked():
@@ -321,7 +319,7 @@ class PreemptionHandler(Callback, GateParticipant):
             return loaded
         _forget_fetched_batch(trainer)
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
-        self._logged_steps = trainer.fit_loop.epoch_loop.on_save_checkpoint().get(_LOGGED_STEPS)
+        self._logged_steps = _compat.steps_for_loggers(trainer)
         trainer.save_checkpoint(path)
         if hasattr(trainer.strategy, "require_saved"):  # a save in the background, or one that failed, raises no error
             trainer.strategy.require_saved()

@@ -44,7 +44,8 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any], consequenc
 
 def restore_method(owner: Any, name: str) -> None:
     """Undoes ``replace_method`` and ``wrap_method``."""
-    vars(owner).pop(name, None)
+    if owner is not None:
+        vars(owner).pop(name, None)
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any], consequence: str) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from lightning_distplus._compat import replaced, warn_once, wrapped
+from lightning_distplus._compat import probed, replaced, warn_once, wrapped
 from lightning_distplus.errors import CheckpointUnsafe
 
 __all__ = [
@@ -149,6 +149,9 @@ class FlatUnit:
         return found
 
 
+_NOT_COMPARED = "gradients and shards of FSDP are not compared"
+
+
 def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
     """The units of an FSDP1 model; none of another one."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -159,16 +162,17 @@ def flat_units(model: torch.nn.Module) -> list[FlatUnit]:
         if not isinstance(unit, FullyShardedDataParallel):
             continue
         if not hasattr(unit, "_handle"):
-            warn_once("FullyShardedDataParallel._handle", "gradients and shards of FSDP are not compared")
+            warn_once("FullyShardedDataParallel._handle", _NOT_COMPARED)
         flat = getattr(getattr(unit, "_handle", None), "flat_param", None)
-        if flat is None:
+        if flat is None:  # it has no parameters
             continue
-        names = iter(getattr(flat, "_fqns", ()))
-        numels = getattr(flat, "_numels_with_padding", ())
-        padding = getattr(flat, "_is_padding_mask", [False] * len(numels))
+        told = [probed(flat, name, _NOT_COMPARED) for name in ("_fqns", "_numels_with_padding", "_is_padding_mask")]
+        if any(one is None for one in told):
+            continue
+        names, numels, padding = iter(told[0]), told[1], told[2]
         sections = [
             ("padding" if is_padding else next(names, "?"), numel)
-            for numel, is_padding in zip(numels, padding, strict=False)
+            for numel, is_padding in zip(numels, padding, strict=True)
         ]
         shard = "" if unit.sharding_strategy is ShardingStrategy.NO_SHARD else None
         if unit.sharding_strategy in hybrid:
@@ -273,7 +277,8 @@ def end_deepspeed_save(engine: Any) -> None:
     """
     from deepspeed import comm
 
-    if engine._optimizer_has_ckpt_event_epilogue():
+    has_epilogue = probed(engine, "_optimizer_has_ckpt_event_epilogue", "a save that fails may hold the other ranks")
+    if has_epilogue is not None and has_epilogue():
         engine.optimizer.checkpoint_event_epilogue()
     comm.barrier()
 

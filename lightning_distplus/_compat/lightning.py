@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_distplus._compat import (
     probed,
@@ -32,8 +33,10 @@ __all__ = [
     "before_scripts_of_ranks",
     "choose_checkpoints",
     "find_more_last_checkpoints",
+    "give_mesh",
     "handle_errors_of_forks",
     "logged_metric",
+    "logger_connector",
     "may_stop_early",
     "prepare_workers",
     "replace_batch_broadcast",
@@ -41,6 +44,7 @@ __all__ = [
     "replace_preparation_barrier",
     "replace_sigterm_notifier",
     "replace_stock_signals",
+    "restart_steps_for_loggers",
     "restore_batch_broadcast",
     "restore_checkpoint_link",
     "restore_sigterm_notifier",
@@ -48,9 +52,12 @@ __all__ = [
     "restore_worker_signals",
     "skip_step_hooks",
     "skips_backward",
+    "steps_for_loggers",
     "stop_child_observer",
     "synced_metrics",
+    "tensor_parallel_size",
     "validates_now",
+    "validation_interval",
 ]
 
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
@@ -113,15 +120,30 @@ def logged_metric(frame: FrameType | None) -> tuple[str, str] | None:
 
 def synced_metrics(trainer: Any) -> list[str]:
     """The logged metrics, in order, that Lightning will reduce over all ranks at the end of this epoch."""
-    found = []
+    found, consequence = [], "the names of logged metrics are not compared"
+    if not hasattr(trainer, "_results"):
+        warn_once("Trainer._results", consequence)
     for key, metric in (getattr(trainer, "_results", None) or {}).items():
         meta = getattr(metric, "meta", None)
         if meta is None or not hasattr(meta, "sync"):
-            warn_once("_ResultMetric.meta.sync", "the names of logged metrics are not compared")
+            warn_once("_ResultMetric.meta.sync", consequence)
             return []
         if meta.on_epoch and (meta.sync.should or not metric.is_tensor):
             found.append(str(key))
     return found
+
+
+def logger_connector(trainer: Any) -> Any:
+    """What reduces the metrics of a validation; None where it is not there."""
+    return probed(trainer, "_logger_connector", "the names of metrics in validation are not compared")
+
+
+def validation_interval(trainer: Any) -> float | None:
+    """Seconds between two validations, where they come by the clock: at different steps on different ranks."""
+    name = "_val_check_time_interval"
+    if not hasattr(trainer, name):
+        warn_once(f"Trainer.{name}", "validations by the clock are not agreed upon")
+    return getattr(trainer, name, None)
 
 
 def accumulates(trainer: Any) -> bool:
@@ -148,6 +170,22 @@ def may_stop_early(trainer: Any) -> bool:
     """Whether the fewest steps and epochs that the user asked for are done."""
     consequence = "a run that stops early may leave its last validation out"
     return bool(probed(trainer.fit_loop, "_can_stop_early", consequence))
+
+
+_LOGGED_STEPS = "_batches_that_stepped"  # in the saved state of Lightning's loop
+
+
+def steps_for_loggers(trainer: Any) -> int | None:
+    """How many steps the loggers have seen."""
+    state = trainer.fit_loop.epoch_loop.on_save_checkpoint()
+    if _LOGGED_STEPS not in state:
+        warn_once(f"_TrainingEpochLoop.{_LOGGED_STEPS}", "loggers may count a step twice after a preemption")
+    return state.get(_LOGGED_STEPS)  # type: ignore[no-any-return]
+
+
+def restart_steps_for_loggers(trainer: Any, number: int) -> None:
+    """Has the loggers count from here on."""
+    trainer.fit_loop.epoch_loop.on_load_checkpoint({_LOGGED_STEPS: number})
 
 
 _STEP_HOOKS = (
@@ -424,3 +462,21 @@ def prepare_workers(prepare: Callable[[Any], WorkerInit | None]) -> Callable[[],
 
     iterator.__init__ = start_workers
     return undo
+
+
+# -- how strategies hold a model ---------------------------------------------------------------------------------------
+
+
+def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | None:
+    """None where it is as large as a node ("auto")."""
+    size = probed(strategy, "_tensor_parallel_size", "a rehearsal takes a host for the size of tensor parallelism")
+    return size if isinstance(size, int) else None
+
+
+def give_mesh(strategy: Any, model: Any, mesh: Any) -> None:
+    """Puts a device mesh where ``configure_model`` looks for it, without setting up the strategy."""
+    for owner in (strategy, model):
+        if not hasattr(type(owner), "device_mesh"):
+            warn_once(f"{type(owner).__name__}.device_mesh", "a model that asks for its mesh is not rehearsed")
+            return
+        owner._device_mesh = mesh

@@ -14,19 +14,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-
-# The stores are public as torch.distributed.*Store, but torch's type stubs know them only here.
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_crc32_options
 from torch.utils.serialization import config
 
 from lightning_distplus._compat import probed, replaced, warn_once
+
+if TYPE_CHECKING:  # torch's stubs know its public stores only here
+    from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+else:
+    from torch.distributed import HashStore, PrefixStore, TCPStore
 
 __all__ = [
     "HashStore",
@@ -38,10 +40,10 @@ __all__ = [
     "default_store",
     "fake_default_group",
     "flight_recorder_dumps",
-    "give_mesh",
     "init_default_group",
     "non_persistent_buffers",
     "num_collectives",
+    "num_recorded_collectives",
     "on_terminate",
     "open_tcp_store",
     "process_groups",
@@ -49,7 +51,6 @@ __all__ = [
     "register_ddp_comm_hook",
     "set_group_timeout",
     "settle_ddp_buckets",
-    "tensor_parallel_size",
     "with_parameters_reversed",
     "without_crc",
 ]
@@ -251,6 +252,17 @@ def flight_recorder_dumps(*, with_collectives: bool) -> list[dict[str, Any]]:
     return [json.loads(dump(with_collectives, False)) for dump in dumpers if dump is not None]
 
 
+def num_recorded_collectives() -> int | None:
+    """``num_collectives`` by the recorder, which leaves out point-to-point messages, as gloo does not (torch 2.13).
+
+    None where nothing is recorded.
+    """
+    default = str(getattr(dist.group.WORLD, "group_name", ""))
+    entries = [one for dump in flight_recorder_dumps(with_collectives=True) for one in dump.get("entries", [])]
+    counts = [one.get("collective_seq_id", 0) for one in entries if one["process_group"][0] == default]
+    return max(counts, default=None)
+
+
 def on_terminate(handler: Callable[[str], None]) -> Callable[[], None] | None:
     """Calls ``handler`` when C++ ends this process because nobody catches an exception; then what was there before.
 
@@ -307,7 +319,7 @@ _NOT_SETTLED = (
 
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The buffers of a module, without its children, that are not saved."""
-    return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+    return frozenset(probed(module, "_non_persistent_buffers_set", "buffers that are not saved are compared too") or ())
 
 
 def register_ddp_comm_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
@@ -366,24 +378,6 @@ def _is_of_one_thread() -> bool:
         other.start()
         other.join()
     return seen == [before]
-
-
-# -- how strategies hold a model ---------------------------------------------------------------------------------------
-
-
-def tensor_parallel_size(strategy: Any) -> int | None:
-    """Of a ModelParallelStrategy; None where it is as large as a node ("auto")."""
-    size = getattr(strategy, "_tensor_parallel_size", 1)
-    return size if isinstance(size, int) else None
-
-
-def give_mesh(strategy: Any, model: Any, mesh: Any) -> None:
-    """Puts a device mesh where ``configure_model`` looks for it, without setting up the strategy."""
-    for owner in (strategy, model):
-        if not hasattr(type(owner), "device_mesh"):
-            warn_once(f"{type(owner).__name__}.device_mesh", "a model that asks for its mesh is not rehearsed")
-            return
-        owner._device_mesh = mesh
 
 
 # -- a process group that pretends -------------------------------------------------------------------------------------

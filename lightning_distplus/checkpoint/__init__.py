@@ -13,7 +13,7 @@ from lightning_distplus.checkpoint.catalog import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.commit import Gather, SaveInfo, gather_alone, info_like
+from lightning_distplus.checkpoint.commit import Gather, gather_alone, info_like
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Gather",
     "Manifest",
     "Report",
-    "SaveInfo",
     "gather_alone",
     "info_like",
     "is_committed",

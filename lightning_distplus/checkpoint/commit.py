@@ -9,14 +9,14 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_distplus.checkpoint import files
 from lightning_distplus.checkpoint.catalog import CheckpointState, is_committed, read_manifest, reference, verify
 from lightning_distplus.checkpoint.files import MANIFEST, MARKER, META, DigestedWrites, Stage, Sync
-from lightning_distplus.checkpoint.manifest import FileEntry, Manifest, installed_packages
+from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 from lightning_distplus.errors import ExitCode, SaveFailed
 from lightning_distplus.process import ProcessState, boot_id, process_state, start_time
 
@@ -35,53 +35,16 @@ def gather_alone(name: str, value: dict[str, Any], /) -> list[dict[str, Any]]:
     return [value]
 
 
-# -- what a save tells its manifest about the run ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveInfo:
-    """What the manifest, which describes the fields, says about the run at the moment of the save.
-
-    Args:
-        not_before: When the checkpoint before this one was committed, so that none is older than what it follows,
-            whatever the clocks of the hosts say.
-        committed_at: Of a copy, when its source was committed; None: it is committed now.
-    """
-
-    global_step: int
-    epoch: int
-    strategy: str
-    data: dict[str, Any] | None = None
-    packages: dict[str, str] = field(default_factory=installed_packages)
-    layout: dict[str, Any] = field(default_factory=dict)
-    configuration: str | None = None
-    deadlines_s: dict[str, float] = field(default_factory=dict)
-    parent: dict[str, str] | None = None
-    not_before: float = 0.0
-    committed_at: float | None = None
-
-    def __post_init__(self) -> None:
-        json.dumps(self.data, allow_nan=False)  # refused now, not after a long save
-
-    def fields(self) -> dict[str, Any]:
-        """Those of the manifest, at the moment of the commit."""
-        fields = dict(vars(self))
-        not_before = fields.pop("not_before")
-        if self.committed_at is None:
-            fields["committed_at"] = max(time.time(), math.nextafter(not_before, math.inf))
-        return fields
-
-
-def info_like(source: Path, *, is_successor: bool = False) -> SaveInfo:
-    """What the manifest of a copy of ``source`` says; step 0 where the source has none.
+def info_like(source: Path, *, is_successor: bool = False) -> Manifest:
+    """What the manifest of a copy of ``source`` says of the run; step 0 where the source has none.
 
     The copy counts as a little older, so that a run goes on from the source, and never from the copy of an older one;
     as a little newer where it is the successor, from which a run is to go on instead.
     """
     if not is_committed(source):
-        return SaveInfo(global_step=0, epoch=0, strategy="unknown")
+        return Manifest(global_step=0, epoch=0, strategy="unknown")
     manifest = read_manifest(source)
-    return SaveInfo(
+    return Manifest(
         global_step=manifest.global_step,
         epoch=manifest.epoch,
         strategy=manifest.strategy,
@@ -107,7 +70,7 @@ def commit(
     *,
     rank: int,
     gather: Gather,
-    info: SaveInfo,
+    info: Manifest,
     sync: Sync | None = os.fsync,
 ) -> Manifest | None:
     """Saves a checkpoint that exists on all ranks' word, or not at all. All ranks call it together.
@@ -119,7 +82,7 @@ def commit(
         write: The save itself, given the path to write to: a file that rank 0 writes, or a directory that all fill.
         rank: This process's rank.
         gather: How the ranks exchange their outcomes.
-        info: What goes into the manifest; rank 0's is used.
+        info: What the manifest says of the run; rank 0's is used. Without a ``committed_at`` it is committed now.
         sync: Forces files, folders and moves to the disk; None is for tests.
 
     Returns:
@@ -162,15 +125,17 @@ class StagedSave:
 
     def commit(
         self,
-        info: SaveInfo,
+        info: Manifest,
         *,
+        not_before: float = 0.0,
         finish: Callable[[], object] | None = None,
         count: Count = dict,
         gather: Gather | None = None,
     ) -> Manifest | None:
         """The second half of `commit`, for another thread where it is given a ``gather`` of its own.
 
-        ``finish`` writes what the first half has left to be written.
+        ``not_before`` is when the checkpoint before it was committed: none is older than what it follows, whatever the
+        clocks of the hosts say. ``finish`` writes what the first half has left to be written.
         """
         self._gather = gather or self._gather
         with self._cleaning_up():
@@ -180,7 +145,7 @@ class StagedSave:
             sizes = lists[0]["sizes"]
             written = {path: found for one in lists for path, found in one["written"].items()}
             shares = self.agree("digest", lambda: self._digest_share(sizes, written, len(lists), count))
-            self.agree("publish", lambda: self._publish(sizes, written, shares, info))
+            self.agree("publish", lambda: self._publish(sizes, written, shares, info, not_before))
         return self.manifest
 
     @contextmanager
@@ -273,7 +238,12 @@ class StagedSave:
         return {"digests": digests, "has_tensors": bool(counted)}
 
     def _publish(
-        self, sizes: Mapping[str, int], written: dict[str, Any], shares: list[dict[str, Any]], info: SaveInfo
+        self,
+        sizes: Mapping[str, int],
+        written: dict[str, Any],
+        shares: list[dict[str, Any]],
+        info: Manifest,
+        not_before: float,
     ) -> None:
         """Writes the manifest and moves the stage in place, on rank 0."""
         if self._rank != 0:
@@ -289,8 +259,9 @@ class StagedSave:
                     f"{found_bytes} bytes now. Something still writes to it: remove a checkpoint plugin that writes in "
                     "the background."
                 )
-        self.manifest = Manifest(
-            **info.fields(),
+        self.manifest = replace(
+            info,
+            committed_at=info.committed_at or max(time.time(), math.nextafter(not_before, math.inf)),
             world_size=len(shares),
             files=tuple(
                 FileEntry(path, size_bytes, digests[path]["xxh3_128"], tuple(digests[path]["blocks"]))
@@ -369,7 +340,7 @@ def publish(stage: Stage, manifest: Manifest, *, sync: Sync | None) -> None:
     try:
         for folder in (stage.target.parent, stage.target.parent / META, *([old.parent] if old is not None else [])):
             files.sync_folder(folder, sync=sync)
-        if old is not None:
+        if not is_first:
             _move_metas(stage, old, is_directory, sync)
         _clear(stage, old, strays)
     except OSError as error:
@@ -403,7 +374,7 @@ def _put_where_nothing_is(stage: Stage, meta: Path | None) -> None:
 
 
 def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) -> Path | None:
-    """Exchanges the payload for what is at its target; returns where that lies now."""
+    """Exchanges the payload for what is at its target; returns where that lies now, if anywhere."""
     name = stage.target.name
     (stage.draft / _OLD).mkdir(parents=True)
     new = stage.aside_payload
@@ -420,10 +391,12 @@ def _put_where_something_is(stage: Stage, meta: Path | None, sync: Sync | None) 
     return files.put_in_place(new, stage.target, stage.draft / _OLD / name)
 
 
-def _move_metas(stage: Stage, old: Path, is_directory: bool, sync: Sync | None) -> None:
+def _move_metas(stage: Stage, old: Path | None, is_directory: bool, sync: Sync | None) -> None:
     """Moves the manifest beside the target to the file that it belongs to, and that of a new file in its place."""
     beside_target = files.meta_folder(stage.target, is_directory=False)
-    if beside_target.is_dir():
+    if old is None:  # somebody has removed it meanwhile; or it was a link, where names cannot be exchanged
+        files.remove_tree(beside_target)
+    elif beside_target.is_dir():
         (old.parent / META).mkdir(exist_ok=True)
         beside_target.rename(old.parent / META / old.name)
     if not is_directory:

@@ -1,36 +1,6 @@
-"""The manifest: what a committed checkpoint consists of, as a readable JSON file.
+"""The manifest: what a committed checkpoint consists of, as a readable JSON file (docs/reference/manifest.md).
 
-```json
-{
-  "version": 1,                        the only one this module reads
-  "global_step": 1200,                 completed optimizer steps, >= 0
-  "epoch": 3,                          >= 0
-  "world_size": 8,                     number of ranks that saved, >= 1
-  "strategy": "ResilientFSDP",
-  "layout": {"data_parallel": 8},      how they share data and model; the axes of a device mesh by name
-  "configuration": "32 hex digits",    digest of settings, model and hyperparameters, or null
-  "deadlines_s": {"step": 60.0},       of timeout="auto", for the run that resumes: seconds by phase
-  "parent": {                          the checkpoint before this one in the run, or null
-    "path": "/runs/a/step=1100.ckpt",
-    "manifest_xxh3_128": "32 lower-case hex digits"
-  },
-  "committed_at": 1767225600.25,       unix seconds on rank 0
-  "packages": {"torch": "2.13.0"},     versions at the time of the save
-  "data": {"consumed_samples": 9600},  place in the data, or null
-  "files": [                           at least one; for a single-file checkpoint, that file
-    {"path": "__0_0.distcp",           posix, relative to the checkpoint's folder
-     "size_bytes": 1024,
-     "xxh3_128": "32 lower-case hex digits",
-     "blocks_64_mib": ["32 hex digits"]}   the same of each 64 MiB, of files that are larger
-  ],
-  "tensors": {                         each tensor by name, or null: dtype, number of elements, fingerprint
-    "weights/net.0.weight": "float32 2250000 v2:32 hex digits",
-    "optimizer 0/net.0.weight/exp_avg": "float32 2250000 v2:32 hex digits"
-  }
-}
-```
-
-Further fields are ignored, so that a later release can add one without a new version.
+Fields that this release does not know are ignored, so that a later one can add one without a new version.
 """
 
 from __future__ import annotations
@@ -67,17 +37,34 @@ class FileEntry:
     """The digests of its blocks, where it has more than one."""
 
 
+@cache
+def installed_packages() -> dict[str, str]:
+    """Versions of the packages that decide how a checkpoint is written; those not installed are left out.
+
+    They are looked up once: that takes milliseconds, for which training would wait at each save.
+    """
+    versions: dict[str, str] = {}
+    for name in _RECORDED_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one checkpoint holds. The module's docstring describes the fields."""
+    """What one checkpoint holds, as docs/reference/manifest.md describes it.
+
+    Before the commit, which adds the files, the tensors, the number of ranks and the time, it is what a save tells of
+    its run.
+    """
 
     global_step: int
     epoch: int
-    world_size: int
     strategy: str
-    files: tuple[FileEntry, ...]
-    committed_at: float
-    packages: dict[str, str]
+    world_size: int = 1
+    files: tuple[FileEntry, ...] = ()
+    committed_at: float = 0.0
+    packages: dict[str, str] = field(default_factory=installed_packages)
     data: dict[str, Any] | None = None
     layout: dict[str, Any] = field(default_factory=dict)
     configuration: str | None = None
@@ -135,19 +122,6 @@ class Manifest:
         fields = {name: _take(document, source, name, *rule) for name, rule in _FIELDS.items()}
         fields["committed_at"] = float(fields["committed_at"])
         return cls(**fields, files=_take_files(document, source))
-
-
-@cache
-def installed_packages() -> dict[str, str]:
-    """Versions of the packages that decide how a checkpoint is written; those not installed are left out.
-
-    They are looked up once: that takes milliseconds, for which training would wait at each save.
-    """
-    versions: dict[str, str] = {}
-    for name in _RECORDED_PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 # -- what a field may be -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import gc
 import io
 import re
@@ -137,7 +138,7 @@ def _import(name: str) -> Any:
 
 
 def _parse_name(arguments: list[str]) -> str:
-    lines = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    lines = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND ...",
@@ -146,8 +147,16 @@ def _parse_name(arguments: list[str]) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS, metavar="COMMAND")
-    return str(parser.parse_args(arguments).command)
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS, metavar="COMMAND")
+    name = parser.parse_args(arguments).command
+    if name is None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"{PROGRAM} --help lists the commands"
+        parser.error(f"there is no command {name!r}; {hint}")
+    return str(name)
 
 
 # -- distplus init -----------------------------------------------------------------------------------------------------

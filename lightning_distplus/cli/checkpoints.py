@@ -25,8 +25,8 @@ from rich.table import Column, Table
 from lightning_distplus import recipes
 from lightning_distplus.checkpoint import (
     CheckpointState,
+    Manifest,
     Report,
-    SaveInfo,
     gather_alone,
     info_like,
     state,
@@ -70,7 +70,9 @@ def run_verify(argv: Sequence[str]) -> int:
     own = state(folder) in (CheckpointState.COMMITTED, CheckpointState.TORN) or folder.is_file()
     paths = [folder] if own else checkpoints_in(folder)
     if not paths:
-        print(f"distplus verify: there is no checkpoint in {folder}.", file=sys.stderr)
+        below = [str(path) for path in sorted(folder.iterdir()) if path.is_dir() and checkpoints_in(path)]
+        hint = f" There are some in {', '.join(below)}." if below else ""
+        print(f"distplus verify: there is no checkpoint in {folder.absolute()}.{hint}", file=sys.stderr)
         return 1
     reports = sorted(
         _verify(paths, "size" if arguments.quick else "full", arguments),
@@ -351,6 +353,9 @@ def run_import(argv: Sequence[str]) -> int:
     origin = arguments.origin or origin_of(source)
     if origin is None:
         raise CheckpointMismatch(f"{source}: it cannot be told which program has written it. Name it with --from.")
+    if origin == "lightning" and state(source) is CheckpointState.COMMITTED:  # it has a position, which would be lost
+        print(f"distplus import: {source} is committed: ckpt_path takes it, export changes its form.", file=sys.stderr)
+        return 1
     run = configuration(arguments.config or "recipe:tinyllama_1.1b")
     if origin == "lightning":
         checkpoint, rows = _of_lightning(source)
@@ -365,7 +370,7 @@ def run_import(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         return 0
     step = int(checkpoint["global_step"])
-    info = SaveInfo(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
+    info = Manifest(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
     commit(target, lambda stage: torch.save(checkpoint, stage), rank=0, gather=gather_alone, info=info)
     print(f"{source} -> {target}")
     if config:

@@ -139,7 +139,7 @@ def run_audit(argv: Sequence[str]) -> int:
     folder = _records_in(arguments.run)
     if folder is None:
         print(
-            f"distplus audit: there are no records in {arguments.run}. They are written by "
+            f"distplus audit: there are no records in {arguments.run.absolute()}. They are written by "
             "Trainer(callbacks=[SampleAudit()]).",
             file=sys.stderr,
         )

@@ -7,18 +7,18 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning_distplus import env
-from lightning_distplus.errors import ExitCode
+from lightning_distplus.cli import duration
+from lightning_distplus.launch.warm import Warm
 from lightning_distplus.process import Signals
-from lightning_distplus.timeouts import parse_duration
 
 __all__ = ["main"]
 
-_AUTO = ["--ckpt_path", "auto"]
 _DISTPLUS = ["-m", "lightning_distplus.cli"]
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_IN_FILE = re.compile(r"^ckpt_path:\s*(?!null\b|~)\S", re.MULTILINE)
@@ -59,18 +59,14 @@ def main(argv: Sequence[str]) -> int:
     if min(arguments.nnodes) < max(arguments.nnodes):
         env.DISTPLUS_ELASTIC.set(1)
     env.DISTPLUS_RESUME.set(int(arguments.resume and not arguments.is_own))
-    with Signals() as signals:  # before torch is imported, which takes seconds
-        if arguments.start == "cold":
-            return _supervise(arguments, following(arguments, command), signals)
-
-        from lightning_distplus.launch.warm import Warm
-
-        with Warm(arguments.preload) as warm:  # it imports while this process does
-            cold = following(arguments, command)
-            return _supervise(arguments, lambda has_saved: warm.command(cold(has_saved)), signals)
+    # Before this process imports torch, which takes seconds: the other one imports beside it.
+    with Signals() as signals, nullcontext() if arguments.start == "cold" else Warm(arguments.preload) as warm:
+        return _supervise(arguments, *following(arguments, command), warm, signals)
 
 
-def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Signals) -> int:
+def _supervise(
+    arguments: Any, command: Sequence[str], command_after_save: Sequence[str], warm: Warm | None, signals: Signals
+) -> int:
     from lightning_distplus.launch.agent import Hosts
     from lightning_distplus.launch.supervisor import Job, RestartPolicy, Supervisor
 
@@ -78,6 +74,8 @@ def _supervise(arguments: Any, command: Callable[[bool], list[str]], signals: Si
     return Supervisor(
         Job(
             command=command,
+            command_after_save=command_after_save,
+            warm=warm,
             hosts=Hosts(
                 min_nodes=min_nodes,
                 max_nodes=max_nodes,
@@ -155,10 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", "--nproc-per-node", type=_processes, default=1, help="ranks on this host; or gpu, cpu, auto")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N|MIN:MAX", help="hosts; run this command on each of them")
     add("--rdzv", "--rdzv-endpoint", default="", metavar="HOST[:PORT]", help="where hosts meet; one has this name")
-    add("--join", type=parse_duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
+    add("--join", type=duration, default="30s", help="how long to wait for more hosts than MIN (default: 30s)")
     add("--job-id", "--rdzv-id", default="", metavar="ID", help="the same on all hosts, another one for each job")
     add("--max-restarts", type=int, default=3, help="restarts within the window (default: 3)")
-    add("--window", type=parse_duration, help="time in which restarts count, such as 1d (default: the whole job)")
+    add("--window", type=duration, help="time in which restarts count, such as 1d (default: the whole job)")
     add("--same-step", type=int, default=3, help="give up after so many attempts at one step (default: 3)")
     add("--no-resume", dest="resume", action="store_false", help="leave the checkpoint of each start to the script")
     add("--quarantine", action="store_true", help="set the samples of a batch apart that ends --same-step attempts")
@@ -190,42 +188,40 @@ def _read_meeting_point(parser: argparse.ArgumentParser, arguments: Any) -> None
         parser.error("several hosts meet somewhere: give --rdzv HOST:PORT, the same on all of them")
     if ":" not in arguments.rdzv:
         arguments.rdzv = f"{arguments.rdzv}:{_TORCHS_PORT}"
+    if not arguments.rdzv.rpartition(":")[2].isdecimal():
+        parser.error(f"--rdzv {arguments.rdzv}: behind the colon stands a port, such as {_TORCHS_PORT}")
 
 
-def following(arguments: Any, command: Sequence[str]) -> Callable[[bool], list[str]]:
-    """What follows the interpreter in each attempt, told whether this job has committed a checkpoint already.
+def following(arguments: Any, command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What follows the interpreter: at first, and once this job has committed a checkpoint.
 
     A script chooses its checkpoint itself, in the rank: there its ``fit`` names one, or does not.
     """
-    if arguments.is_own and arguments.resume:
-        return resuming(command)
-    words = [*_DISTPLUS, *command] if arguments.is_own else list(command)
-    return lambda has_saved: words
+    if not arguments.is_own:
+        return list(command), list(command)
+    first, after_save = resuming(command) if arguments.resume else (command, command)
+    return [*_DISTPLUS, *first], [*_DISTPLUS, *after_save]
 
 
-def resuming(command: Sequence[str]) -> Callable[[bool], list[str]]:
-    """The command of each attempt: ``fit`` continues from what this job has committed.
+def resuming(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command of distplus, at first and once its job has committed a checkpoint: ``fit`` continues from that.
 
-    A checkpoint that the user names is where the job begins; once it has committed one of its own, that one counts.
+    Before, a checkpoint that the user names is where the job begins.
     """
+    first, rest = list(command), list[str]()
     if command[0] != "fit":
-        return lambda has_saved: [*_DISTPLUS, *command]
-    rest, named = _without_ckpt_path(command)
-    if not named and not _is_named_in_file(command):
-        print("distplus launch: adds --ckpt_path auto", file=sys.stderr)
-        return lambda has_saved: [*_DISTPLUS, *rest, *_AUTO]
-    return lambda has_saved: [*_DISTPLUS, *rest, *_AUTO] if has_saved else [*_DISTPLUS, *command]
-
-
-def _without_ckpt_path(command: Sequence[str]) -> tuple[list[str], bool]:
-    rest: list[str] = []
+        return first, first
     words = iter(command)
     for word in words:
         if word == "--ckpt_path":
             next(words, None)
         elif not word.startswith("--ckpt_path="):
             rest.append(word)
-    return rest, len(rest) < len(command)
+    after_save = [*rest, "--ckpt_path", "auto"]
+    if len(rest) < len(first) or _is_named_in_file(command):
+        return first, after_save
+    print("distplus launch: adds --ckpt_path auto", file=sys.stderr)
+    return after_save, after_save
 
 
 def _is_named_in_file(command: Sequence[str]) -> bool:
@@ -235,8 +231,10 @@ def _is_named_in_file(command: Sequence[str]) -> bool:
 
 
 def _processes(text: str) -> int:
-    if text not in ("auto", "gpu", "cpu"):
+    if text.isdecimal():
         return int(text)
+    if text not in ("auto", "gpu", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and none of gpu, cpu and auto")
     import torch  # only this way to count GPUs needs it
 
     num_gpus = 0 if text == "cpu" else torch.cuda.device_count()
@@ -245,10 +243,10 @@ def _processes(text: str) -> int:
 
 def _nodes(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
-    nodes = (int(low), int(high or low))
-    if not 1 <= nodes[0] <= nodes[1]:
-        raise ValueError
-    return nodes
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hosts nor MIN:MAX, such as 2 or 1:4")
+    return int(low), int(high)
 
 
 # -- distplus launch slurm ---------------------------------------------------------------------------------------------
@@ -272,9 +270,8 @@ def _run_slurm(argv: Sequence[str]) -> int:
     add("--ranks-per-node", type=int, help="tasks on each host (default: its GPUs, else 1)")
     add("--gpus-per-node", type=int, default=0, help="GPUs of each host (default: 0)")
     add("--time", default="1-00:00:00", help="limit of one start, as Slurm writes it (default: 1-00:00:00)")
-    add(
-        "--grace", type=int, default=300, metavar="SECONDS", help="how long before it the ranks are told (default: 300)"
-    )
+    grace = "how long before it the ranks are told (default: 300)"
+    add("--grace", dest="grace_s", type=int, default=300, metavar="SECONDS", help=grace)
     add("--name", default="distplus", help="name of the job")
     add("--max-requeues", type=int, default=100, help="so often at most (default: 100)")
     add("--same-step", type=int, default=3, help="give up after so many starts that end at one step (default: 3)")
@@ -290,26 +287,15 @@ def _run_slurm(argv: Sequence[str]) -> int:
     command = list(argv[split + 1 :])
     if not command:
         parser.error("there is no command; write it behind `--`: ... -- fit --config x.yaml")
-    job = SlurmJob(
-        command=resuming(command)(False)[2:],
-        nodes=arguments.nodes,
-        ranks_per_node=arguments.ranks_per_node or arguments.gpus_per_node or 1,
-        gpus_per_node=arguments.gpus_per_node,
-        time=arguments.time,
-        grace_s=arguments.grace,
-        name=arguments.name,
-        max_requeues=arguments.max_requeues,
-        same_step=arguments.same_step,
-        srun=arguments.srun,
-        sbatch=arguments.sbatch,
-    )
+    given = {name: value for name, value in vars(arguments).items() if name not in ("ended", "submit")}
+    given["ranks_per_node"] = given["ranks_per_node"] or given["gpus_per_node"] or 1
+    try:
+        job = SlurmJob(command=resuming(command)[0], **given)
+    except ValueError as error:
+        parser.error(str(error))
     if not arguments.submit:
         sys.stdout.write(job.script())
         return 0
-    try:
-        number = job.submit()
-    except OSError as error:
-        print(f"distplus launch slurm: {error}", file=sys.stderr)
-        return int(ExitCode.FAILED)
+    number = job.submit()
     print(f"distplus launch slurm: submitted job {number}; its log is {arguments.name}-{number}.log")
     return 0

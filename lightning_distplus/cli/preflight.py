@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_distplus import env
+from lightning_distplus.cli import duration, import_from_here
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS
-from lightning_distplus.timeouts import parse_duration
 
 if TYPE_CHECKING:
     from lightning_distplus.control import ControlPlane
 
-__all__ = ["print_findings", "run_doctor", "run_preflight"]
+__all__ = ["exit_code_of", "print_findings", "run_doctor", "run_preflight", "wishes"]
 
 # -- distplus doctor ---------------------------------------------------------------------------------------------------
 
@@ -60,7 +59,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     findings = run_checks(checks, facts, settings)
     names = [name for name in checks if settings.get(name) != "off"]
     _tell(findings, facts, names, begin, {"host": facts.host} if arguments.json else None)
-    return _exit_code(findings)
+    return exit_code_of(findings)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +80,11 @@ def _settings_from(
         known = (*checks, *AGREEMENT, *BETWEEN_HOSTS)
         if name not in known:
             parser.error(f"there is no check {name!r}; there are: {', '.join(known)}")
+    return wishes(arguments)
+
+
+def wishes(arguments: argparse.Namespace) -> dict[str, Literal["off", "warn"]]:
+    """What ``--off`` and ``--warn`` say, by the names of checks."""
     return {**dict.fromkeys(arguments.warn, "warn"), **dict.fromkeys(arguments.off, "off")}
 
 
@@ -88,8 +92,7 @@ def _load(place: str) -> Check:
     module, _, function = place.rpartition(":")
     if not module:
         raise ValueError("it is MODULE:FUNCTION")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # the console script cannot import what lies beside the caller
+    import_from_here()
     check: Check = getattr(import_module(module), function)
     return check
 
@@ -115,7 +118,8 @@ def _tell(
     print(json.dumps({**told, "findings": [finding.to_dict() for finding in findings]}, indent=2))
 
 
-def _exit_code(findings: Sequence[Finding]) -> int:
+def exit_code_of(findings: Sequence[Finding]) -> int:
+    """0, or 173 where one of them is an error."""
     has_errors = any(finding.status is Status.ERROR for finding in findings)
     return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
 
@@ -177,8 +181,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy=strategy, logger=False)
     if devices * nodes > 1 and not strategy.cluster_environment.creates_processes_externally:
         parser.error(f"start it by the launcher of the run, for example: {facts_of(strategy).torchrun()}")
-    facts = replace(facts_of(strategy), folder=arguments.folder)
-    deadline = parse_duration(arguments.deadline, field="deadline")
+    facts, deadline = replace(facts_of(strategy), folder=arguments.folder), arguments.deadline
     begin = time.monotonic()
     plane = connect(World.of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
@@ -195,7 +198,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     if strategy.global_rank == 0:
         names = [name for name in (*checks, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
         _tell(findings, facts, names, begin, {"ranks": len(ranks)} if arguments.json else None)
-    return _exit_code(findings)
+    return exit_code_of(findings)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="distplus preflight",
         description="Meets all ranks as the run would, makes the checks of distplus doctor on each host, and compares.",
     )
-    parser.add_argument("--deadline", default="2m", help="how long to wait for the last rank (default: %(default)s)")
+    parser.add_argument(
+        "--deadline", type=duration, default="2m", help="how long to wait for the last rank (default: %(default)s)"
+    )
     _add_settings(parser)
     return parser
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_distplus import _compat, env
-from lightning_distplus.cli.preflight import print_findings
+from lightning_distplus.cli import import_from_here
+from lightning_distplus.cli.preflight import exit_code_of, print_findings, wishes
 from lightning_distplus.cli.training import DistplusCLI
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.progress import data_parallel
-from lightning_distplus.errors import ExitCode, PreflightError
+from lightning_distplus.errors import PreflightError
 from lightning_distplus.preflight import Facts, Finding, Status, run_checks
 from lightning_distplus.preflight.host import write_speed
 
@@ -261,16 +261,15 @@ def main(argv: Sequence[str]) -> int:
     for name in (*arguments.off, *arguments.warn):
         if name not in CHECKS:
             parser.error(f"there is no check {name!r}; there are: {', '.join(CHECKS)}")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if arguments.world is not None and arguments.world < 1:
+        parser.error("--world is at least 1")
+    import_from_here()
     begin = time.monotonic()
     found = Rehearsal()
     _rehearse(found, arguments, rest)
-    found.findings = [
-        replace(one, status=Status.WARNING) if one.check in arguments.warn and one.status is Status.ERROR else one
-        for one in found.findings
-        if one.check not in arguments.off
-    ]
+    settings = wishes(arguments)
+    kept = (one.under(settings.get(one.check)) for one in found.findings)
+    found.findings = [one for one in kept if one is not None]
     if arguments.json:
         layout = {"ranks": found.layout.ranks, "nodes": found.layout.nodes, "precision": found.layout.precision}
         findings = [finding.to_dict() for finding in found.findings]
@@ -279,8 +278,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(told, indent=2))
     else:
         _tell(found, time.monotonic() - begin, [name for name in CHECKS if name not in arguments.off])
-    has_errors = any(finding.status is Status.ERROR for finding in found.findings)
-    return int(ExitCode.PREFLIGHT if has_errors else ExitCode.DONE)
+    return exit_code_of(found.findings)
 
 
 def _rehearse(found: Rehearsal, arguments: argparse.Namespace, rest: list[str]) -> None:

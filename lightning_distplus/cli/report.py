@@ -20,11 +20,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lightning_distplus.cli import duration
 from lightning_distplus.events import ledger_files, parse_event
 from lightning_distplus.report import artefacts_of, describe_runs, read_ledgers, write_page
 from lightning_distplus.report.goodput import Window
 from lightning_distplus.report.run import step_parts
-from lightning_distplus.timeouts import parse_duration
 from lightning_distplus.watchdog.verdict import duration_in_words, judge_dumps
 
 __all__ = ["LiveRun", "main", "run_top", "show_job"]
@@ -42,15 +42,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.dumps is None):
         parser.error("name either RUN or --dumps FOLDER")
+    if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
+        parser.error(f"--html {arguments.html}: there is no folder {arguments.html.parent}")
     if arguments.dumps is not None:
         verdict = judge_dumps(arguments.dumps, on_file=_say_how_far)
         print(verdict.to_json() if arguments.json else verdict.render())
         return 0
-    try:
-        mtbf = None if arguments.mtbf is None else parse_duration(arguments.mtbf, field="--mtbf")
-    except ValueError as error:
-        parser.error(str(error))
-    home = artefacts_of(arguments.run)
+    home, mtbf = artefacts_of(arguments.run), arguments.mtbf
 
     def read() -> list[dict[str, Any]]:
         ledgers = read_ledgers(home, arguments.run_id)
@@ -102,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the data of the report; with --dumps all fields of the verdict")
     add("--html", type=Path, metavar="FILE", help="write the report as one page, which needs no network")
     add("--follow", action="store_true", help="show it anew every 2 s while the run goes on")
-    add("--mtbf", metavar="DURATION", help="mean time between failures, such as 12h, for the advice on checkpoints")
+    failures = "mean time between failures, such as 12h, for the advice on checkpoints"
+    add("--mtbf", type=duration, metavar="DURATION", help=failures)
     add("--run-id", help="one run only, where several have written to that folder (default: all)")
     return parser
 
@@ -167,13 +166,15 @@ def _head(job: Mapping[str, Any]) -> RenderableType:
     text.append(f"{job['headline']}\n", style=f"bold {_MOODS.get(job['state'], 'red')}")
     if job["todo"]:
         text.append(f"  do:    {job['todo']}\n", style="bold")
-    hosts = job["hosts"][0] if len(job["hosts"]) == 1 else f"{len(job['hosts'])} hosts"
-    num = len(job["attempts"])
-    text.append(
-        f"  {job['world_size']} ranks, {hosts}, {job['strategy']}, {num} attempt{'s' if num != 1 else ''}, "
-        f"from {_moment(job['began'])} to {_moment(job['last'])} UTC, {len(job['checkpoints'])} checkpoints saved"
-    )
+    hosts = job["hosts"][0] if len(job["hosts"]) == 1 else _count(len(job["hosts"]), "host")
+    ranks, attempts = _count(job["world_size"], "rank"), _count(len(job["attempts"]), "attempt")
+    text.append(f"  {ranks}, {hosts}, {job['strategy']}, {attempts}, from {_moment(job['began'])} ")
+    text.append(f"to {_moment(job['last'])} UTC, {_count(job['num_saves'], 'checkpoint')} saved")
     return text
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _failures(job: Mapping[str, Any]) -> Text | None:
@@ -311,7 +312,7 @@ def run_top(argv: Sequence[str]) -> int:
             live.update(live_run.show(), refresh=True)
             if live_run.is_over:
                 break
-            time.sleep(arguments.every)
+            time.sleep(max(arguments.every, 0.1))
     return 0
 
 

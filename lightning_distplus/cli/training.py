@@ -6,12 +6,11 @@ An error is three lines: the innermost cause, the accepted names, and where to r
 from __future__ import annotations
 
 import difflib
-import inspect
 import io
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_distplus import env
 from lightning_distplus.checkpoint.catalog import AUTO
+from lightning_distplus.cli import import_from_here
 from lightning_distplus.errors import DistplusError, ExitCode
 from lightning_distplus.recipes import expand
 from lightning_distplus.strategies import register_strategies
@@ -36,8 +36,7 @@ __all__ = ["DistplusCLI", "KeepEveryConfig", "Parser", "explain", "main", "print
 
 def main(argv: Sequence[str]) -> int:
     """Parses the configuration and runs the subcommand that ``argv`` begins with."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # the console script, unlike `python -m`, cannot import what lies beside the caller
+    import_from_here()
     logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
     is_the_process = list(argv) == sys.argv[1:]
     try:
@@ -135,7 +134,7 @@ class DistplusCLI(LightningCLI):
         known = ("auto", *StrategyRegistry.available_strategies())
         try:
             if isinstance(trainer.strategy, str) and trainer.strategy not in known:
-                raise ValueError(f"{trainer.strategy!r} is an invalid strategy name.")
+                raise ValueError(f"invalid strategy name: `strategy={trainer.strategy!r}`")
             for one in (trainer.strategy, *(trainer.callbacks or ()), chosen.get("data")):
                 given = one.get("init_args", Namespace()) if isinstance(one, Namespace) else None
                 if given is not None and not any(isinstance(value, Namespace) for value in given.values()):
@@ -188,6 +187,8 @@ _OPTION = re.compile(r"(?:Option|option|arguments:) '?-*([\w.]+)'?")
 _LITERAL = re.compile(r"Expected a typing\.Literal\[(.+)\]\. Got value: (.*)")
 _TYPE = re.compile(r"Expected a <class '([\w.]+)'>\. Got value: (.*)")
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_NO_STRATEGY = re.compile(r"invalid strategy name: `strategy='(.+?)'`")
+_NO_CLASS = re.compile(r"Expected a dot import path string.* Got value: NestedArg\(key='([\w.]+)'")
 _GIVEN = "Given value: "
 _HEADERS = ("Given value", "Subtypes:", "Does not validate against", "Parser key", "Problem with given class_path")
 _SHOWN_NAMES = 24
@@ -232,9 +233,9 @@ def explain(message: str, options: Sequence[str] = ()) -> tuple[str, list[str]]:
     given = next((line.strip() for line in reversed(lines) if line.strip().startswith(_GIVEN)), "")
     if given and cause.startswith("Expected a ") and "Got value" not in cause:  # of alternatives, said once for all
         cause += f". Got value: {given.removeprefix(_GIVEN)}"
-    cause = _plain(cause)
     names = _accepted(cause, owner, options)
-    wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause)
+    wrong = _OPTION.search(cause) or _NO_ATTRIBUTE.search(cause) or _NO_STRATEGY.search(cause)
+    cause = _plain(cause)
     if wrong is not None and (close := difflib.get_close_matches(wrong[wrong.lastindex or 1], names, n=1)):
         cause += f"; did you mean {close[0]}?"
     where = f"{'.'.join(keys)}: " if keys else ""
@@ -267,13 +268,17 @@ def _plain(cause: str) -> str:
         return f"{match[2]} is none of {match[1]}"
     if (match := _TYPE.search(cause)) is not None:
         return f"{match[2]} is no {match[1]}"
+    if (match := _NO_STRATEGY.search(cause)) is not None:
+        return f"there is no strategy {match[1]!r}"
+    if (match := _NO_CLASS.search(cause)) is not None:
+        return f"{match[1]} is an argument of a class, and none is named; such as lightning_distplus.ResilientDDP"
     return cause
 
 
 def _accepted(cause: str, owner: str | None, options: Sequence[str]) -> list[str]:
     if (match := _NO_ATTRIBUTE.search(cause)) is not None:
         return sorted(getattr(import_module(match[1]), "__all__", ()))
-    if "invalid strategy name" in cause:
+    if _NO_STRATEGY.search(cause) is not None:
         return sorted(
             StrategyRegistry.available_strategies(), key=lambda name: (not name.startswith("resilient"), name)
         )
@@ -289,24 +294,15 @@ def _accepted(cause: str, owner: str | None, options: Sequence[str]) -> list[str
 def _arguments_of(class_path: str) -> list[str]:
     """The arguments of a class and of those to which it hands the rest."""
     module, _, name = class_path.rpartition(".")
-    found: dict[str, None] = {}
-    for base in getattr(import_module(module), name).__mro__:
-        if base is object or "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(base).parameters.values())
-        found.update(
-            dict.fromkeys(one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-        )
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return list(found)
+    parser = ArgumentParser()
+    parser.add_class_arguments(getattr(import_module(module), name), fail_untyped=False)
+    return [option for option in _options_of(parser) if option != "help" and "." not in option]
 
 
 def _options_of(parser: ArgumentParser) -> list[str]:
-    groups: Iterable[Any] = parser._actions
     return [
         option.removeprefix("--")
-        for action in groups
+        for action in parser._actions
         for option in action.option_strings
         if option.startswith("--") and "+" not in option
     ]

@@ -23,8 +23,8 @@ from lightning_distplus.data.dataloader import LoaderResume, MapOrder
 from lightning_distplus.data.datamodule import ExactDataModule
 from lightning_distplus.data.iterable import StreamOrder
 from lightning_distplus.data.order import EpochOrder, order_of
-from lightning_distplus.data.progress import Position, data_parallel
-from lightning_distplus.errors import DatasetMismatch, refuse_other_trainer
+from lightning_distplus.data.progress import Position, data_parallel, require_version
+from lightning_distplus.errors import refuse_other_trainer
 from lightning_distplus.run_access import gather_bytes
 
 __all__ = ["AuditReport", "AuditWriter", "SampleAudit", "Sighting", "audit_folder", "read_audit", "sum_of_samples"]
@@ -552,11 +552,8 @@ class SampleAudit(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the sum of a checkpoint over; refuses one of an unknown version."""
-        if state_dict and state_dict.get("version") != _VERSION:
-            raise DatasetMismatch(
-                f"The checkpoint's SampleAudit has version {state_dict.get('version')!r}; this lightning_distplus "
-                f"reads {_VERSION}. Resume with the version that wrote it, or without SampleAudit."
-            )
+        if state_dict:
+            require_version("SampleAudit", state_dict, _VERSION)
         self._loaded = dict(state_dict) or None
 
     def _epoch(self, request: Request) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -57,6 +58,7 @@ from lightning_distplus.data.progress import (
     Timer,
     data_parallel,
     differences,
+    is_at_end,
     is_fitting,
     refuse_changing_windows,
     reopen_epoch,
@@ -112,13 +114,10 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class ExactLoader(DataLoader[Any]):
-    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's.
-
-    Attributes:
-        distplus_order: What decides about the order, and how far it has come.
-    """
+    """A copy of the user's loader that begins where the Trainer stands; its attributes are the user's."""
 
     distplus_order: MapOrder | StreamOrder
+    """What decides about the order, and how far it has come."""
 
     def __iter__(self) -> Any:
         return ExactBatches(self, super().__iter__)
@@ -196,19 +195,13 @@ class _Pass:
 
 
 class MapOrder:
-    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint.
-
-    Attributes:
-        batch_size: Samples of a batch; None where the user's batch sampler alone knows.
-        sampler: What decides about the order: a sampler, or a batch sampler that is not torch's.
-        is_computed: Whether its indices can be left out without a look at them.
-    """
+    """The order of one loader, in the place of its sampler or batch sampler, and what of it goes into a checkpoint."""
 
     def __init__(self, loader: DataLoader[Any], fit: LoaderResume) -> None:
         self.loader = loader
         self.fit = fit
-        self.batch_size: int | None
-        self.sampler: Any
+        self.batch_size: int | None  # None where the user's batch sampler alone knows
+        self.sampler: Any  # what decides about the order; also a batch sampler that is not torch's
         self._batches: Any = loader.batch_sampler
         if self._batches is None:
             self.batch_size, self.sampler = 1, loader.sampler
@@ -225,8 +218,7 @@ class MapOrder:
             self._drawn_from |= {"python": random, "numpy": np.random}
         self._passes: list[_Pass] = []
         self._seeds: Callable[[int], int] | None = None
-        self._has_begun = False  # a pass, in this process
-        self._has_begun_before = False  # in an earlier one
+        self._is_seeded = False  # whether torch has drawn the seed of workers that persist in an earlier process
         self.delivered: tuple[int, Any, int] | None = None
         """Of what has left last: the epoch, the index that was drawn, and this rank's samples before it."""
 
@@ -261,7 +253,6 @@ class MapOrder:
             **self.identity(),
             "seed": self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None,
             "generators": _states_of(self._own),
-            "has_begun": self._has_begun or self._has_begun_before,
             "passes": passes,
         }
 
@@ -269,7 +260,7 @@ class MapOrder:
         """Takes over from a checkpoint what lasts longer than a pass."""
         if isinstance(self.sampler, DistributedSampler) and state["seed"] is not None:
             self.sampler.seed = state["seed"]
-        self._has_begun_before = state["has_begun"]
+        self._is_seeded = True
         _set_states(self._own, state["generators"])
 
     def begin(self, iterate: Callable[[], Iterator[Any]], saved: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -278,26 +269,22 @@ class MapOrder:
         if (position := self.fit.position()) is not None:
             while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
                 self._passes.pop(0)  # no checkpoint can stand there any more
-        epoch, before = self.fit.epoch, self._passes[-1] if self._passes else None
-        this = _Pass(epoch, before.number + 1 if before is not None and before.epoch == epoch else 0, saved=saved)
+        loader, epoch = self.loader, self.fit.epoch
+        number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
+        this = _Pass(epoch, number, saved=saved)
         if saved is not None:
             this.number, this.skip = saved["number"], saved["batch"]
         self._passes.append(this)
-        return self._batches_of(this, self._iterator(this, iterate))
-
-    def _iterator(self, this: _Pass, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        loader = self.loader
-        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
         if this.skip and this.skip >= len(loader):
-            return iter(())
-        if loader.persistent_workers and self._has_begun_before and not self._has_begun:
-            used["generator"] = torch.Generator()  # the seed of these workers was drawn in an earlier process
-        self._has_begun = True
+            return self._batches_of(this, iter(()))
+        used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
+        if loader.persistent_workers and self._is_seeded:
+            used["generator"], self._is_seeded = torch.Generator(), False
         self._seeds = self.fit.sample_seeds(loader, self.sampler, this.epoch, this.number)
         if self._seeds is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
-        with generators_kept() if this.saved is not None else nullcontext():
-            return iterate_with(used, loader, iterate)
+        with generators_kept() if saved is not None else nullcontext():
+            return self._batches_of(this, iterate_with(used, loader, iterate))
 
     def _batches_of(self, this: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
         """Runs from the first batch on: Lightning makes iterators that it does not use."""
@@ -439,7 +426,8 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 # -- loaders and loops in step -----------------------------------------------------------------------------------------
 
 _KEY = "lightning_distplus_dataloaders"  # in a checkpoint
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, _VERSION)  # version 1 held ended passes of iterable data as they were before their last batch
 
 _ANEW = (
     "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
@@ -451,9 +439,7 @@ _OF_RANK_0 = "will get the loader's state of rank 0 on every rank, as Lightning 
 class LoaderResume(InStep):
     """Keeps the training loaders of a fit and the Trainer's loops in step; a Resilient strategy adds it to the Trainer.
 
-    Args:
-        trainer: The Trainer of the fit.
-        seeds_samples: Whether python's, numpy's and torch's generators are seeded for each sample from its place.
+    With ``seeds_samples`` python's, numpy's and torch's generators are seeded for each sample from its place.
     """
 
     def __init__(self, trainer: Any, *, seeds_samples: bool) -> None:
@@ -471,7 +457,6 @@ class LoaderResume(InStep):
         self._early: list[ExactBatches] = []  # iterators that were made before that
         self._starts: dict[int, deque[Mapping[str, Any]]] = {}  # of the checkpoint, by loader: passes to begin
         self._begun_epoch = -1
-        self._end = -1  # the number of micro-batches after which the latest epoch has ended
         self._has_warned = False  # of a state that no checkpoint can hold
         self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
         self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
@@ -510,8 +495,7 @@ class LoaderResume(InStep):
         for starts in self._starts.values():
             while starts and starts[0]["epoch"] < self.epoch:
                 starts.popleft()
-        is_due = any(starts and starts[0]["epoch"] == self.epoch for starts in self._starts.values())
-        waits = self._loaded is not None or is_due
+        waits = self._loaded is not None or any(one and one[0]["epoch"] == self.epoch for one in self._starts.values())
         self._early = [one for one in self._early if one.loader is not batches.loader]
         if waits or self._cursor is None:
             self._early.append(batches)
@@ -519,7 +503,7 @@ class LoaderResume(InStep):
 
     def begin(self, batches: ExactBatches) -> None:
         """Begins an iterator, before its first batch, and all that were made before the Trainer was placed."""
-        if self._loaded is not None and not self._has_found and self._why_not() is None:
+        if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
         exact = self._exact()
         early, self._early = [one for one in self._early if one.loader in exact], []
@@ -529,10 +513,8 @@ class LoaderResume(InStep):
             self._cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
-        starts = []
-        for one in early:
-            due = self._starts.get(exact.index(one.loader))
-            starts.append(due.popleft() if due and due[0]["epoch"] == self.epoch else None)
+        due = [self._starts.get(exact.index(one.loader)) for one in early]
+        starts = [one.popleft() if one and one[0]["epoch"] == self.epoch else None for one in due]
         every = self.trainer.reload_dataloaders_every_n_epochs
         if is_resumed and not any(starts) and every > 0 and self.epoch > 0 and self.epoch % every == 0:
             for one in early:
@@ -564,10 +546,6 @@ class LoaderResume(InStep):
         """Torch draws the seed of workers; anew once the generators are those of the checkpoint."""
         self._num_seeds += self._loaded is not None
 
-    def is_over(self, position: Position) -> bool:
-        """Whether nothing is left to fetch in the epoch of a position."""
-        return position.is_epoch_done or bool(position.batches >= self.trainer.num_training_batches)
-
     def _place_of(self, loader: Any) -> int:
         return next((place for place, one in enumerate(self._exact()) if one is loader), 0)
 
@@ -595,7 +573,7 @@ class LoaderResume(InStep):
         if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
-        require_version("state of the DataLoader", state, _VERSION)
+        require_version("state of the DataLoader", state, *_READABLE)
         self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}
@@ -621,7 +599,7 @@ class LoaderResume(InStep):
                 "version": _VERSION,
                 "position": asdict(position),
                 "ends_open": self.cursor.ends_open,
-                "is_at_end": self.is_over(position),
+                "is_at_end": is_at_end(trainer, position),
                 "cut": self._cut(),
                 "seed": self._seed,
                 "ranks": ranks[:1] if len(set(ranks)) == 1 else ranks,
@@ -655,29 +633,19 @@ class LoaderResume(InStep):
         micro_batch, accumulation = self.orders[0].batch_size or 1, trainer.accumulate_grad_batches
         geometry = Geometry(micro_batch=micro_batch, accumulation=accumulation, ranks=data_parallel(trainer))
         has_stream = any(isinstance(one, StreamOrder) for one in self.orders)
-        self._cursor = Cursor(trainer, geometry, is_end=(lambda number: number == self._end) if has_stream else None)
+        self._cursor = Cursor(trainer, geometry, knows_length=not has_stream)
         if loaded is not None:
-            if not self._has_found:
-                self._find_starts(loaded)
+            self._find_starts(loaded)
             if self._position is not None:
-                self._end = self._position.total_batches if self._position.is_epoch_done else -1
                 self._cursor.place(self._position)
         self._watch_steps(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Notes where the data end, if only they know; says once where the run has resumed."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.is_last_batch:
-            self._end = progress.total.ready
+        """Draws what was drawn before the generators were those of the checkpoint."""
         for _ in range(self._num_seeds):
             torch.empty((), dtype=torch.int64).random_()
         self._num_seeds = 0
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Notes where the data have ended."""
-        self._end = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        super().on_train_epoch_end(trainer, pl_module)
 
     def _is_fitted_by(self, trainer: Any) -> bool:
         return is_fitting(trainer) and self._cursor is not None
@@ -703,15 +671,22 @@ class LoaderResume(InStep):
     # -- going on at a checkpoint
 
     def _find_starts(self, state: Mapping[str, Any]) -> None:
-        """Finds where each loader begins, and where the Trainer will be placed; or refuses other data."""
+        """Finds, once, where each loader begins and where the Trainer will be placed; or refuses other data."""
+        if self._has_found:
+            return
         self._has_found = True
         position, cut = Position(**state["position"]), self._cut()
         ranks = state["ranks"]
         saved = unpack(ranks[self.trainer.global_rank if len(ranks) == self.trainer.world_size else 0])
         passes = {place: deque(one["passes"]) for place, one in enumerate(saved)}
-        has_stream = any(start.get("stream") is not None for starts in passes.values() for start in starts)
+        has_stream = any(one.get("stream") is not None for one in chain(*passes.values()))
         if position.batches or has_stream:
-            self._require_same_order(saved)
+            ours = [one.identity() for one in self.orders]
+            lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
+            if len(ours) != len(saved):
+                lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
+            if lines:
+                _refuse("\n".join(lines))
             if text := self._other_cut(state["cut"], cut, num_states=len(ranks)):
                 if has_stream:
                     _refuse(f"{text}; of iterable data only the data know how they are divided")
@@ -738,15 +713,6 @@ class LoaderResume(InStep):
             "accumulation": self.trainer.accumulate_grad_batches,
         }
 
-    def _require_same_order(self, saved: list[dict[str, Any]]) -> None:
-        """Refuses another order than that of the checkpoint, with both sides."""
-        ours = [one.identity() for one in self.orders]
-        lines = [line for before, now in zip(saved, ours, strict=False) for line in differences(before, now)]
-        if len(ours) != len(saved):
-            lines.append(f"number of loaders: {len(saved)} in the checkpoint, {len(ours)} in this run")
-        if lines:
-            _refuse("\n".join(lines))
-
     def _other_cut(self, before: Mapping[str, Any], now: Mapping[str, Any], *, num_states: int) -> str:
         """How the order is cut in another way, in which a run cannot go on inside an epoch; empty: it can."""
         is_global = all(type(one.sampler) is DistributedSampler for one in self.orders)
@@ -771,12 +737,7 @@ def _refuse(why: str) -> None:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """The loaders in what a ``CombinedLoader`` combines."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, list | tuple):
-        return [leaf for one in tree for leaf in _leaves(one)]
-    return [] if tree is None else [tree]
+    return CombinedLoader(tree).flattened
 
 
 def _global_batches(cut: Mapping[str, Any]) -> list[Any]:

@@ -280,7 +280,8 @@ class ExactDataModule(pl.LightningDataModule):
             return cursor
         else:
             consumed = cursor.position().consumed_samples
-        return Cursor(trainer, geometry, is_end=self._end_of_data(), consumed_samples=consumed)
+        knows_length = math.isfinite(epoch_length(trainer, self._num_batches(geometry)))
+        return Cursor(trainer, geometry, knows_length=knows_length, consumed_samples=consumed)
 
     def _num_batches(self, geometry: Geometry) -> int | float:
         """Micro-batches of an epoch; infinite where only the data knows."""
@@ -446,10 +447,6 @@ class ExactDataModule(pl.LightningDataModule):
     def accumulation(self, trainer: Any, ranks: DataParallel) -> int:
         """Micro-batches of an optimizer step; refuses batch sizes that contradict each other, or the ranks."""
         return int(trainer.accumulate_grad_batches)
-
-    def _end_of_data(self) -> Callable[[int], bool] | None:
-        """For ``Cursor``: whether iterable data ended before a micro-batch."""
-        return None
 
     def uneven_end(self) -> str:
         """What happens to samples that fill no global batch, for the line at the start; empty where there are none."""
@@ -765,7 +762,7 @@ class ResumableDataModule(ExactDataModule):
         return StreamReader(
             source=source,
             batch_size=batch_size,
-            collate=self._collate_fn,
+            collate=None if batch_size is None else self._collate_fn,
             rest="pad" if self._uneven == "pad" else rest,
             seed=seed,
             begin=StreamState.at_beginning(self._options.num_workers),
@@ -802,9 +799,6 @@ class ResumableDataModule(ExactDataModule):
         if epochs.ready > epochs.processed:  # else the epoch that the batches are for has not begun yet
             cursor.begin_epoch()
         return self.num_trained
-
-    def _end_of_data(self) -> Callable[[int], bool] | None:
-        return None if self._iterable is None or self.is_endless else self._iterable.is_end
 
     def _close(self) -> None:
         if self._iterable is not None and self._loaders.pop("train", None) is not None:

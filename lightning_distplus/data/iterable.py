@@ -18,7 +18,6 @@ import io
 import logging
 import pickle
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 
 from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.progress import Position, require_version
+from lightning_distplus.data.progress import Position, is_at_end, require_version
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
@@ -165,6 +164,8 @@ class Stateful:
     def __init__(self, data: Any, *, allow_stateless: bool = False) -> None:
         self.data = data
         self.has_state = has_state(data)
+        self.is_live = False
+        """Whether a pass goes on where the one before has left the data in this process, whatever its state says."""
         self._first: bytes | None = None
         if not self.has_state and not allow_stateless:
             raise ValueError(
@@ -367,8 +368,7 @@ class Item(NamedTuple):
     worker: int
     state: WorkerState
     batch: Any = None
-    again: WorkerState = WorkerState()
-    """Of a plain loader: from here the last batch is read once more, where its pass is over."""
+    again: WorkerState = WorkerState()  # from here the last batch is read once more
 
 
 @dataclass(kw_only=True, eq=False)
@@ -382,37 +382,41 @@ class StreamReader(IterableDataset[Item]):
     seed: int | None  # of the random numbers of each sample; None leaves the generators alone
     begin: StreamState
     """Where each worker begins. DataLoader begins with worker 0: those up to the last one skip their first turn."""
-    _own: WorkerState | None = field(default=None, init=False)  # of a worker that persists: where its last pass ended
+    epoch: int = 0
+    """The pass that begins. A worker whose state is of an earlier one has left that behind the batch that follows."""
+    _own: WorkerState | None = field(default=None, init=False)  # of a worker that persists: where its last pass stands
 
     def __iter__(self) -> Iterator[Item]:
-        worker, start = self._start()
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        start = self.begin.workers[worker]
         if self._own is not None:
             start = self._own.begin_again()
-        elif start.is_ended:
-            self._own = start
-            return
-        elif worker <= self.begin.last_worker:
-            yield Item("skip", worker, start)
-        for item in self._read(worker, start):
+        elif start.epoch < self.epoch:  # versions before this one have saved ended passes so, too
+            num_samples = None if start.is_ended else self.batch_size or 1
+            for _ in islice(self._samples(worker, start), num_samples):
+                pass
+            start = WorkerState(epoch=self.epoch)
+        elif not start.is_ended and worker <= self.begin.last_worker:
+            yield Item("skip", worker, start, again=start)
+        self._own = start
+        for item in () if start.is_ended else self._read(worker, start):
             if item.state.is_ended:
                 self._own = item.state
             yield item
 
-    def _start(self) -> tuple[int, WorkerState]:
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        return worker, self.begin.workers[worker]
-
     def _read(self, worker: int, start: WorkerState) -> Iterator[Item]:
         samples: list[Any] = []
-        epoch, num_taken = start.epoch, start.num_taken
+        epoch, num_taken, again = start.epoch, start.num_taken, start
+        if self.source.is_live and epoch:
+            again = start._replace(data=self.source.state())
         for sample in self._samples(worker, start):
             num_taken += 1
             samples.append(sample)
             if len(samples) == (self.batch_size or 1):
-                batch = self._batch(samples)
-                yield Item("batch", worker, WorkerState(self.source.state(), epoch, num_taken), batch)
-                samples = []
+                state = WorkerState(self.source.state(), epoch, num_taken)
+                yield Item("batch", worker, state, self._batch(samples), again)
+                samples, again = [], state
         # Data may begin anew where they end: a resume behind the rest must not ask them once more.
         end = WorkerState(self.source.state(), epoch, num_taken, is_ended=True)
         if samples and self.rest != "drop":
@@ -423,8 +427,9 @@ class StreamReader(IterableDataset[Item]):
         """The samples of a pass from ``start``, each under random numbers of its own."""
         seeds = None if self.seed is None else derive_key(self.seed, AUGMENT, worker, start.epoch)
         _seed(seeds, _BEGIN)
-        iterator, index = self.source.start(start.data, start.epoch), start.num_taken
-        if index == 0 and start.data is not None:
+        has_state, is_live = self.source.has_state, self.source.is_live
+        iterator, index = self.source.start(start.data, start.epoch), start.num_taken if has_state else 0
+        if index == 0 and start.data is not None and not is_live:
             # The state is that of the end of a pass. Some data begin anew from it, some have to find that end first.
             _seed(seeds, 0)
             first = list(islice(iterator, 1))
@@ -439,12 +444,13 @@ class StreamReader(IterableDataset[Item]):
                 sample = next(iterator)
             except StopIteration:
                 return
-            yield sample
+            if index >= start.num_taken:  # else the data have no state, and are read again up to the place
+                yield sample
             index += 1
 
     def _batch(self, samples: list[Any]) -> Any:
         if self.batch_size is None:
-            return samples[0]
+            return samples[0] if self.collate is None else self.collate(samples[0])
         collate = self.collate or default_collate
         if self.rest != "pad":
             return collate(samples)
@@ -495,59 +501,11 @@ class _AsItIs(Stateful):
     """Data whose pass begins with ``iter()`` and nothing else."""
 
     def start(self, state: bytes | None, epoch: int) -> Iterator[Any]:
-        """An iterator from a state, or from where the data are."""
-        if state is not None:
+        """An iterator from a state, or from where the data have been left in this process."""
+        if state is not None and not self.is_live:
             self.data.load_state_dict(self.opened(state))
+        self.is_live = True
         return iter(self.data)
-
-
-@dataclass(kw_only=True, eq=False)
-class _PlainReader(StreamReader):
-    """Reads a share of the data as torch does, one pass for each ``iter()``.
-
-    The state of an item whose pass has ended is that before the last batch: only this way do the data stand, once they
-    have been read up to the end again, as they stood.
-    """
-
-    epoch: int
-    """The pass that begins; a worker whose state is of the one before stands before the last batch of that."""
-    _epoch: int | None = field(default=None, init=False)  # of the latest pass in this process
-
-    def __iter__(self) -> Iterator[Item]:
-        worker, start = self._start()
-        if self._epoch is not None:
-            start = WorkerState(epoch=self._epoch + 1)
-        elif start.is_ended or start.epoch < self.epoch:
-            num_samples = None if start.is_ended else self.batch_size or 1
-            for _ in islice(self._samples(worker, start._replace(is_ended=False)), num_samples):
-                pass
-            self._epoch = start.epoch
-            if start.epoch == self.epoch:
-                return
-            start = WorkerState(epoch=self.epoch)
-        elif worker <= self.begin.last_worker:
-            yield Item("skip", worker, start, again=start)
-        before, self._epoch = start, start.epoch
-        if start.epoch and start.data is None:
-            with suppress(AttributeError):  # some have a state only once they have been iterated
-                before = start._replace(data=self.source.state())
-        here = before
-        for item in self._read(worker, start):
-            if not item.state.is_ended:
-                before, here = here, item.state
-            elif not here.is_ended:
-                here = (before if item.kind == "end" else here)._replace(is_ended=True)
-            yield item._replace(state=here, again=here if here.is_ended else before)
-
-    def _samples(self, worker: int, start: WorkerState) -> Iterator[Any]:
-        samples = super()._samples
-        if self.source.has_state:
-            return samples(worker, start)
-        return islice(samples(worker, WorkerState(epoch=start.epoch)), start.num_taken, None)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        assert self.collate is not None
-        return super()._batch(samples) if self.batch_size else self.collate(samples[0])
 
 
 class _Place(NamedTuple):
@@ -563,14 +521,11 @@ class _Place(NamedTuple):
     @classmethod
     def saved(cls, saved: Mapping[str, Any], num_workers: int) -> _Place:
         """The place in a checkpoint, which knows of no stream where workers begin with the data as they are."""
-        at, num_passes = (saved["epoch"], saved["batch"]), saved.get("num_passes")
-        if saved["stream"] is None:
-            stream = StreamState.at_beginning(num_workers, num_passes or 0)
-        else:
-            stream = StreamState.closed(saved["stream"])
-        if num_passes is None:  # of an earlier version, inside a pass
-            num_passes = max(one.epoch for one in stream.workers)
-        return cls(*at, stream, num_passes, saved["number"], saved["is_seeded"])
+        stream = None if saved["stream"] is None else StreamState.closed(saved["stream"])
+        last = 0 if stream is None else max(one.epoch for one in stream.workers)
+        num_passes = saved.get("num_passes", last)  # which some versions lacked inside a pass
+        stream = stream or StreamState.at_beginning(num_workers, num_passes)
+        return cls(saved["epoch"], saved["batch"], stream, num_passes, saved["number"], saved["is_seeded"])
 
 
 class StreamOrder:
@@ -600,7 +555,7 @@ class StreamOrder:
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a resume at a position needs."""
-        is_over = self.fit.is_over(position)
+        is_over = is_at_end(self.fit.trainer, position)
         epoch, batch = (position.epoch + 1, 0) if is_over else (position.epoch, position.batches)
         found = max((at for at in self._places if at[0] == epoch and at <= (epoch, batch)), default=None)
         place = self._next_pass(epoch) if found is None else self._places[found]
@@ -623,7 +578,7 @@ class StreamOrder:
             return iter(())
         place = self._next_pass(fit.epoch) if saved is None else _Place.saved(saved, loader.num_workers)
         seed, num_passes = fit.stream_seed(loader), place.num_passes
-        reader = _PlainReader(
+        reader = StreamReader(
             source=self._source,
             batch_size=self.batch_size,
             collate=loader.collate_fn,
@@ -654,8 +609,9 @@ class StreamOrder:
         if here is None:
             return _Place(epoch, 0, StreamState.at_beginning(num_workers), is_seeded=False)
         num_passes, persist = here.num_passes + 1, self.loader.persistent_workers
-        goes_on = num_workers == 0 or persist  # from where the pass before has left the data
-        stream = StreamState(tuple(self._again)) if goes_on else StreamState.at_beginning(num_workers, num_passes)
+        stream = StreamState.at_beginning(num_workers, num_passes)
+        if num_workers == 0 or persist:  # from where the pass before has left the data
+            stream = StreamState(tuple(one.begin_again() if one.is_ended else one for one in self._again))
         batch, number = (here.batch, here.number + 1) if here.epoch == epoch and here.batch else (0, 0)
         return _Place(epoch, batch, stream, num_passes, number, is_seeded=persist)
 
@@ -664,7 +620,7 @@ class StreamOrder:
         self._here, self._again = here, list(here.stream.workers)
         self._places.setdefault((here.epoch, here.batch), here._replace(is_seeded=True))
         for item in items:
-            self._again[item.worker] = item.again
+            self._again[item.worker] = item.state if item.state.is_ended else item.again
             here = self._here = here._replace(stream=here.stream.after(item), batch=here.batch + (item.kind == "batch"))
             if item.kind == "batch":
                 self._places[here.epoch, here.batch] = here._replace(is_seeded=True)
@@ -732,7 +688,7 @@ class IterableTraining:
             reader.source.begin_where(before._reader.source)
         self._state = reader.begin
         self._states: dict[int, StreamState] = {}  # before each batch that a checkpoint may stand before; while open
-        self._batches: deque[tuple[int, Any]] = deque()
+        self._ahead: dict[int, Any] = {}  # batches that the Trainer may have fetched and not processed
         self._inner: DataLoader[Item] | None = None
         self._items: Iterator[Item] | None = None
         self._is_checked = False
@@ -745,19 +701,16 @@ class IterableTraining:
     def close(self, number: int) -> None:
         """Ends the workers; goes on before batch ``number`` when it is opened again."""
         self._state = self._states.get(number, self._state)
-        self._states, self._batches, self._items, self._inner = {}, deque(), None, None
+        self._states, self._ahead, self._items, self._inner = {}, {}, None, None
 
     def __iter__(self) -> Iterator[Any]:
         first = self._owner.begin_stream()
         if first is None:
             return
-        number = first
-        while self._batches and self._batches[0][0] < number:
-            self._batches.popleft()
-        for _, batch in tuple(self._batches):
-            yield batch
+        number, has_begun_again = first, False
+        while number in self._ahead:
+            yield self._ahead[number]
             number += 1
-        has_begun_again = False
         while True:
             if self._state.is_ended:
                 # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
@@ -774,22 +727,15 @@ class IterableTraining:
                     self._inner = None
                 has_begun_again = True
             if self._pull(number):
-                yield self._batches[-1][1]
+                yield self._ahead[number]
                 number += 1
                 has_begun_again = False
 
-    def is_end(self, number: int) -> bool:
-        """Whether a pass over the data is known to have ended just before batch ``number``."""
-        state = self._states.get(number) if self._states else self._state
-        return state is not None and state.is_ended
-
     def _pull(self, number: int) -> bool:
         """Fetches batch ``number``; False: the data ends before it."""
-        oldest = min(self._owner.position().total_batches, number)
-        for old in [one for one in self._states if one < oldest]:
-            del self._states[old]
-        while self._batches and self._batches[0][0] < self._owner.num_trained:
-            self._batches.popleft()
+        oldest, num_trained = min(self._owner.position().total_batches, number), self._owner.num_trained
+        self._states = {one: state for one, state in self._states.items() if one >= oldest}
+        self._ahead = {one: batch for one, batch in self._ahead.items() if one >= num_trained}
         if self._items is None:
             seed = self._owner.sample_seed
             if self._inner is None:
@@ -800,8 +746,7 @@ class IterableTraining:
         for item in self._items:
             self._state = self._state.after(item)
             if item.kind == "batch":
-                self._states[number + 1] = self._state
-                self._batches.append((number, item.batch))
+                self._states[number + 1], self._ahead[number] = self._state, item.batch
                 if not self._is_checked:
                     self._pack(self._state)  # raises where a checkpoint could not hold it
                     self._is_checked = True

@@ -30,7 +30,7 @@ from lightning_distplus.data.order import ORDER_VERSION, READABLE_ORDER_VERSIONS
 from lightning_distplus.errors import DatasetMismatch, PeerError
 from lightning_distplus.run_access import gather_bytes
 from lightning_distplus.timeouts import Phase
-from lightning_distplus.world import DataParallel, name_ranks
+from lightning_distplus.world import DataParallel, name_ranks, ranks_by_text
 
 if TYPE_CHECKING:
     from lightning_distplus.data.datamodule import ExactDataModule
@@ -44,6 +44,7 @@ __all__ = [
     "data_parallel",
     "differences",
     "epoch_length",
+    "is_at_end",
     "is_fitting",
     "position_at",
     "read_state",
@@ -229,8 +230,7 @@ class Cursor:
     Args:
         trainer: A Lightning Trainer that fits.
         geometry: Batch sizes of this fit.
-        is_end: Whether iterable data ended before the micro-batch of a number, counted over the whole run; None where
-            the Trainer knows how many micro-batches an epoch has.
+        knows_length: Whether the Trainer knows how many micro-batches an epoch has; else only the data know.
         consumed_samples: What earlier fits of the same Trainer consumed.
     """
 
@@ -239,12 +239,13 @@ class Cursor:
         trainer: Any,
         geometry: Geometry,
         *,
-        is_end: Callable[[int], bool] | None = None,
+        knows_length: bool = True,
         consumed_samples: int = 0,
     ) -> None:
         self.trainer = trainer
         self.geometry = geometry
-        self.is_end = is_end
+        self._knows_length = knows_length
+        self._end = -1  # micro-batches of the whole run after which the data have ended
         self._is_placed = False
         self._validations: list[_Validation] = []
         # The position at which iteration began: all later ones follow from it by counting micro-batches.
@@ -291,6 +292,10 @@ class Cursor:
     def _total(self) -> Any:
         return self.trainer.fit_loop.epoch_loop.batch_progress.total
 
+    def note_end(self) -> None:
+        """Nothing comes behind the micro-batch that has begun last, in its epoch."""
+        self._end = self._total.ready
+
     def note_step(self) -> None:
         """An optimizer has stepped."""
         self._stepped_in = self._total.ready
@@ -306,7 +311,7 @@ class Cursor:
         counters = fit.epoch_loop.batch_progress
         num_done = total - anchor.total_batches
         batches = anchor.batches + num_done
-        has_ended = self.is_end is not None and batches > 0 and self.is_end(total)
+        has_ended = not self._knows_length and batches > 0 and total == self._end
         is_epoch_done = has_ended or batches >= self.trainer.num_training_batches
         num_steps, rest = divmod(num_done, self.geometry.accumulation)
         if is_epoch_done:  # on the last batch of an epoch Lightning steps whether the window is full or not
@@ -364,7 +369,7 @@ class Cursor:
             _set(tracker, done=position.epoch, begun=position.epoch + is_inside)
         _set(loop.batch_progress.total, done=position.total_batches)
         _set(loop.batch_progress.current, done=position.batches)
-        loop.batch_progress.is_last_batch = _is_at_end(self.trainer, position)
+        loop.batch_progress.is_last_batch = is_at_end(self.trainer, position)
         _drop_unfinished_window(loop.automatic_optimization.optim_progress.optimizer)
         is_due = is_inside and _validation_is_due(self.trainer, position)
         _place_validation(loop.val_loop.batch_progress, position, is_pending=is_due and not position.is_validated)
@@ -378,6 +383,7 @@ class Cursor:
         loop.restarting = is_inside
         fit.update_restart_stage()
         self._anchor, self._is_placed = position, True
+        self._end = position.total_batches if position.is_epoch_done else -1
         self._whole, self._steps, self._stepped_in = position.total_batches, self.trainer.global_step, 0
         self._validations = []
         if position.is_validated:
@@ -389,7 +395,7 @@ class Cursor:
         fit = self.trainer.fit_loop
         is_here = fit.epoch_loop.batch_progress.total.processed == self._anchor.total_batches
         is_open = fit.epoch_progress.current.processed == self._anchor.epoch
-        return self._is_placed and is_here and is_open and _is_at_end(self.trainer, self._anchor)
+        return self._is_placed and is_here and is_open and is_at_end(self.trainer, self._anchor)
 
     def begin_validation(self) -> None:
         """A validation begins, not the sanity check."""
@@ -442,13 +448,14 @@ def _validation_is_due(trainer: Any, position: Position) -> bool:
     if every is not None and (position.epoch + 1) % every:
         return False
     if trainer.val_check_batch == float("inf"):
-        return _is_at_end(trainer, position)
+        return is_at_end(trainer, position)
     num_done = position.total_batches if every is None else position.batches
     return bool(num_done % trainer.val_check_batch == 0)
 
 
-def _is_at_end(trainer: Any, position: Position) -> bool:
-    return position.is_epoch_done or bool(position.batches == trainer.num_training_batches)
+def is_at_end(trainer: Any, position: Position) -> bool:
+    """Whether nothing is left to fetch in the epoch of a position."""
+    return position.is_epoch_done or bool(position.batches >= trainer.num_training_batches)
 
 
 def _place_validation(progress: Any, position: Position, *, is_pending: bool) -> None:
@@ -550,12 +557,9 @@ def require_agreement(strategy: Any, place: Mapping[str, Any]) -> None:
     places = [words_of(one) for one in everyone]
     lines = []
     for name in sorted(set().union(*places)):
-        ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(places):
-            ranks.setdefault(repr(one.get(name))[:_MAX_WIDTH], []).append(rank)
-        if len(ranks) > 1:
-            sides = "; ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
-            lines.append(f"  {name}: {sides}")
+        sides = ranks_by_text({rank: repr(one.get(name))[:_MAX_WIDTH] for rank, one in enumerate(places)})
+        if len(sides) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in sides.items()))
     text = "\n".join(lines[:_MAX_FIELDS])
     raise DatasetMismatch(
         f"The ranks do not have the same data, or do not stand at the same place in it:\n{text}\n"
@@ -620,9 +624,13 @@ class InStep(Callback):
                 _log.info("global batch %s%s", cut, self.data.uneven_end())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Says once, on rank 0, where the run has resumed."""
+        """Notes where the data end; says once, on rank 0, where the run has resumed."""
+        if not self._is_fitted_by(trainer):
+            return
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.data.cursor.note_end()
         timer = self.data.timer
-        if timer is None or not self._is_fitted_by(trainer):
+        if timer is None:
             return
         timer.pause()
         self.data.timer = None
@@ -646,8 +654,12 @@ class InStep(Callback):
 
         Lightning leaves them out there, because a checkpoint holds no metrics (lightning 2.6.6, ``fit_loop.py`` 483).
         """
+        if not self._is_fitted_by(trainer):
+            return
+        if not (trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step):
+            self.data.cursor.note_end()  # data that say a length may end before it
         plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
-        if self._is_fitted_by(trainer) and all(one.monitor in trainer.callback_metrics for one in plateaus):
+        if all(one.monitor in trainer.callback_metrics for one in plateaus):
             trainer.fit_loop.on_iteration_done()  # it follows anyway, behind the schedulers
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

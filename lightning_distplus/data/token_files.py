@@ -667,7 +667,7 @@ def _read_flat(source: Source, seq_len: int, format_: str) -> TokenSource:
             parts.append(Part(file, stream.tell(), num_tokens))
         expected = parts[-1].offset_bytes + num_tokens * dtype.itemsize
         _require_size(where, size, expected, "its header", f" {_AGAIN}")
-        kinds.append(f"{num_tokens} tokens of {dtype.name}" if is_packed else dtype.name)
+        kinds.append(f"{num_tokens} tokens of {dtype.name}" if is_packed else str(dtype))  # with the order of its bytes
         if kinds[-1] != kinds[0]:
             raise ValueError(
                 f"{where} does not belong to the others: it holds {kinds[-1]}, expected {kinds[0]} as in "

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Budget", "Check", "GateMonitor", "MonitoredRun", "OnDivergence", "SkipBudget", "digest"]
 
 log = logging.getLogger(__name__)
-_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective"})
+_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective", "gradient_sum"})
 """The ranks stand at different points: to go on would be to hang."""
 
 
@@ -156,6 +156,13 @@ class Check:
         """What stands behind a field that differs: names to plain values, compared name by name on all ranks."""
         return {}
 
+    def excuses(self, field: str) -> bool:
+        """Whether what differs in a field is none after all; asked on all ranks, the same answer on each."""
+        return False
+
+    def forget(self) -> None:
+        """Forgets what it has seen while somebody, such as ``LearningRateFinder``, trained without the callbacks."""
+
     def hear(self, records: Sequence[GateRecord]) -> None:
         """The records of all ranks, once those fields that must agree do."""
 
@@ -236,7 +243,7 @@ class SkipBudget:
             ) from reason
 
     def stepped(self) -> None:
-        """A step is made, as far as one check can tell; another one may have left it out."""
+        """A step is made, unless another check has left it out."""
         if not self.is_skipping:
             self.in_a_row = 0
 
@@ -274,11 +281,6 @@ class Budget:
         self._began = 0.0
         self._agreed: dict[str, float] = {}
         self._asked: Counter[str] = Counter()
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether the ranks have agreed on what the looks cost."""
-        return bool(self._agreed)
 
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
@@ -365,6 +367,7 @@ class GateMonitor(Callback, GateParticipant):
         self.budget = budget
         self._run: MonitoredRun | None = None
         self._hooks: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _CHECK_HOOKS}
+        self._was_left_out = False
         self.spent_s = 0.0
         """What its hooks have taken of the steps so far, on the training thread."""
         self.num_compared = 0
@@ -434,8 +437,12 @@ class GateMonitor(Callback, GateParticipant):
         """What its checks say of a step."""
         run = self._run
         if run is None or not self._is_called(run):
+            self._was_left_out = True
             return {}
         began = time.perf_counter()
+        if self._was_left_out:
+            self._was_left_out = False
+            self.hand_on("forget")
         run.budget.begin_step()
         self.skips.is_skipping = False
         fields: dict[str, Any] = {}
@@ -463,7 +470,7 @@ class GateMonitor(Callback, GateParticipant):
         """Field by field, the same on all ranks; of a fingerprint, all of them lay open what is behind it."""
         for field, remedy in _REMEDIES.items():
             values = {rank: getattr(record, field) for rank, record in enumerate(records)}
-            if not is_equal(values.values()):
+            if not is_equal(values.values()) and not any(check.excuses(field) for check in self.checks):
                 behind = {name: value for check in self.checks for name, value in check.explain(field).items()}
                 name, found = first_difference(run.gather(f"behind {field}", behind)) or (field, values)
                 where = f"before step {run.trainer.global_step}; nothing was averaged"

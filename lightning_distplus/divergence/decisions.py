@@ -98,7 +98,7 @@ class DecisionCheck(Check):
     def _decide(self, *arguments: Any) -> None:
         """Settles whether all ranks stop or validate after this step; sets ``should_stop`` and ``_forced``."""
         trainer, gate = self.run.trainer, self.run.gate
-        is_by_clock = _is_by_clock(trainer)
+        is_by_clock = _compat.validation_interval(trainer) is not None
         if not (trainer.should_stop or gate.wishes or is_by_clock):  # of nearly every step
             return
         gate.wishes |= self._local_wishes(*arguments)
@@ -119,7 +119,7 @@ class DecisionCheck(Check):
         trainer = self.run.trainer
         wishes = Flag.WANTS_STOP if trainer.should_stop else Flag.NONE
         trainer.should_stop = False
-        if _is_by_clock(trainer) and _compat.validates_now(trainer, *arguments):
+        if _compat.validation_interval(trainer) is not None and _compat.validates_now(trainer, *arguments):
             wishes |= Flag.WANTS_VALIDATION
         return wishes
 
@@ -132,11 +132,6 @@ class DecisionCheck(Check):
             gate.wishes &= ~Flag.WANTS_STOP
 
 
-def _is_by_clock(trainer: Any) -> bool:
-    """Whether validations come at intervals of time, which pass at different steps on different ranks."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None
-
-
 # -- metrics that are reduced over all ranks, or decide about saves and stops ------------------------------------------
 
 _RELATIVE = 1e-6  # ranks that compute a metric from the same numbers on different hardware may round differently
@@ -147,7 +142,7 @@ class MetricCheck(Check):
 
     def attach(self) -> None:
         """Stands before the reduction at the end of a validation."""
-        self._connector = getattr(self.run.trainer, "_logger_connector", None)
+        self._connector = _compat.logger_connector(self.run.trainer)
         consequence = "the names of metrics in validation are not compared"
         _compat.wrap_method(self._connector, "update_eval_epoch_metrics", self._before_reduction, consequence)
 

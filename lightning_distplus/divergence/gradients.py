@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -125,12 +126,19 @@ class LocalGradients:
     def filtered(self, gradient: Tensor, name_of: _NameOf) -> Tensor | None:
         """For ``Tensor.register_hook`` on a leaf: what takes the gradient's place, or None where it stays."""
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        keeps = self.look_at(local, name_of)
-        if keeps is True:
-            return None
-        if keeps is False or local is not gradient:
-            return torch.zeros_like(gradient)
-        return gradient.masked_fill(torch.logical_not(torch.as_tensor(keeps)), 0)
+        values = local.coalesce().values() if local.is_sparse else local
+        keeps = self.look_at(values, name_of)
+        if isinstance(keeps, bool):
+            return None if keeps else torch.zeros_like(gradient)
+        values = values.masked_fill(torch.logical_not(keeps), 0)
+        if local.is_sparse:
+            return torch.sparse_coo_tensor(local.coalesce().indices(), values, local.shape)
+        if not isinstance(gradient, DTensor):
+            return values
+        shape, stride = gradient.shape, gradient.stride()
+        return DTensor.from_local(
+            values, gradient.device_mesh, gradient.placements, run_check=False, shape=shape, stride=stride
+        )
 
     def settle(self) -> None:
         """After the backward: waits for the answer of a device other than the CPU, once."""
@@ -193,18 +201,23 @@ class BucketHook:
         self._names = names
         self._group = group
         self._sent: list[tuple[Tensor, torch.nn.Parameter]] = []
+        self._of_user: Callable[[Any], Any] | None = None
         self.is_whole: bool | None = None
         """Whether the sum that this rank has begun holds all buckets; None: it has begun none since this was reset."""
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """Examines a ``GradBucket``, scales it by the number of ranks and starts its all-reduce."""
+        if self._of_user is not None:
+            return self._of_user(bucket)  # type: ignore[no-any-return]
         buffer, parameters = bucket.buffer(), bucket.parameters()
         self.is_whole = bucket.is_last()  # DDP sends the buckets in their order
         size = dist.get_world_size(self._group)
-        if self._gradients is None:
+        if buffer.is_sparse:
+            buffer.div_(size)  # as DDP does
+        elif self._gradients is None:
             buffer.mul_(1 / size)
-        else:
-            self._sent.append((buffer, parameters[0]))
+        elif held := [one for one in parameters if one.numel()]:
+            self._sent.append((buffer, held[0]))
             keeps = self._look_and_scale(buffer, parameters, size)
             if keeps is not True:
                 _fill_unless(keeps, buffer, 0.0)
@@ -216,6 +229,15 @@ class BucketHook:
     def retire(self) -> None:
         """From now on it only reduces; DDP cannot let go of a hook."""
         self._gradients = None
+
+    def make_way(self, of_user: Callable[[Any], Any]) -> None:
+        """From now on it hands each bucket to this hook, and does no more."""
+        self._of_user = of_user
+
+    def forget(self) -> None:
+        """What was sent until now counts for nothing."""
+        self._sent.clear()
+        self.is_whole = None
 
     def was_flagged(self) -> bool:
         """After a backward: whether some rank has sent the flag; the same answer on all ranks. Takes the flag away."""
@@ -230,7 +252,7 @@ class BucketHook:
         for buffer, parameter in flagged:
             buffer[0] = 0
             if parameter.grad is not None:
-                parameter.grad.view(-1)[:1] = 0
+                parameter.grad[(0,) * parameter.grad.dim()] = 0  # also where its strides are those of channels_last
         return bool(flagged)
 
     def _look_and_scale(self, buffer: Tensor, parameters: Sequence[torch.nn.Parameter], size: int) -> bool | Tensor:
@@ -298,9 +320,9 @@ class GradientCheck(Check):
     """Stops a NaN on one rank before it reaches the weights of all, and a rank that has left out a sum of gradients.
 
     The rank that has a NaN contributes zeros to the sum, so that nobody is left alone in a collective. Under DDP the
-    flag rides in the bucket; under every other engine, beside a loss scaler, and beside a communication hook of the
-    user's, the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn and
-    step without that rank's contribution.
+    flag rides in the bucket; under every other engine, beside a loss scaler, sparse gradients, and a communication hook
+    of the user's, the ranks meet between the backward and the step. Then all of them raise, leave the step out, or warn
+    and step without that rank's contribution.
 
     Where every rank has found something, the ranks do not differ: all leave the step out and go on, with a warning once
     in 100 steps. A loss scaler gets its gradients back as they were, and leaves the step out by itself.
@@ -329,13 +351,12 @@ class GradientCheck(Check):
         self._has_scaler = getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
         may_overflow = self._has_scaler if self._engine is None else bool(self._engine.fp16_enabled())
         self._gradients = LocalGradients(self._where, gradients_may_overflow=may_overflow)
+        one_by_one = may_overflow or _has_sparse_gradients(model)
         if isinstance(model, DistributedDataParallel):
-            self._watch_buckets(model, None if may_overflow else self._gradients)
-        self._meets = self._hook is None or may_overflow
+            self._watch_buckets(model, None if one_by_one else self._gradients)
+        self._meets = self._hook is None or one_by_one
         if self._meets and not self._watch_units(model):
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:  # its size is not known yet where it is partitioned
-                    self._watch_leaf(parameter, [(plain_name(name), sys.maxsize)])
+            self._watch_leaves(model)
 
     def _watch_buckets(self, model: DistributedDataParallel, gradients: LocalGradients | None) -> None:
         names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
@@ -344,10 +365,34 @@ class GradientCheck(Check):
             # A function without annotations: torch compares those of a hook with classes, ours are strings.
             model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
         except RuntimeError:
-            log.info("rank %d: the model has a communication hook; gradients are looked at one by one", self.run.rank)
+            self._warn_of_hook()
             return
         self._hook = hook
         self._summed = {id(one) for one in model.parameters() if one.requires_grad}
+        vars(model)["register_comm_hook"] = self._make_way
+
+    def _make_way(self, state: object, of_user: Callable[[Any, Any], Any]) -> None:
+        """In the place of ``register_comm_hook``, which DDP allows once: a hook of the user's that comes after ours."""
+        assert self._hook is not None
+        model, hook = self.run.trainer.strategy.model, self._hook
+        self._hook = None
+        vars(model).pop("register_comm_hook")
+        hook.make_way(partial(of_user, state))
+        self._watch_leaves(model)
+        self._meets = True
+        self._warn_of_hook()
+
+    def _warn_of_hook(self) -> None:
+        if self.run.rank == 0:
+            log.warning(
+                "the model has a communication hook of its own: gradients are looked at one by one, and a rank that "
+                "leaves out their sum is named by the verdict on a hang only"
+            )
+
+    def _watch_leaves(self, model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # its size is not known yet where it is partitioned
+                self._watch_leaf(parameter, [(plain_name(name), sys.maxsize)])
 
     def _watch_units(self, model: torch.nn.Module) -> bool:
         for unit in _compat.flat_units(model):
@@ -377,6 +422,13 @@ class GradientCheck(Check):
     @property
     def _is_automatic(self) -> bool:
         return bool(self.run.module.automatic_optimization)
+
+    def forget(self) -> None:
+        """Nobody has asked what the gradients of ``LearningRateFinder`` were, which may well not be finite."""
+        self._gradients.reset()
+        self._is_flagged = False
+        if self._hook is not None:
+            self._hook.forget()
 
     def epoch_start(self) -> None:
         """Callbacks that unfreeze parameters do so at the begin of an epoch."""
@@ -418,6 +470,7 @@ class GradientCheck(Check):
         self._handles.clear()
         if self._hook is not None:
             self._hook.retire()
+            vars(self.run.trainer.strategy.model).pop("register_comm_hook", None)
         self._hook = None
 
     # -- sums in which this rank is missing --------------------------------------------------------------------------
@@ -475,9 +528,7 @@ class GradientCheck(Check):
     def _leave_out_alike(self, optimizer: Any, findings: dict[int, NonFinite]) -> None:
         """No rank differs from the others, so that nothing ends; a step of NaN helps nobody."""
         if self._has_scaler:
-            for parameter in _parameters(optimizer):
-                if parameter.grad is not None:
-                    parameter.grad.fill_(math.nan)
+            _spoil(itertools.chain(_parameters(optimizer), self.run.module.parameters()))
             return
         self._leave_out(optimizer)
         step = self.run.trainer.global_step
@@ -494,10 +545,17 @@ class GradientCheck(Check):
             )  # fmt: skip
 
     def _leave_out(self, optimizer: Any) -> bool:
-        if self._engine is None:
-            _drop_gradients(_parameters(optimizer))
-            return True
-        return _compat.discard_next_deepspeed_step(self._engine)
+        if self._engine is not None:
+            return _compat.discard_next_deepspeed_step(self._engine)
+        _drop_gradients(_parameters(optimizer))
+        # Another optimizer may step after the same backward; a scaler refuses one that has no gradient at all.
+        (_spoil if self._has_scaler else _drop_gradients)(self.run.module.parameters())
+        return True
+
+
+def _has_sparse_gradients(model: torch.nn.Module) -> bool:
+    """As DDP asks; a sparse sum has no element that all ranks would read alike."""
+    return any(one.sparse for one in model.modules() if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
@@ -508,6 +566,13 @@ def _drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Leaves nothing for the optimizer: a parameter without gradient keeps its value and its optimizer state."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def _spoil(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """A loss scaler leaves out the steps of these parameters."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.fill_(math.nan)
 
 
 def _parameters_of(module: Any, prefix: str) -> list[tuple[str, torch.Size]]:
@@ -622,8 +687,6 @@ class LocalFailureCheck(Check):
         """Leaves the optimizer nothing, also of earlier micro-batches of the window."""
         if self.run.skips.is_skipping:
             _drop_gradients(self.run.module.parameters())
-        else:
-            self.run.skips.stepped()
 
     def detach(self) -> None:
         """Steps aside."""

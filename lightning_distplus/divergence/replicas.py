@@ -21,11 +21,12 @@ import xxhash
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.tensors import parameters_of, pieces_of_live
 from lightning_distplus.control import GateRecord
-from lightning_distplus.divergence.check import Check
+from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.majority import disagreement, odd_ranks
 from lightning_distplus.world import ranges
 
@@ -212,6 +213,7 @@ def _mixed(sums: Tensor) -> Tensor:
 
 EVERYWHERE = ""
 """The group of what is the same on all ranks."""
+_STATES = "optimizer_state"
 _LOCAL_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _Key = tuple[str, str, str]
 
@@ -240,7 +242,8 @@ def replicated_state(
 
     A plain tensor is the same everywhere, a ``DTensor`` where its shard coordinates are the same. Of FSDP1 units come
     the shards that other ranks hold as well (hybrid sharding, no sharding). Running statistics of normalisations are
-    each rank's own, and so are buffers that are not saved.
+    each rank's own, and so are buffers that are not saved; DDP gives all ranks the buffers of rank 0 before a forward,
+    unless it was told not to, so that each may change them in it.
 
     Args:
         model: As the engine has wrapped it.
@@ -253,14 +256,15 @@ def replicated_state(
         names[id(parameter)] = plain_name(name)
         if isinstance(parameter, DTensor) or holds_whole_parameters:
             found += _replica("parameters", plain_name(name), parameter)
-    for name, buffer in _kept_buffers(model):
-        found += _replica("buffers", name, buffer)
+    if not (isinstance(model, DistributedDataParallel) and model.broadcast_buffers):
+        for name, buffer in _kept_buffers(model):
+            found += _replica("buffers", name, buffer)
     for optimizer in optimizers:
         for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
             name = names.get(id(parameter), f"parameter {number}")
             for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
                 if isinstance(value, DTensor) or (isinstance(value, Tensor) and holds_whole_parameters):
-                    found += _replica("optimizer_state", f"{name}: {key}", value)
+                    found += _replica(_STATES, f"{name}: {key}", value)
     return found
 
 
@@ -442,8 +446,7 @@ class ReplicaCheck(Check):
         self._repairs = repairs
         self._replicas: list[Replica] = []
         self._windows = Windows([])
-        self._num_states = -1
-        self._num_said = 0
+        self._num_said = self._due_at = 0
         self._window_every = self._comparison_every = 1
         self._window: int | None = None
         self._agreed_at = [0]
@@ -455,16 +458,17 @@ class ReplicaCheck(Check):
         model: Any = self.run.trainer.strategy.model
         self._is_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0
         # FSDP2 shows whole parameters between a validation and the next backward, and takes their memory away then.
-        self._has_flat_shards = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        self._holds_whole = (
-            not self._has_flat_shards
-            and not any(isinstance(module, FSDPModule) for module in model.modules())
-            and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-        )
+        is_sharded = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+        self._holds_whole = not is_sharded and not any(hasattr(one, "ds_id") for one in model.parameters())
 
     def start(self) -> None:
-        """Everything, before the first step."""
+        """Everything, before the first step, and once more when that has made the optimizer's state."""
         self._compare_all("before the first step")
+        self.forget()
+
+    def forget(self) -> None:
+        """The states were put back as other tensors, or are not made yet: everything again behind the next step."""
+        self._due_at = self.run.trainer.global_step + 1
 
     def say(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The fingerprint of this step's window, where one is due."""
@@ -487,12 +491,9 @@ class ReplicaCheck(Check):
                 self._find(f"before step {step}")
             else:
                 self._agreed_at[self._window] = step
-            may_be_new = self._window == 0 or not self.run.budget.has_plan
-            if may_be_new and self._num_states != self._count_states():
-                self._compare_all(f"before step {step}")
-                return
-        if step % self._comparison_every == 0:
+        if step >= self._due_at:  # with several optimizers, steps are counted by twos and threes
             self._compare_all(f"before step {step}")
+            self._due_at = (step // self._comparison_every + 1) * self._comparison_every
 
     def before_save(self) -> None:
         """Everything, so that no checkpoint holds a wrong copy."""
@@ -504,23 +505,21 @@ class ReplicaCheck(Check):
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 
-    def _count_states(self) -> int:
-        """Changes on all ranks at the same step; of an FSDP1 unit a rank may hold nothing that is trained."""
-        if self._has_flat_shards:
-            return 0
-        return sum(len(optimizer.state) for optimizer in self.run.trainer.optimizers if hasattr(optimizer, "state"))
-
     def _compare_all(self, when: str) -> None:
         run, began = self.run, time.thread_time()
         figures = run.budget.figures()
-        # The optimizer makes its state in the first step, and engines may exchange tensors.
-        self._num_states = self._count_states()
         optimizers = [] if self._is_zero else run.trainer.optimizers
         model: Any = run.trainer.strategy.model
         self._replicas = replicated_state(model, optimizers, holds_whole_parameters=self._holds_whole)
-        told = run.gather("state", {"tensors": self._totals(), "facts": self._facts(), "figures": figures})
+        states = digest([one.name for one in self._replicas if one.kind == _STATES and one.group == EVERYWHERE])
+        mine = {"states": states, "tensors": self._totals(), "facts": self._facts(), "figures": figures}
+        told = run.gather("state", mine)
         run.budget.took("everything", began)
         run.budget.agree([one["figures"] for one in told])
+        if len({one["states"] for one in told}) > 1:  # an optimizer that spreads them over the ranks
+            self._replicas = [one for one in self._replicas if one.kind != _STATES]
+            for one in told:
+                one["tensors"] = {key: value for key, value in one["tensors"].items() if not key.startswith(_STATES)}
         self._cut()
         held: dict[str, set[str]] = defaultdict(set)
         for one in told:
@@ -559,10 +558,10 @@ class ReplicaCheck(Check):
             self.run.note("monitor_plan", global_step=self.run.trainer.global_step, **plan)
 
     def _totals(self) -> dict[str, str]:
-        """One fingerprint for each group of ranks and device."""
+        """One fingerprint for each kind, group of ranks and device."""
         tensors: dict[str, list[Tensor]] = defaultdict(list)
         for one in self._replicas:
-            tensors[f"{one.group}@{one.tensor.device.type}"].append(one.tensor)
+            tensors[f"{one.kind} {one.group}@{one.tensor.device.type}"].append(one.tensor)
         totals = {key: Windows(held, 1).fingerprint(0) for key, held in sorted(tensors.items())}
         return {key: f"{int(value) & _MASK:016x}" for key, value in totals.items() if value is not None}
 
@@ -649,6 +648,10 @@ class AtRestCheck(Check):
     def start(self) -> None:
         """The first step to come is not done yet."""
         self._step = self.run.trainer.global_step
+
+    def forget(self) -> None:
+        """Weights and states were put back, as other tensors."""
+        self._left = []
 
     def train_batch_end(self) -> None:
         """Fingerprints everything, on its device, when an optimizer step is done; waits for nothing."""

@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -67,21 +67,32 @@ class Hosts:
     """How long an attempt waits for further hosts when ``min_nodes`` are there."""
 
 
+def say(text: str) -> None:
+    """Tells the user of this host."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"distplus launch: {text}\n")
+        sys.stderr.flush()
+
+
 class _MetAgain(Exception):
     """The agent wants to start ranks a second time, because a host has joined."""
 
 
 class _RankLogs(LogsSpecs):
-    """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank; shown while the ranks run."""
+    """Two files for each rank, ``rank00003.out`` and ``.err``, by global rank; shown while the ranks run.
 
-    def __init__(
-        self, folder: Path, write: Callable[[str], object], signals: Signals, on_start: Callable[[int], object]
-    ) -> None:
+    The agent asks for them when it knows the ranks of this host, right before it starts them: that is told to the
+    ``meeting``, which is watched from then on where there is room for more hosts.
+    """
+
+    def __init__(self, folder: Path, number: int, hosts: Hosts, signals: Signals, meeting: Meeting | None) -> None:
         super().__init__(str(folder))
         self._folder = folder
-        self._write_line = write
+        self._number = number
+        self._hosts = hosts
         self._signals = signals
-        self._on_start = on_start
+        self._meeting = meeting
+        self._while_they_run = contextlib.ExitStack()
         self._outputs: list[RankOutput] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="distplus-logs", daemon=True)
@@ -101,7 +112,11 @@ class _RankLogs(LogsSpecs):
         """
         if self.ranks:
             raise _MetAgain
-        self._on_start(min(int(variables["GROUP_WORLD_SIZE"]) for variables in envs.values()))
+        num_hosts = min(int(variables["GROUP_WORLD_SIZE"]) for variables in envs.values())
+        if self._meeting is not None:
+            self._meeting.begin(self._number, num_hosts)
+            if num_hosts < self._hosts.max_nodes:
+                self._while_they_run.enter_context(self._meeting.watched(self._number, self._signals))
         self._folder.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(variables["RANK"]) for local_rank, variables in envs.items()}
         self.ranks = sorted(ranks.values())
@@ -109,11 +124,8 @@ class _RankLogs(LogsSpecs):
             {local_rank: str(self._folder / f"rank{rank:05d}{suffix}") for local_rank, rank in ranks.items()}
             for suffix in (".out", ".err", ".error.json")
         )
-        self._outputs = [
-            RankOutput(Path(files[one]), rank, self._write_line)
-            for files in (outs, errs)
-            for one, rank in ranks.items()
-        ]
+        files = [(path, ranks[one]) for paths in (outs, errs) for one, path in paths.items()]
+        self._outputs = [RankOutput(Path(path), rank, sys.stderr) for path, rank in files]
         self._thread.start()
         self._signals.ranks_begin()
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
@@ -132,6 +144,7 @@ class _RankLogs(LogsSpecs):
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._while_they_run.close()
 
 
 class RankOutput:
@@ -141,10 +154,10 @@ class RankOutput:
     overwrites, one a second is shown. A file that is not there yet is waited for.
     """
 
-    def __init__(self, path: Path, rank: int, write: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, rank: int, terminal: TextIO) -> None:
         self._path = path
         self._rank = rank
-        self._write = write
+        self._terminal = terminal
         self._file: BinaryIO | None = None
         self._begun = b""
         self._overwritten = b""
@@ -187,18 +200,18 @@ class RankOutput:
     def _show(self, line: bytes) -> None:
         text = _TORCHS_PREFIX.sub("", line.decode(errors="replace"))
         with contextlib.suppress(OSError):  # the terminal is gone; the file keeps it
-            self._write(f"[{self._rank}] {text}\n")
+            self._terminal.write(f"[{self._rank}] {text}\n")
 
 
 def run_attempt(
     command: Sequence[str],
+    number: int,
     hosts: Hosts,
     *,
     run_id: str,
     log_dir: Path,
-    write: Callable[[str], object],
     signals: Signals,
-    on_start: Callable[[int], object] = lambda num_nodes: None,
+    meeting: Meeting | None,
 ) -> dict[int, int]:
     """Runs ``python <command>`` on the ranks of this host until all have ended.
 
@@ -207,12 +220,12 @@ def run_attempt(
 
     Args:
         command: What follows the interpreter.
+        number: Of the attempt.
         hosts: Where the ranks run.
-        run_id: Names the attempt; the same on all nodes.
-        log_dir: Where the ranks' output goes.
-        write: Gets the lines of all ranks.
+        run_id: Names the job; the same on all hosts.
+        log_dir: Gets a folder with the ranks' output, which is shown on standard error, too.
         signals: Those of this process.
-        on_start: Told, before the ranks are started, on how many hosts they are.
+        meeting: Of the launchers, where there are several.
 
     Returns:
         The exit codes of the ranks that failed, as far as the agent saw them; a signal is a negative number.
@@ -221,10 +234,10 @@ def run_attempt(
         Stop: A signal came while no rank was there.
         HostsApart: Too few hosts came, or the one that serves the store has left.
     """
-    logs = _RankLogs(log_dir, write, signals, on_start)
+    logs = _RankLogs(log_dir / f"attempt-{number}", number, hosts, signals, meeting)
     try:
         with signals.interrupting():
-            elastic_launch(_config(hosts, run_id, logs), sys.executable)(*command)
+            elastic_launch(_config(hosts, f"{run_id}-{number}", logs), sys.executable)(*command)
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except (_MetAgain, RendezvousError) as error:
@@ -304,7 +317,7 @@ class Meeting:
             raise HostsApart(f"somebody at {self._endpoint} calls the job {escaped(name)!r}; set DISTPLUS_SECRET")
         return name
 
-    def join(self, say: Callable[[str], object]) -> int:
+    def join(self) -> int:
         """The number of the attempt to take part in; waits, and says so, for the next one where one is under way."""
         with self._names_the_store():
             number = self._number()
@@ -360,15 +373,15 @@ class Meeting:
             return None if host is None else escaped(host.decode())
 
     @contextmanager
-    def watched(self, number: int, on_newcomer: Callable[[], object]) -> Iterator[None]:
-        """Calls back, once and from a thread of its own, when a host asks to be let in during the block."""
+    def watched(self, number: int, signals: Signals) -> Iterator[None]:
+        """Stops the ranks here, once and from a thread of its own, when a host asks to be let in during the block."""
         done = threading.Event()
 
         def watch() -> None:
             with contextlib.suppress(HostsApart):  # the attempt itself will hear of it
                 while not done.wait(_LOOK_EVERY_S):
                     if self.newcomer(number) is not None:
-                        on_newcomer()
+                        signals.stop_ranks()
                         return
 
         thread = threading.Thread(target=watch, name="distplus-newcomers", daemon=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,12 +45,10 @@ class SlurmJob:
     """Further arguments for sbatch: a partition, an account, an array."""
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.ranks_per_node, self.grace_s) < 1 or min(self.gpus_per_node, self.max_requeues) < 0:
-            raise ValueError(
-                f"nodes is {self.nodes}, ranks_per_node is {self.ranks_per_node}, grace_s is {self.grace_s}: each is "
-                f"at least 1. gpus_per_node is {self.gpus_per_node}, max_requeues is {self.max_requeues}: none is "
-                "negative."
-            )
+        at_least_1 = dict.fromkeys(("nodes", "ranks_per_node", "grace_s", "same_step"), 1)
+        for name, least in {**at_least_1, "gpus_per_node": 0, "max_requeues": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} is {value}; it is at least {least}.")
 
     def script(self) -> str:
         """The batch script."""
@@ -130,18 +128,14 @@ _RETRIED = (ExitCode.PREEMPTED, ExitCode.HANG, ExitCode.PEER_LOST)
 _SLURM_ENDS_THIS_S = 60  # a requeue kills the batch script, and with it this process
 
 
-def end_of_start(
-    code: int, policy: RestartPolicy, *, home: Path | None = None, wait: Callable[[float], None] = time.sleep
-) -> int:
+def end_of_start(code: int, policy: RestartPolicy) -> int:
     """Called by the batch script, once, when all ranks have ended; returns the exit code of the job.
 
     Args:
         code: What srun has returned, which is the highest code of all ranks and not the culprit's.
         policy: How often the job may be requeued, and how often at one step.
-        home: Where the artefacts are; by default where the ranks have said.
-        wait: Sleeps until Slurm has ended this start.
     """
-    home = home or told_by_rank(env.DISTPLUS_HOME_FILE.get())[0]
+    home, _ = told_by_rank(env.DISTPLUS_HOME_FILE.get())
     number = env.SLURM_RESTART_COUNT.integer() or 0
     starts = _starts(home, number)
     code = int(ExitCode.PREEMPTED) if code == _TOLD_EARLY else _code_of_culprit(code, starts[-1])
@@ -155,7 +149,7 @@ def end_of_start(
     if problem := _requeue(job):
         return _end(home, number, code, f"job {job} is not requeued ({problem}); submit it again, it continues")
     _note(home, number, "requeue", job=job, exit_code=code, global_step=starts[-1].step)
-    wait(_SLURM_ENDS_THIS_S)
+    time.sleep(_SLURM_ENDS_THIS_S)
     return code
 
 

@@ -7,10 +7,9 @@ import json
 import secrets
 import signal
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +20,12 @@ from lightning_distplus.checkpoint import read_manifest
 from lightning_distplus.checkpoint.catalog import JobSaves
 from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch, ExitCode
 from lightning_distplus.events import EventLog, InHand, read_events, told_by_rank
-from lightning_distplus.launch.agent import Hosts, HostsApart, Meeting, run_attempt
+from lightning_distplus.launch.agent import Hosts, HostsApart, Meeting, run_attempt, say
+from lightning_distplus.launch.warm import Warm
 from lightning_distplus.process import HANDLED, Signals, Stop
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.watchdog import Verdict, find_verdicts, name_incident
-from lightning_distplus.watchdog.verdict import duration_in_words, print_block
+from lightning_distplus.watchdog.verdict import describe_next, duration_in_words, print_block
 from lightning_distplus.world import LAUNCHER
 
 # -- policy ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class History:
     began_at: float | None = None
     """Unix time at which its first rank had met the others."""
     ended_at: float | None = None
-    """Unix time at which its first rank failed; None where none has lived to say so."""
+    """Unix time at which its first rank failed, or stopped when asked; None where none has lived to say so."""
     loaded: Path | None = None
     """The checkpoint that it has begun with."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class RestartPolicy:
         """
         code = culprit.exit_code
         if code == ExitCode.PREEMPTED:
-            return code, "the ranks stopped when asked to; the same command continues"
+            return code, "the ranks stopped when asked to"
         if code in _NEEDS_A_PERSON:
             return code, "another attempt would end the same way; read the error above"
         if not history.has_started and culprit.code > 0:  # the command itself is wrong
@@ -145,7 +145,7 @@ class RestartPolicy:
             return int(ExitCode.NO_PROGRESS), f"{self._in_vain} attempts in a row ended {history.where}"
         if not self._has_budget(now):
             within = "" if self.window is None else f" within {self.window}"
-            return code, f"all {self.max_restarts} restarts{within} are spent"
+            return code, f"no restart is left of the {self.max_restarts} allowed{within}"
         self._restarts.append(now)
         return None
 
@@ -197,7 +197,7 @@ def read_history(home: Path | None, attempt: int, since: float, run_id: str | No
         is_preempted=any(event["kind"] == "preempted" for event in events),
         step=max(steps, default=None),
         began_at=min(started, default=None),
-        ended_at=min((event["time"] for event in failed), default=None),
+        ended_at=min((event["time"] for event in events if event["kind"] in ("failed", "preempted")), default=None),
         loaded=next(iter(loaded), None),
         errors={event["rank"]: event["error"].partition("\n")[0] for event in failed},
         codes={event["rank"]: event.get("exit_code", 1) for event in failed},
@@ -269,8 +269,12 @@ _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in HAND
 class Job:
     """What ``distplus launch`` starts."""
 
-    command: Callable[[bool], Sequence[str]]
-    """What follows the interpreter; told whether this job has committed a checkpoint already."""
+    command: Sequence[str]
+    """What follows the interpreter."""
+    command_after_save: Sequence[str]
+    """The same, once this job has committed a checkpoint."""
+    warm: Warm | None
+    """From which the ranks are forked; None: an interpreter for each."""
     hosts: Hosts
     policy: RestartPolicy
     log_dir: Path
@@ -303,7 +307,7 @@ class Supervisor:
                 with self._signals.interrupting():
                     self._meeting = Meeting(hosts.rdzv, self._job.run_id)
                     self._name_run(self._meeting.job)
-                    number = self._meeting.join(self._say)
+                    number = self._meeting.join()
             while True:
                 began_at, began = time.time(), time.monotonic()
                 failures = self._run_attempt(number)
@@ -332,7 +336,7 @@ class Supervisor:
         if self._job.hosts.max_nodes == 1:
             env.DISTPLUS_SECRET.set(secrets.token_hex(32))
         else:
-            self._say(
+            say(
                 f"DISTPLUS_SECRET is not set: who can reach {self._job.hosts.rdzv} can end or stop this job. Set it to "
                 "the same random text on all hosts (openssl rand -hex 32), a new one for each job"
             )
@@ -344,7 +348,7 @@ class Supervisor:
         asked = self._signals.asked if self._signals.has_reached_ranks else None
         newcomer = None if asked else self._newcomer(number)
         if newcomer is not None and set(failures.values()) <= _STOPPED:
-            self._say(f"attempt {number} ended at step {history.step} to let {newcomer} in; the next one begins")
+            say(f"attempt {number} ended at step {history.step} to let {newcomer} in; the next one begins")
             self._note("regroup", number, host=newcomer, global_step=history.step)
             return None
         if not failures:
@@ -357,7 +361,7 @@ class Supervisor:
         self._poison.note(culprit.rank, history)
         refusal = self._job.policy.refusal(culprit, history, time.monotonic())
         if refusal is not None and refusal[0] == ExitCode.NO_PROGRESS and (samples := self._poison.set_apart()):
-            self._say(f"step {history.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
+            say(f"step {history.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
             self._note("quarantine", number + 1, culprit=culprit.rank, samples=samples, global_step=history.step)
             self._job.policy.begin_anew()
             refusal = self._job.policy.refusal(culprit, history, time.monotonic())
@@ -370,7 +374,7 @@ class Supervisor:
             raise Stop
         verdict = self._show_verdict()
         place = self._job.policy.place_of_next()
-        self._say(f"{culprit}, {history.where}: restarting from {self._describe_resume(history)}, {place}")
+        say(f"{culprit}, {history.where}: restarting from {self._describe_resume(history)}, {place}")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=history.step)
         self._leave_page(verdict, waits=False)
         return None
@@ -396,23 +400,17 @@ class Supervisor:
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
         self._poison.in_hand.forget()
-        with contextlib.ExitStack() as stack:
-
-            def on_start(num_nodes: int) -> None:
-                if self._meeting is not None:
-                    self._meeting.begin(number, num_nodes)
-                    if num_nodes < self._job.hosts.max_nodes:
-                        stack.enter_context(self._meeting.watched(number, self._signals.stop_ranks))
-
-            return run_attempt(
-                self._job.command(self._has_saved),
-                self._job.hosts,
-                run_id=f"{self._run_id}-{number}",
-                log_dir=self._job.log_dir / f"attempt-{number}",
-                write=sys.stderr.write,
-                signals=self._signals,
-                on_start=on_start,
-            )
+        job = self._job
+        command = job.command_after_save if self._has_saved else job.command
+        return run_attempt(
+            command if job.warm is None else job.warm.command(command),
+            number,
+            job.hosts,
+            run_id=self._run_id,
+            log_dir=job.log_dir,
+            signals=self._signals,
+            meeting=self._meeting,
+        )
 
     def _culprit(self, failures: dict[int, int], history: History) -> Culprit:
         """A hang ends with 170, however the rank that hung was ended; an error with its code, also after a SIGTERM."""
@@ -455,8 +453,12 @@ class Supervisor:
         return self._end(number, culprit.exit_code, f"{culprit}; no further attempt after {asked}")
 
     def _end(self, number: int, code: int, why: str) -> int:
-        self._say(f"ends with exit code {int(code)} after attempt {number}: {why}")
-        self._say(f"the logs of all ranks are in {self._job.log_dir}")
+        say(f"ends with exit code {int(code)} after attempt {number}: {why}")
+        if code == ExitCode.PREEMPTED and self._home is not None:
+            history = read_history(self._home, number, self._attempt_began_at, self._run_id)
+            ended_at = history.ended_at or time.time()
+            say(f"next: {describe_next(self._home, self._run_id, history.step or 0, ended_at)}")
+        say(f"the logs of all ranks are in {self._job.log_dir}")
         return self._part(number, code, self._show_verdict(), reason=why)
 
     def _part(self, number: int, code: int, verdict: Path | None = None, **why: str) -> int:
@@ -514,11 +516,6 @@ class Supervisor:
             after_verdict(verdict, on_verdict or env.DISTPLUS_ON_VERDICT.get(), waits=waits)
         elif self._home is not None:
             leave_page(self._home, waits=waits)
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            sys.stderr.write(f"distplus launch: {text}\n")
-            sys.stderr.flush()
 
     def _note(self, kind: str, attempt: int, **fields: object) -> None:
         if self._home is not None:

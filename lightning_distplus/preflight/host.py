@@ -454,6 +454,8 @@ class Holder:
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     job: str = ""
     attempt: int = 0
+    beat: int = 0
+    """Counted up while the run lives: release 0.2.0 takes a lock for abandoned that does not count."""
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -575,7 +577,7 @@ class RunLock:
         return is_dead
 
     def _beat(self) -> None:
-        """Touches the lock until the end; says once where another run has taken it."""
+        """Writes the lock anew until the end; says once where another run has taken it."""
         while not self._has_ended.wait(_BEAT_S):
             with suppress(OSError, ValueError, KeyError), self.path.open("r+b") as file:  # gone: the next save tells it
                 found = json.loads(file.read())
@@ -585,4 +587,5 @@ class RunLock:
                         self._folder, found["host"], found["pid"],
                     )  # fmt: skip
                     return
-                os.utime(file.fileno())
+                file.seek(0)
+                file.write(json.dumps({**found, "beat": found["beat"] + 1}).encode())

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lightning_distplus.watchdog.verdict import duration_in_words
+
 __all__ = ["PARTS", "Attempt", "Window", "best_interval", "find_attempts", "split_wall_time"]
 
 PARTS = {
@@ -344,17 +346,10 @@ def best_interval(save_s: float, mtbf_s: float) -> float:
 def _advise(wall_s: float, num_failures: int, saves_s: Sequence[float], mtbf_s: float | None) -> str:
     if not saves_s or sum(saves_s) <= 0 or (mtbf_s is None and num_failures < _FEWEST_FAILURES):
         return ""
-    known = "as given" if mtbf_s is not None else f"{num_failures} in {_in_words(wall_s)}"
+    known = "as given" if mtbf_s is not None else f"{num_failures} in {duration_in_words(wall_s)}"
     mtbf_s = mtbf_s or wall_s / num_failures
     save_s = sum(saves_s) / len(saves_s)
     return (
-        f"save every {_in_words(best_interval(save_s, mtbf_s))}: a failure each {_in_words(mtbf_s)} ({known}), and "
-        f"{_in_words(save_s)} for a save (Young 1974, Daly 2006)"
+        f"save every {duration_in_words(best_interval(save_s, mtbf_s))}: a failure each {duration_in_words(mtbf_s)} "
+        f"({known}), and {save_s:.2g} s for a save (Young 1974, Daly 2006)"
     )
-
-
-def _in_words(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{seconds:.2g} s"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lightning_distplus.watchdog.verdict import duration_in_words
 if TYPE_CHECKING:
     from lightning_distplus.control import GateRecord
 
-__all__ = ["FIGURES", "Endpoint", "RunHealth", "metric_name"]
+__all__ = ["FIGURES", "Endpoint", "FigureSource", "RunHealth", "metric_name"]
 
 
 FIGURES = {
@@ -144,24 +144,32 @@ def metric_name(figure: str) -> str:
     return f"distplus_{stem}" + ("_ratio" if figure == "goodput" else "")
 
 
+class FigureSource(Protocol):
+    """Knows the figures of a run."""
+
+    def figures(self) -> Mapping[str, float]:
+        """By the names of ``FIGURES``."""
+        ...
+
+
 class Endpoint:
     """Serves ``/metrics`` from a thread of its own, on all addresses of this host.
 
     Args:
         port: Where; 0 takes a free one.
         run_id: Stands at each figure as the label ``run_id``.
-        figures: Asked for at each scrape, on another thread; by name.
+        source: Asked at each scrape, on another thread.
 
     Raises:
         ImportError: ``prometheus-client`` is not installed.
         OSError: The port is taken.
     """
 
-    def __init__(self, port: int, run_id: str, figures: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, port: int, run_id: str, source: FigureSource) -> None:
         import prometheus_client
 
         self._run_id = run_id
-        self._figures = figures
+        self._source = source
         registry = prometheus_client.CollectorRegistry()
         registry.register(self)
         self._server, self._thread = prometheus_client.start_http_server(port, registry=registry)
@@ -171,7 +179,7 @@ class Endpoint:
         """Called by the client library for each scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, value in self._figures().items():
+        for name, value in self._source.figures().items():
             gauge = GaugeMetricFamily(metric_name(name), FIGURES.get(name, name), labels=["run_id"])
             gauge.add_metric([self._run_id], value)
             yield gauge

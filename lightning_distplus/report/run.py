@@ -196,6 +196,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "verdicts": verdicts,
         "unread": ledgers.strange,
         "checkpoints": checkpoints,
+        "num_saves": len(saves),
         "data": next((one["data"] for one in reversed(checkpoints) if one.get("data")), None),
         "stragglers": _stragglers(ledgers),
         "deadlines": _deadlines(ledgers.events),

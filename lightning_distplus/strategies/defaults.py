@@ -51,10 +51,8 @@ def bring_callbacks(strategy: ResilientStrategy, trainer: Any) -> list[Callback]
     A callback of the user's own wins, also over an instance that the strategy was given. By default a run of one rank
     has no monitor, because there is nothing to compare, and a Trainer with ``barebones=True`` neither of them. Under
     Slurm without a script of ``distplus launch slurm``, Lightning's own requeue stays in charge of the signals: a
-    handler in its place would end the job, and nobody would start it again. An instance is always taken.
-
-    Returns:
-        What was added; ``trainer.callbacks`` is as it was without them.
+    handler in its place would end the job, and nobody would start it again. An instance is always taken. Returns what
+    was added.
     """
     wishes: tuple[tuple[type[Callback], Callback | bool, bool], ...] = (
         (RankDivergenceMonitor, strategy.monitor, strategy.world_size > 1),
@@ -113,16 +111,14 @@ def _data(strategy: ResilientStrategy, trainer: Any) -> str:
         return f"exact resume ({type(trainer.datamodule).__name__})"
     if strategy.data == "as_is":
         return "as it is"
-    loaders = next((one for one in trainer.callbacks if isinstance(one, LoaderResume)), None)
-    return "exact resume (DataLoader)" if loaders is not None and loaders.is_exact else "a resume begins the epoch anew"
+    is_exact = any(isinstance(one, LoaderResume) and one.is_exact for one in trainer.callbacks)
+    return "exact resume (DataLoader)" if is_exact else "a resume begins the epoch anew"
 
 
 def _short(duration: timedelta) -> str:
     seconds = duration.total_seconds()
-    for unit, length in (("h", 3600), ("m", 60)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds / length:g}{unit}"
-    return f"{seconds:g}s"
+    unit, length = next((one for one in (("h", 3600), ("m", 60)) if seconds and seconds % one[1] == 0), ("s", 1))
+    return f"{seconds / length:g}{unit}"
 
 
 def _shown(path: Path) -> str:
@@ -194,6 +190,7 @@ class Telemetry(Callback):
         self._bar: ProgressBar | None = None
         self._before: Any = None  # what the user has put in the place of that bar's method
         self._loggers: list[Any] = []  # of rank 0, once it trains
+        self._monitor: GateMonitor | None = None
         self._logged_at = -1
         self._is_over = False
 
@@ -203,10 +200,11 @@ class Telemetry(Callback):
         if not trainer.is_global_zero:
             return
         self._loggers = list(trainer.loggers)
+        self._monitor = next((one for one in trainer.callbacks if isinstance(one, GateMonitor)), None)
         plane, home = self._strategy.plane, self._strategy.home
         self._health.begin(home, plane.world.rank, plane.run_id, plane.attempt, time.time() - age_of_process())
         if self._port is not None and self._endpoint is None:
-            self._serve(self._port, trainer)
+            self._serve(self._port)
         if self._logs:
             self._extend_bar(trainer.progress_bar_callback)
             self.log_verdicts()  # on the attempts before this one
@@ -218,7 +216,7 @@ class Telemetry(Callback):
             return
         if step // every == self._logged_at // every:
             return
-        self._logged_at, figures = step, self.figures(trainer)
+        self._logged_at, figures = step, self.figures()
         scalars = {f"distplus/{name}": float(value) for name, value in figures.items() if name != "global_step"}
         try:
             for logger in trainer.loggers:
@@ -243,11 +241,11 @@ class Telemetry(Callback):
         """Puts everything back; never raises."""
         self.teardown(trainer, pl_module, None)
 
-    def figures(self, trainer: Any) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Those of this rank, and the counts of the divergence monitor."""
         found = self._health.figures()
-        if monitors := [one for one in trainer.callbacks if isinstance(one, GateMonitor)]:
-            found["divergence_checks"] = monitors[0].num_compared
+        if self._monitor is not None:
+            found["divergence_checks"] = self._monitor.num_compared
         return found
 
     def log_verdicts(self, since: float = 0.0) -> None:
@@ -275,9 +273,9 @@ class Telemetry(Callback):
         vars(bar)["get_metrics"] = get_metrics
         self._bar = bar
 
-    def _serve(self, port: int, trainer: Any) -> None:
+    def _serve(self, port: int) -> None:
         try:
-            self._endpoint = Endpoint(port, self._strategy.plane.run_id, lambda: self.figures(trainer))
+            self._endpoint = Endpoint(port, self._strategy.plane.run_id, self)
         except ImportError:
             log.warning("metrics_port needs prometheus-client: pip install 'lightning-distplus[prometheus]'")
         except OSError as error:

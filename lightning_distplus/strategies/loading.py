@@ -307,12 +307,16 @@ class LoadHooks:
 
         Its calibrated deadlines hold from here on, as the load itself has one.
         """
-        mine = None if path is None else str(path)
-        chosen: str | None = self.verdicts.gather("checkpoint-choice", {"path": mine})[0]["path"]
+        mine, search = None if path is None else str(path), self._search
+        told = None if search is None else {"folder": str(search.folder), "allow_fresh": search.allow_fresh}
+        first = self.verdicts.gather("checkpoint-choice", {"path": mine, "search": told})[0]
+        chosen: str | None = first["path"]
         if chosen != mine:
             log.warning("rank %d would resume from %s; it follows rank 0: %s", self._world.rank, mine, chosen)
-        if self._search is not None:
-            found = self._search_on(None if chosen is None else Path(chosen), self._search)
+        if first["search"] is not None:  # also on a rank whose host has no such folder: all ranks search, or none
+            passed_over = () if search is None else search.but
+            search = Search(Path(first["search"]["folder"]), first["search"]["allow_fresh"], passed_over)
+            found = self._search_on(None if chosen is None else Path(chosen), search)
             chosen = None if found is None else str(found)
         local = None if chosen is None else local_path(chosen)
         if local is not None and self._strategy.measured.calibration is not None:

@@ -34,9 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_distplus import _compat
 from lightning_distplus.checkpoint.catalog import is_last_valid, link, remove
-from lightning_distplus.checkpoint.commit import Gather, SaveInfo, StagedSave
+from lightning_distplus.checkpoint.commit import Gather, StagedSave
 from lightning_distplus.checkpoint.copies import Copier, Copies
 from lightning_distplus.checkpoint.files import DigestedWrites, Sync
+from lightning_distplus.checkpoint.manifest import Manifest
 from lightning_distplus.checkpoint.tensors import (
     Piece,
     Sums,
@@ -62,6 +63,15 @@ log = logging.getLogger(__name__)
 # -- saves that fail while a fit runs ----------------------------------------------------------------------------------
 
 OnSaveFailure = Literal["continue", "raise"]
+_PAGES = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+)
+_Books = dict[ModelCheckpoint, dict[str, Any]]
 
 
 class FailingSaves:
@@ -79,37 +89,44 @@ class FailingSaves:
         """That of the last save; None: it has succeeded."""
         self.trainer: Trainer | None = None
         """While a fit runs, in which a failed save can be tried again."""
-        self._books: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
+        self._books: _Books = {}
         """What each ModelCheckpoint knew when the last save was committed."""
+        self._entered: _Books = {}
+        """What each knew when the last save began, which it had entered by then."""
 
     def begin(self, trainer: Trainer) -> None:
         """A fit begins."""
         self.trainer, self.num_failed = trainer, 0
+        self.enter()
         self.succeeded()
 
-    def succeeded(self) -> None:
-        """A save is committed."""
-        self.failure = None
-        self._books = [(saver, _books_of(saver)) for saver in ([] if self.trainer is None else savers_of(self.trainer))]
+    def enter(self) -> None:
+        """A save begins. ModelCheckpoint has entered it, and lets the one that is rotated out go after it."""
+        savers = [] if self.trainer is None else savers_of(self.trainer)
+        self._entered = {saver: {page: copy(getattr(saver, page)) for page in _PAGES} for saver in savers}
 
-    def failed(self, path: str, error: SaveFailed) -> None:
+    def succeeded(self) -> None:
+        """The save that has begun last is committed."""
+        self.failure = None
+        self._books = self._entered
+
+    def failed(self, path: str, error: SaveFailed, *, retry: str | None = None) -> None:
         """A save has failed on all ranks' word: who has entered it knows again what was known before.
 
-        ModelCheckpoint does so before it saves, and lets the one that is rotated out go after it.
+        What a ModelCheckpoint has entered since stays, such as ``retry``, which begins next.
         """
         if self.trainer is None or self.policy == "raise":
             raise error
         self.num_failed += 1
         self.failure = error
-        for saver, books in self._books:
-            if _answers_for(saver, path):
-                vars(saver).update({name: copy(value) for name, value in books.items()})
+        for saver, books in self._books.items() if path != retry else ():
+            _take_out(saver, path, books, self._entered.get(saver, books))
         goes_on = f"training goes on without the checkpoint {path}, and the next save is the retry"
         log.error("%s (failed in this run: %d): %s", goes_on, self.num_failed, error)
 
     def is_in_books(self, path: str) -> bool:
         """Whether a ModelCheckpoint answers for a checkpoint, and so rotates it out when it has a successor."""
-        return self.trainer is not None and any(_answers_for(saver, path) for saver, _ in self._books)
+        return self.trainer is not None and any(_answers_for(saver, path) for saver in self._books)
 
     def require_saved(self) -> None:
         """Raises where the last save has failed."""
@@ -125,9 +142,21 @@ class FailingSaves:
         self.trainer = None
 
 
-def _books_of(saver: ModelCheckpoint) -> dict[str, Any]:
-    scores = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value")
-    return {name: copy(getattr(saver, name)) for name in (*scores, "last_model_path")}
+def _take_out(saver: ModelCheckpoint, path: str, before: dict[str, Any], entered: dict[str, Any]) -> None:
+    """Takes a save out of what a ModelCheckpoint knows, and puts back what was rotated out since it was saved."""
+    scores: dict[str, Tensor] = saver.best_k_models
+    if scores.pop(path, None) is not None:
+        was, since = before["best_k_models"], entered["best_k_models"]
+        let_go = [one for one in since if one != path and one not in scores]
+        let_go = let_go or [one for one in was if one == path or one not in since]
+        scores.update({one: {**since, **was}[one] for one in let_go})
+        ranked = sorted(scores, key=lambda one: float(scores[one]), reverse=saver.mode == "max")
+        best, worst = (ranked or [before["best_model_path"]])[0], (ranked or [before["kth_best_model_path"]])[-1]
+        saver.best_model_path, saver.best_model_score = best, scores.get(best, before["best_model_score"])
+        saver.kth_best_model_path, saver.kth_value = worst, scores.get(worst, before["kth_value"])
+    for page in ("best_model_path", "last_model_path"):
+        if getattr(saver, page) == path:
+            setattr(saver, page, before[page])
 
 
 def _answers_for(saver: ModelCheckpoint, path: str) -> bool:
@@ -464,7 +493,8 @@ class SaveHooks:
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """The strategy's ``save_checkpoint``."""
-        self.settle()  # at most one is in flight
+        self.settle(retry=str(filepath))  # at most one is in flight
+        self.failing.enter()
         strategy, step, began_at = self._strategy, checkpoint.get("global_step"), time.monotonic()
         strategy.marks.set(f"save {filepath}")
         try:
@@ -499,18 +529,19 @@ class SaveHooks:
         writes.digested = DigestedWrites(self.sync)
         staged = StagedSave(path, rank, self._gather, writes.digested)
         staged.fill(write)
-        begun = None
+        not_before, begun = strategy.loads.parent_committed_at, None
+        commit = partial(self._commit, staged, info, count=writes.count, not_before=not_before)
         if writes.are_kept:
-            how = {"count": writes.count, "finish": writes.finish, "gather": self._gather_behind()}
-            begun = BackgroundSave(str(path), info.global_step, lambda: self._commit(staged, info, **how))
+            behind = partial(commit, finish=writes.finish, gather=self._gather_behind())
+            begun = BackgroundSave(str(path), info.global_step, behind)
         else:
-            self._commit(staged, info, count=writes.count)
+            commit()
             self._follow(path)
         # Still the deadline of a save; the next gate, where all ranks meet, shrinks it.
         phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
         return begun
 
-    def _commit(self, staged: StagedSave, info: SaveInfo, **how: Any) -> None:
+    def _commit(self, staged: StagedSave, info: Manifest, **how: Any) -> None:
         with self._moves:
             staged.commit(info, **how)
 
@@ -521,8 +552,11 @@ class SaveHooks:
             self._copier.submit(path.absolute())
         self._remove_postponed(path)
 
-    def settle(self) -> None:
-        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together."""
+    def settle(self, *, retry: str | None = None) -> None:
+        """Waits for the save in the background, if there is one, and hears how it went. All ranks call it together.
+
+        ``retry`` is the save that begins next.
+        """
         strategy, begun, self.in_flight = self._strategy, self.in_flight, None
         if begun is None:
             return
@@ -532,7 +566,7 @@ class SaveHooks:
         try:
             begun.wait(strategy.phases.patience)
         except SaveFailed as error:
-            self._failed(begun.path, begun.global_step, error)
+            self._failed(begun.path, begun.global_step, error, retry=retry)
             return
         finally:
             strategy.phases.current = max(before, Phase.CHECKPOINT, key=strategy.phases.patience_in)
@@ -549,9 +583,9 @@ class SaveHooks:
         self._stall_s = stall_s + (self._stall_s if is_same_save else 0.0)
         self._strategy.times.add("checkpoint", stall_s)
 
-    def _failed(self, path: str, step: int | None, error: SaveFailed) -> None:
+    def _failed(self, path: str, step: int | None, error: SaveFailed, *, retry: str | None = None) -> None:
         self._strategy.note("save_failed", path=path, global_step=step, error=str(error)[:1000])
-        self.failing.failed(path, error)
+        self.failing.failed(path, error, retry=retry)
         self._postponed = [old for old in self._postponed if not self.failing.is_in_books(str(old))]
 
     def _succeeded(self, path: str, step: int | None) -> None:
@@ -613,7 +647,7 @@ class SaveHooks:
             self.in_flight.links.append((filepath, linkpath))
         elif self._strategy.is_global_zero:
             link(Path(filepath), Path(linkpath))
-            if not self.failing.failure is not None:
+            if self.failing.failure is None and self.in_flight is None:  # what it stands in for stays until then
                 self._remove_postponed(Path(filepath))
         self._strategy.barrier("ModelCheckpoint.link")
 
@@ -639,7 +673,7 @@ class SaveHooks:
 
     # -- what goes into a checkpoint ---------------------------------------------------------------------------------
 
-    def _info(self, checkpoint: dict[str, Any]) -> SaveInfo:
+    def _info(self, checkpoint: dict[str, Any]) -> Manifest:
         """What the manifest tells people of the run, and of the place in the data as far as JSON can hold it."""
         strategy, module = self._strategy, self._strategy.lightning_module
         calibration = strategy.measured.calibration
@@ -649,7 +683,7 @@ class SaveHooks:
             json.dumps(data, allow_nan=False)
         except (TypeError, ValueError):
             data = None  # a state of tensors stays in the checkpoint alone
-        return SaveInfo(
+        return Manifest(
             global_step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
             strategy=engine_of(type(strategy)),
@@ -658,7 +692,6 @@ class SaveHooks:
             configuration=strategy.configuration,
             deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,
-            not_before=strategy.loads.parent_committed_at,
         )
 
     def _gather(self, name: str, value: dict[str, Any]) -> list[dict[str, Any]]:

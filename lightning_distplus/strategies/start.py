@@ -63,15 +63,17 @@ def refuse_unknown_arguments(cls: Any, names: Iterable[str]) -> None:
     errors.refuse_unknown_arguments(cls.__name__, names, known - {"self", "args", "kwargs", "module"})
 
 
-def read_preflight(settings: object) -> bool | dict[str, Literal["off", "warn"]]:
-    """Reads the argument ``preflight`` of a strategy; False stands for "off", as which YAML reads a bare ``off``.
+def read_preflight(settings: object) -> Settings | Literal[False]:
+    """The checks that are off, or warnings, by the argument ``preflight`` of a strategy; False: none is made.
+
+    As a wish for one check False stands for "off", as which YAML reads a bare ``off``.
 
     Raises:
         TypeError: It is neither a bool nor a mapping.
         ValueError: It names a check that there is not, or something else than "off" or "warn".
     """
     if isinstance(settings, bool):
-        return settings
+        return {} if settings else False
     if not isinstance(settings, Mapping):
         raise TypeError(
             f'preflight is {settings!r}; it is True, False, or a mapping of checks to "off" or "warn", for example '
@@ -98,13 +100,8 @@ def check_launch(strategy: Any, *, tells_warnings: bool = True) -> None:
     if strategy.preflight is False:
         return
     facts = facts_of(strategy)
-    findings = run_checks(LAUNCH_CHECKS, facts, settings_of(strategy))
+    findings = run_checks(LAUNCH_CHECKS, facts, strategy.preflight)
     raise_errors([finding for finding in findings if tells_warnings or finding.status is Status.ERROR], facts)
-
-
-def settings_of(strategy: Any) -> Settings:
-    """Which checks are off, or warnings."""
-    return {} if isinstance(strategy.preflight, bool) else strategy.preflight
 
 
 def facts_of(strategy: Any) -> Facts:
@@ -236,7 +233,7 @@ def check_host(strategy: Any, trainer: Any) -> None:
     folder, is_spread = _folder(trainer) or Path.cwd(), spans_hosts(strategy.plane)
     facts = replace(facts_of(strategy), folder=folder, trial_bytes=_TRIAL_BYTES, spans_hosts=is_spread)
     is_first = strategy.local_rank == 0
-    found = run_checks(HOST_CHECKS, facts, settings_of(strategy), deadline=_HOST_DEADLINE) if is_first else []
+    found = run_checks(HOST_CHECKS, facts, strategy.preflight, deadline=_HOST_DEADLINE) if is_first else []
     # What is only noted, such as the speed of a disk, is for `distplus preflight` to say.
     _raise_together(strategy, facts, [one for one in found if one.status is not Status.NOTE])
 
@@ -245,7 +242,7 @@ def check_folder(strategy: Any, trainer: Any) -> RunLock | None:
     """Takes the lock of the checkpoint folder, on rank 0 of a fit that saves checkpoints."""
     if strategy.preflight is False or trainer.state.fn != "fit":
         return None
-    settings, facts = settings_of(strategy), facts_of(strategy)
+    settings, facts = strategy.preflight, facts_of(strategy)
     folder = _folder(trainer) if trainer.checkpoint_callbacks and settings.get("run_lock") != "off" else None
     found: list[Finding] = []
     lock = None
@@ -326,7 +323,7 @@ def check_data(strategy: Any, trainer: Any) -> None:
 def _compare(strategy: Any, facts: Facts, mine: dict[str, str], *, device: str = "") -> None:
     if strategy.preflight is False or strategy.world_size == 1:
         return
-    patience, settings = strategy.phases.patience, settings_of(strategy)
+    patience, settings = strategy.phases.patience, strategy.preflight
     _raise(strategy, facts, disagreements(strategy.plane, mine, patience, settings, device=device))
 
 

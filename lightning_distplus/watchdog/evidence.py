@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -78,7 +79,7 @@ class Evidence:
         """The collective in which it waits, where it waits in one."""
         return Collective(**self.stands_in) if self.waits and self.stands_in else None
 
-    @property
+    @cached_property
     def calls(self) -> Recording:
         """Its last collectives."""
         return Recording.from_plain(self.recording)
@@ -216,8 +217,9 @@ class Witness:
 
     def of_peers(self) -> dict[int, Evidence]:
         """Every other rank: what it has said itself, else what can be seen of it from here."""
+        told = dict(self._board.evidence)  # the board's thread drops what a rank has said as soon as that rank moves
         return {
-            rank: Evidence(**self._board.evidence[rank]) if rank in self._board.evidence else self._seen_from_here(rank)
+            rank: Evidence(**told[rank]) if rank in told else self._seen_from_here(rank)
             for rank in self._world.ranks
             if rank != self._world.rank
         }

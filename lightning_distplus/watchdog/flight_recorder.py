@@ -154,27 +154,41 @@ def read_entries(entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequ
     """The calls in a dump of torch's recorder, in the order in which they were made.
 
     NCCL launches coalesced calls as one kernel: its entry follows theirs, and it alone knows whether they have ended.
-    A dump without what has ended holds the parts of a batch for ever, and the entry of the batch only while it runs.
     """
-    batches: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    batches: dict[tuple[str, bool, int], list[Mapping[str, Any]]] = defaultdict(list)
     for entry in entries:
         batches[_batch_of(entry)].append(entry)
-    batched = {_batch_of(entry)[:2] for entry in entries if _is_end_of_batch(entry)}
-    leaves_out_what_ended = not any(_is_done(entry) for entry in entries)
-    calls = []
-    for entry in entries:
-        if _is_end_of_batch(entry):
-            continue
-        batch = batches[_batch_of(entry)]
-        ends = [one for one in batch if _is_end_of_batch(one)]
-        is_done = _is_done(entry) or any(_is_done(end) for end in ends)
-        if not ends and leaves_out_what_ended and (len(batch) > 1 or _batch_of(entry)[:2] in batched):
-            is_done = True
-        calls.append(_read(entry, groups, is_done=is_done))
-    return calls
+    ended = {key for key, parts in batches.items() if any(_is_end_of_batch(one) and _is_done(one) for one in parts)}
+    if not any(_is_done(entry) for entry in entries):
+        ended = _ended_unseen(batches)
+    return [
+        _read(entry, groups, is_done=_is_done(entry) or _batch_of(entry) in ended)
+        for entry in entries
+        if not _is_end_of_batch(entry)
+    ]
 
 
-def _batch_of(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+def _ended_unseen(batches: Mapping[tuple[str, bool, int], Sequence[Mapping[str, Any]]]) -> set[tuple[str, bool, int]]:
+    """The batches that have ended, in a dump without what has ended.
+
+    It holds their parts for ever, and their own entry only while they run. Those of one group end in order: what comes
+    before one that runs or has ended has ended too. So has a send or receive alone, which may be a batch of its own, or
+    what the ring has left of one; behind a batch that runs it has not.
+    """
+    by_kind: dict[tuple[str, bool], list[tuple[str, bool, int]]] = defaultdict(list)
+    for key in batches:
+        by_kind[key[:2]].append(key)
+    ended: set[tuple[str, bool, int]] = set()
+    for (_, is_p2p), keys in by_kind.items():
+        running = [place for place, key in enumerate(keys) if any(map(_is_end_of_batch, batches[key]))]
+        whole = [place for place, key in enumerate(keys) if place not in running and len(batches[key]) > 1]
+        end = running[0] if running else max(whole, default=-1) + 1
+        ended |= {key for key in keys[:end] if is_p2p or len(batches[key]) > 1}
+    return ended
+
+
+def _batch_of(entry: Mapping[str, Any]) -> tuple[str, bool, int]:
+    """Its group, whether it is of sends and receives, and its number among those of the group."""
     op = entry["profiling_name"].partition(":")[2].partition(" ")[0]
     is_p2p = bool(entry.get("is_p2p", op in _P2P))
     return (entry["process_group"][0], is_p2p, entry["p2p_seq_id" if is_p2p else "collective_seq_id"])

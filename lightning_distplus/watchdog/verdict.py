@@ -227,8 +227,11 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
     if not path:
         return f"no checkpoint has been committed yet; the same command starts at the beginning ({lost})"
     how = 'the same command with fit(..., ckpt_path="auto")'
-    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):  # the launcher chooses the newest one by itself
-        how = "the same command" if sys.argv[1:2] == ["launch"] else "the same command with --ckpt_path auto"
+    if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
+        if sys.argv[1:2] != ["launch"]:
+            how = "the same command with --ckpt_path auto"
+        elif " -- fit" in " ".join(sys.argv):  # to which the launcher adds it; of a script, only to what it restarts
+            how = "the same command"
     return f"{how} goes on from {path} (step {step}; {lost})"
 
 

@@ -342,7 +342,7 @@ class Watchdog:
             self.board.post_evidence(asdict(self._posted))
 
     def _report_stall(self, silence_s: float) -> None:
-        alive = {rank for rank in self.board.sightings if self.board.beats(rank)}
+        alive = {rank for rank in tuple(self.board.sightings) if self.board.beats(rank)}  # its thread adds to them
         if self.board.reads and self._world.rank == min(alive, default=self._world.rank):
             log.warning(
                 "no progress for %.0f s (nothing is ended by this report):\n  %s\n  load of host %s: %s",

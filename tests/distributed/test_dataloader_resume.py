@@ -233,6 +233,13 @@ class Plain(IterableDataset):
             yield torch.tensor([float(number), torch.rand(()).item()])
 
 
+class Hopeful(Counting):
+    """Ends before the length that it says."""
+
+    def __len__(self) -> int:
+        return self.num_samples + 5
+
+
 def streams(mode: str) -> CombinedLoader:
     return CombinedLoader([stream(), stream(num_samples=7, num_workers=1)], mode)
 
@@ -279,6 +286,7 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     "stream, drop_last": (partial(stream, drop_last=True, num_workers=2), BOTH, TWO),
     "stream without batches": (partial(stream, batch_size=None), BOTH, TWO),
     "stream that begins at 0": (partial(stream, Resuming), BOTH, TWO),
+    "stream that ends before its length": (partial(stream, Hopeful), BOTH, {**TWO, "limit_val_batches": 0}),
     "limited stream": (stream, BOTH, {"limit_train_batches": 4}),
     "limited stream that begins at 0": (partial(stream, Resuming), BOTH, {"limit_train_batches": 4}),
     "endless stream": (partial(stream, Endless), BOTH, {"limit_train_batches": 4}),
@@ -294,6 +302,7 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
 }
 EACH_COMMIT = ["windows", "global generator", "drawn, 0 workers", "by length, 2 workers", "max_size_cycle", "stream"]
 EACH_COMMIT += ["stream, persistent workers", "streams, max_size_cycle", "StatefulDataLoader over ids, workers"]
+EACH_COMMIT += ["limited stream that begins at 0"]
 
 
 def resume_from_saves(names: list[str], every: int, folder: str) -> dict[str, int]:
@@ -451,6 +460,23 @@ def test_worker_that_has_given_nothing_since_a_resume_begins_its_pass_in_the_nex
     assert resumed == whole[-len(resumed) :]
 
 
+def stop_inside_the_last_epoch(folder: str) -> list[Any]:
+    """Undisturbed runs, and such as were stopped by their limit of steps and go on without it."""
+    runs = []
+    for make in (shuffled, stream):
+        saver = SaveAt("on_train_epoch_end", Path(folder))
+        whole = fit(make, max_epochs=1)
+        fit(make, callbacks=[saver], max_epochs=1, max_steps=4)
+        runs.append((whole.events, fit(make, ckpt_path=saver.saves[0][0], max_epochs=1).events))
+    return runs
+
+
+def test_run_that_was_stopped_inside_its_last_epoch_trains_the_rest_of_it(tmp_path: Path) -> None:
+    for whole, resumed in on_one_rank(stop_inside_the_last_epoch, str(tmp_path)):
+        assert len(resumed) > 6
+        assert resumed == whole[-len(resumed) :]
+
+
 def order_beside_stock(folder: str) -> list[Any]:
     runs = []
     for make in (stream, partial(stream, num_workers=2), partial(stateful, num_workers=2), stateful_over_ids):
@@ -489,7 +515,7 @@ class Named(DataLoader):
 @pytest.mark.soak
 def test_loader_looks_as_the_user_has_made_it(tmp_path: Path) -> None:
     found = on_one_rank(show_the_loader, str(tmp_path))
-    expected = {"is_of_class": True, "is_a_copy": True, "same": [], "length": 9, "version": 1, "validation": DataLoader}
+    expected = {"is_of_class": True, "is_a_copy": True, "same": [], "length": 9, "version": 2, "validation": DataLoader}
     assert found == expected
 
 

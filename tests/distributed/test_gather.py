@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,10 +146,8 @@ def gather_twice(rank: int) -> list[list[tuple[int, bytes]]]:
 
 
 def test_states_of_any_size_reach_all_ranks_of_a_stock_strategy_over_its_store() -> None:
-    begin = time.monotonic()
     results = spawn(gather_twice, 2, deadline="30s").check().results
     assert results[0] == results[1] == [[(0, b""), (1, b"\1")], [(2_500_000, b"\0"), (5_000_000, b"\1")]]
-    assert time.monotonic() - begin < 30
 
 
 def test_state_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -233,9 +232,8 @@ def test_a_pickle_that_only_one_rank_reads_ends_all_of_them(tmp_path: Path) -> N
     hostile = copy_of(tmp_path / "sound.ckpt", "one")
     in_torch_file("/checkpoint/*rank_1_mp*optim_states.pt")(hostile, Hostile(ran(hostile)))
     forge_manifest(hostile)
-    begin = time.monotonic()
-    result = spawn(resume, 2, args=("ResilientDeepSpeed", str(hostile)), deadline="150s")
-    assert time.monotonic() - begin < 150
+    result = spawn(resume, 2, args=("ResilientDeepSpeed", str(hostile)), deadline="100s")
+    assert result.alive == {}
     assert not ran(hostile).exists()
     assert all(result.exit_codes.values())
     for log in result.logs.values():

@@ -315,7 +315,7 @@ def test_foreign_checkpoints_that_cannot_be_loaded_are_one_clear_error_on_all_ra
     folder.mkdir()
     reasons = {damaged: "CRC", empty: "an empty file", text: "a whole zip file", folder: "none of them"}
     for path, reason in reasons.items():
-        run = spawn(load, 2, args=("ResilientDDP", str(path), str(tmp_path)))
+        run = spawn(load, 2, args=("ResilientDDP", str(path), str(tmp_path))).check()
         for kind, message in run.results.values():
             assert kind == "CheckpointCorrupt"
             assert reason in message

@@ -123,9 +123,7 @@ FAILURES = [
 def test_training_goes_on_over_a_failed_save_and_the_next_one_retries(
     name: str, fault: str, rank: int, tmp_path: Path
 ) -> None:
-    begin = time.monotonic()
     result = spawn(run, 2, args=(name, fault, rank, str(tmp_path)), deadline="50s").check()
-    assert time.monotonic() - begin < 50
     old = tmp_path / "step=2.ckpt"
     for number, outcome in result.results.items():
         assert outcome["fired"] is (number == rank)

@@ -58,7 +58,7 @@ def train(rank: int, name: str, folder: str, when: str, can_exchange: bool) -> N
 def resume(rank: int, name: str, folder: str) -> list[int]:
     """The step from which each choice goes on."""
     found = []
-    for choice in ("last", f"{folder}/last.ckpt"):
+    for choice in ("last", f"{folder}/last.ckpt", "auto"):
         saver = ModelCheckpoint(folder, filename="other", every_n_train_steps=100)
         trainer = jobs.fit(name, 2, folder, (model := jobs.Model()), ckpt_path=choice, max_steps=6, callbacks=[saver])
         found.append(trainer.global_step - len(model.losses))

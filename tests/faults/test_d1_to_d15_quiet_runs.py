@@ -5,6 +5,7 @@ Rows D1 to D15.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_distplus import RankDivergenceMonitor, ResumableDataModule
+from lightning_distplus.events import read_events
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 from tests.faults.divergences import own_loader
@@ -135,6 +139,78 @@ def drive_by_hand(rank: int, steps: int, folder: str, name: str) -> tuple[int, A
     return trainer.global_step, alarms(monitor)
 
 
+class Spread(torch.optim.Optimizer):
+    """Each rank keeps the moments of its own parameters, and sends these to the others, as optimizers that shard do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = number % 2
+            if owner == dist.get_rank():
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+                parameter.add_(moment.mul_(0.9).add_(parameter.grad), alpha=-0.01)
+            dist.broadcast(parameter, owner)
+
+
+class Codebook(jobs.Model):
+    """Sparse gradients, a buffer that each rank moves by its own batch, and a spread optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = torch.nn.Embedding(20, 1, sparse=True)
+        self.register_buffer("average", torch.zeros(jobs.NUM_FEATURES))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.average.mul_(0.9).add_(batch.mean(dim=0), alpha=0.1)
+        nearest = (batch.sum(dim=1).abs() * 3).long() % 20
+        return super().training_step(batch, batch_idx) + self.codes(nearest).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Spread(self.parameters())
+
+
+def look_up_codes(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
+    monitor, data = RankDivergenceMonitor(parameters_every_n_steps=10), own_loader(rank, 4 * steps)
+    trainer = fit(rank, "ResilientDDP", folder, module=Codebook(), monitor=monitor, data=data, max_steps=steps)
+    return trainer.global_step, alarms(monitor)
+
+
+class Finding(pl.callbacks.LearningRateFinder):
+    """Between two epochs, up to rates at which the loss is infinite on one rank before it is on the other."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def find_a_rate(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
+    module = jobs.Model()
+    module.lr, module.configure_optimizers = 0.01, lambda: torch.optim.AdamW(module.parameters(), lr=module.lr)
+    finder = Finding(0.1, 1e30, num_training_steps=12, early_stop_threshold=None)
+    monitor, data = RankDivergenceMonitor(state_at_rest=True), own_loader(rank, 64)
+    trainer = fit(rank, "ResilientDDP", folder, finder, module=module, monitor=monitor, data=data, max_steps=steps)
+    assert len(finder.optimal_lr.results["loss"]) == 12
+    assert not math.isfinite(finder.optimal_lr.results["loss"][-1])
+    assert not [event for event in read_events(f"{folder}/distplus") if event["kind"] == "not_finite"]
+    return trainer.global_step, alarms(monitor)
+
+
+def compress(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
+    """A communication hook of the user's that comes after the monitor's."""
+    hook = jobs.At("on_train_start", lambda trainer, _: trainer.model.register_comm_hook(None, fp16_compress_hook))
+    monitor, data = RankDivergenceMonitor(), own_loader(rank, 4 * steps)
+    trainer = fit(rank, "ResilientDDP", folder, hook, monitor=monitor, data=data, max_steps=steps)
+    return trainer.global_step, alarms(monitor)
+
+
 def quiet_zero(rank: int, steps: int, folder: str, stage: int) -> tuple[int, Alarms]:
     monitor = RankDivergenceMonitor(parameters_every_n_steps=5, state_at_rest=True)
     data = {"train_dataloaders": own_loader(rank), "val_dataloaders": own_loader(rank, 8)}
@@ -192,6 +268,9 @@ RUNS: dict[str, tuple[Callable[..., tuple[int, Alarms]], dict[str, Any]]] = {
     "zero2": (quiet_zero, {"stage": 2}),
     "zero3": (quiet_zero, {"stage": 3}),
     "tensor-parallel peers": (equal_peers, {}),
+    "codebook": (look_up_codes, {}),
+    "communication hook": (compress, {}),
+    "learning rate finder": (find_a_rate, {}),
     "scaler and adapters": (scale_and_adapt, {}),
 }
 
@@ -217,6 +296,26 @@ SELDOM = [[run] for run in RUNS if run not in OFTEN]
 @pytest.mark.parametrize("runs", kept([OFTEN, *SELDOM], [OFTEN]), ids=lambda runs: runs[-1])
 def test_lively_runs_give_no_alarm(runs: list[str], tmp_path: Path) -> None:
     require_silence(runs, STEPS, tmp_path, "140s")
+
+
+def pass_on(rank: int, folder: str) -> tuple[int, Alarms]:
+    """Messages in a chain of ranks, of which the ends send or get one only."""
+
+    def send(*_: Any) -> None:
+        if rank > 0:
+            dist.recv(torch.empty(2), rank - 1)
+        if rank < 2:
+            dist.send(torch.ones(2), rank + 1)
+
+    monitor = RankDivergenceMonitor()
+    chain = jobs.At("on_train_batch_start", send)
+    jobs.fit("ResilientDDP", 3, folder, None, own_loader(rank), timeout="20s", max_steps=6, callbacks=[monitor, chain])
+    return monitor.num_compared, alarms(monitor)
+
+
+def test_messages_between_two_ranks_are_no_collectives(tmp_path: Path) -> None:
+    run = spawn(pass_on, 3, args=(str(tmp_path),), deadline="40s").check()
+    assert run.results == dict.fromkeys(range(3), (6, {}))
 
 
 @pytest.mark.soak

@@ -127,9 +127,12 @@ def test_validation_by_the_clock_comes_at_the_same_steps_on_all_ranks(tmp_path: 
 
 
 def train_without_one_sum(rank: int, name: str, folder: str) -> dict[str, Any]:
+    """Nobody can go on with a warning: the others stand in the sum."""
     steps: list[int] = []  # those that the monitor lets through
     count = jobs.At("on_before_optimizer_step", lambda trainer, *_: steps.append(trainer.global_step))
-    return {**caught(lambda: fit(rank, name, folder, FaultCallback(), count)), "steps": len(steps)}
+    monitor = RankDivergenceMonitor(on_divergence="warn")
+    found = caught(lambda: fit(rank, name, folder, FaultCallback(), count, monitor=monitor))
+    return {**found, "steps": len(steps)}
 
 
 @pytest.mark.parametrize("name", ["ResilientDDP", "DDPStrategy"])
@@ -139,6 +142,7 @@ def test_a_rank_that_leaves_out_a_sum_of_gradients_is_named_before_it_steps(name
     assert run.faults_fired == 1
     found = run.results[1]
     assert (found["field"], found["ranks"]) == ("gradient_sum", [1])
+    assert "wrong: rank 1" in found["message"]
     assert found["steps"] == STEP
     assert run.alive == {}
     if name == "ResilientDDP":  # on a stock strategy the others see that the connection is closed

@@ -248,7 +248,7 @@ def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path)
         assert hosts.end("first", "second") == [137, 137], hosts.logs()
     for name in ("first", "second"):
         log = (tmp_path / f"{name}.log").read_text()
-        assert f"rank {culprit}, killed by SIGKILL; all 0 restarts are spent" in log
+        assert f"rank {culprit}, killed by SIGKILL; no restart is left of the 0 allowed" in log
 
 
 @pytest.mark.soak

@@ -137,7 +137,7 @@ def test_the_second_fit_of_a_script_goes_on_from_what_second_fits_have_saved(tmp
 def test_auto_in_a_script_is_auto_on_the_command_line(tmp_path: Path) -> None:
     plan = FaultPlan().kill(1, step=5, where="before_backward")
     log = launch(tmp_path, "--max-restarts", "0", "train.py", "--auto", plan=plan, code=137)
-    assert "all 0 restarts are spent" in log
+    assert "no restart is left of the 0 allowed" in log
     assert "names no checkpoint" not in log
     checkpoints = tmp_path / "checkpoints"
     assert newest_valid(checkpoints) == checkpoints / "step=4.ckpt"

@@ -28,16 +28,21 @@ def at(name):  # a signal comes at this very moment
         (folder / "fired").touch()
         os.kill(os.getpid(), number)
 
-of_launch = launch.following
+supervise = launch._supervise
 
-def following(arguments, command):
+def importing(*arguments):
     at("importing")
-    def follow(has_saved):
-        at("before attempt " + os.environ["DISTPLUS_ATTEMPT"])
-        return of_launch(arguments, command)(has_saved)
-    return follow
+    from lightning_distplus.launch import supervisor
+    run_attempt = supervisor.run_attempt
 
-launch.following = following
+    def starting(command, number, *arguments, **named):
+        at(f"before attempt {number}")
+        return run_attempt(command, number, *arguments, **named)
+
+    supervisor.run_attempt = starting
+    return supervise(*arguments)
+
+launch._supervise = importing
 if moment == "clock":  # set back by an hour while the first attempt runs
     clock = time.time
     time.time = lambda: clock() + 3600 * (not (folder / "began-0").exists())
@@ -89,6 +94,7 @@ def test_a_signal_at_any_moment_ends_the_job_as_documented(moment: str, number: 
     assert "Traceback" not in log
     assert "ends with exit code 143 after attempt" in log
     assert number.name in log
+    assert ("next: no checkpoint has been committed yet" in log) == (tmp_path / "began-0").exists()
     ended = [event["exit_code"] for event in read_events(tmp_path / "distplus") if event["kind"] == "launch_end"]
     assert ended == ([143] if (tmp_path / "began-0").exists() else [])
     assert not (tmp_path / "began-1").exists()

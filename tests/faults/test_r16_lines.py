@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_distplus.strategies.loading import newest_checkpoint
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
 
@@ -16,9 +15,8 @@ def roll_back_and_requeue(rank: int, folder: str) -> list[tuple[int, int]]:
     ended = []
     for max_steps, choice in ((8, None), (6, f"{folder}/step=4.ckpt"), (7, "auto")):
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        trainer = jobs.trainer("ResilientFSDP", 2, folder, max_steps=max_steps, callbacks=[saver])
-        path = newest_checkpoint(trainer) if choice == "auto" else choice
-        trainer.fit(model := jobs.Model(), jobs.loader(), ckpt_path=path)
+        named = {"ckpt_path": choice, "max_steps": max_steps, "callbacks": [saver]}
+        trainer = jobs.fit("ResilientFSDP", 2, folder, model := jobs.Model(), **named)
         ended.append((trainer.global_step - len(model.losses), trainer.global_step))
     return ended
 

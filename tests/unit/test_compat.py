@@ -214,6 +214,37 @@ def test_without_a_name_its_feature_is_off_with_one_warning(
     assert f"{name.rpartition('.')[2]} is not in this version of its library" in warning
 
 
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (_compat.logger_connector, "_logger_connector"),
+        (_compat.synced_metrics, "_results"),
+        (_compat.validation_interval, "_val_check_time_interval"),
+        (_compat.non_persistent_buffers, "_non_persistent_buffers_set"),
+        (_compat.tensor_parallel_size, "_tensor_parallel_size"),
+        (lambda stub: _compat.steps_for_loggers(SimpleNamespace(fit_loop=stub)), "_batches_that_stepped"),
+    ],
+)
+def test_without_an_attribute_of_an_object_its_feature_is_off_with_one_warning(
+    use: Callable[[Any], Any], name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_compat, "_warned", set())
+    stub = SimpleNamespace(epoch_loop=SimpleNamespace(on_save_checkpoint=dict))
+    assert not any(use(stub) for _ in range(2))
+    (warning,) = _warnings(caplog)
+    assert f"{name} is not in this version of its library" in warning
+
+
+def test_a_trainer_has_what_is_asked_of_it(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    by_the_clock = Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:30")
+    assert (_compat.validation_interval(trainer), _compat.validation_interval(by_the_clock)) == (None, 90)
+    assert _compat.logger_connector(trainer) is trainer._logger_connector
+    assert _compat.synced_metrics(trainer) == []
+    _compat.restart_steps_for_loggers(trainer, 7)
+    assert _compat.steps_for_loggers(trainer) == 7
+    assert not _warnings(caplog)
+
+
 def test_time_outs_of_a_live_group_can_be_read_and_set(group: None) -> None:
     assert _compat.process_groups() == [dist.group.WORLD]
     assert _compat.read_group_timeout(dist.group.WORLD) == timedelta(seconds=77)
@@ -511,7 +542,7 @@ def test_what_a_loop_decides_is_asked_or_taken_as_no(trainer: Trainer, caplog, a
 def test_a_strategy_tells_its_layout_or_has_none(trainer: Trainer, caplog) -> None:
     strategy = ModelParallelStrategy(tensor_parallel_size=2)
     model = LightningModule()
-    assert (_compat.tensor_parallel_size(strategy), _compat.tensor_parallel_size(trainer.strategy)) == (2, 1)
+    assert _compat.tensor_parallel_size(strategy) == 2
     assert _compat.tensor_parallel_size(ModelParallelStrategy()) is None
     _compat.give_mesh(strategy, model, "a mesh")
     assert (strategy.device_mesh, model.device_mesh) == ("a mesh", "a mesh")

@@ -111,7 +111,8 @@ def test_installing_twice_chains_once() -> None:
 @pytest.mark.parametrize(
     ("typed", "how"),
     [
-        ("distplus launch train.py", "the same command goes on"),
+        ("distplus launch --nproc 2 -- fit --config x.yaml", "the same command goes on"),
+        ("distplus launch --nproc 2 train.py", 'the same command with fit(..., ckpt_path="auto") goes on'),
         ("distplus fit", "the same command with --ckpt_path auto goes on"),
         ("train.py", 'the same command with fit(..., ckpt_path="auto") goes on'),
     ],

@@ -13,6 +13,10 @@ def test_of_two_against_two_nobody_is_wrong_unless_what_was_before_decides() -> 
     assert disagreement("step", values, where="here", remedy="look", expected=6).ranks == [0, 2]
 
 
+def test_a_rank_that_alone_knows_that_it_is_wrong_is_named() -> None:
+    assert "wrong: rank 1." in str(disagreement("sum", {1: "none"}, where="here", remedy="look", wrong=[1]))
+
+
 def test_the_sides_are_shown_with_the_most_common_first() -> None:
     error = disagreement("step", {0: 5, 1: 6, 2: 6}, where="here", remedy="look")
     assert error.ranks == [0]

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from tests.distributed import jobs
 from tests.faults.divergences.registry import (
+    OUR_DDP,
     Run,
     diverges,
 )
@@ -126,3 +127,9 @@ def call_is_made_alone(run: Run) -> None:
 @diverges("D15", "collective", number=21)
 def barrier_is_called_alone(run: Run) -> None:
     _exchanges(run, lambda: None, lambda: dist.barrier())
+
+
+@diverges("D15", "collectives", on=OUR_DDP, is_before=False)
+def call_is_begun_alone(run: Run) -> None:
+    """The guilty rank does not wait for it: its peers' next sum of gradients would be summed with it."""
+    run.strike(lambda trainer, module: dist.all_reduce(torch.ones(4), async_op=True))

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone
-from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint import Manifest, gather_alone
+from lightning_distplus.checkpoint.commit import StagedSave
+from lightning_distplus.checkpoint.files import DigestedWrites
 
 DEADLINE_S = 20.0
 
@@ -96,11 +97,14 @@ def save() -> Callable[..., Any]:
         step: int,
         content: bytes = b"weights",
         kind: str = "file",
+        not_before: float = 0.0,
         **fields: Any,
     ) -> Any:
-        info = SaveInfo(global_step=step, epoch=0, strategy="resilient_ddp", packages={}, **fields)
+        info = Manifest(global_step=step, epoch=0, strategy="resilient_ddp", packages={}, **fields)
         write = WRITERS[kind](content)
-        return commit(target, write, rank=0, gather=gather_alone, info=info, sync=None)
+        save = StagedSave(target, 0, gather_alone, DigestedWrites(None))
+        save.fill(write)
+        return save.commit(info, not_before=not_before)
 
     return run
 

@@ -13,14 +13,20 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone, newest_valid, read_manifest, verify
+from lightning_distplus.checkpoint import Manifest, gather_alone, newest_valid, read_manifest, verify
 from lightning_distplus.checkpoint.catalog import whole_one_of
 from lightning_distplus.checkpoint.commit import commit
+from lightning_distplus.checkpoint.files import leftovers_of
 from lightning_distplus.errors import ExitCode, PeerMissing, SaveFailed
 from tests.pairs import kept
 
 NUM_POLLS = 100_000
-INFO = SaveInfo(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
+INFO = Manifest(global_step=5, epoch=1, strategy="resilient_fsdp", data={"consumed_samples": 40}, packages={})
+
+
+def refuse_to_exchange(event: str, _: Any) -> None:
+    if event == "distplus.exchange":
+        raise OSError(errno.EINVAL, "not on NFS")
 
 
 def names_in(folder: Path) -> set[str]:
@@ -193,13 +199,8 @@ def test_interrupt_during_the_save_stays_an_interrupt_and_reaches_the_others(tmp
     assert "KeyboardInterrupt" in str(ranks.errors[0])
 
 
-def test_data_position_that_json_cannot_hold_is_refused_before_the_save() -> None:
-    with pytest.raises(TypeError):
-        SaveInfo(global_step=0, epoch=0, strategy="s", data={"position": b"bytes"})
-
-
 @pytest.mark.parametrize("new", ["file", "directory"])
-@pytest.mark.parametrize("old", ["file", "directory", "legacy file", "legacy directory", "link"])
+@pytest.mark.parametrize("old", ["file", "directory", "legacy file", "legacy directory", "link", "removed by hand"])
 def test_any_existing_target_is_replaced(tmp_path: Path, save: Any, content_of: Any, old: str, new: str) -> None:
     target = tmp_path / "last.ckpt"
     if old == "legacy file":
@@ -211,7 +212,9 @@ def test_any_existing_target_is_replaced(tmp_path: Path, save: Any, content_of: 
         save(tmp_path / "step=1.ckpt", step=1, content=b"linked")
         target.symlink_to("step=1.ckpt")
     else:
-        save(target, step=1, content=b"old", kind=old)
+        save(target, step=1, content=b"old", kind="file" if old == "removed by hand" else old)
+    if old == "removed by hand":
+        target.unlink()
     for step in (2, 3):
         save(target, step=step, content=b"new%d" % step, kind=new)
         assert newest_valid(tmp_path) == target
@@ -315,11 +318,22 @@ def test_kill_before_any_change_leaves_the_old_or_the_new_checkpoint(
     assert seen == {b"old" if old else None, b"new"}
 
 
-@pytest.mark.parametrize("change", kept(TRANSITIONS, [("file", "file"), ("directory", "directory"), (None, "file")]))
+@pytest.mark.parametrize(
+    "change",
+    kept(
+        [*((*kinds, exchanges) for kinds in TRANSITIONS for exchanges in (True, False))],
+        [
+            ("file", "file", True),
+            ("directory", "directory", True),
+            ("directory", "directory", False),
+            (None, "file", True),
+        ],
+    ),
+)
 def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
-    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str | None, str]
+    tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str | None, str, bool]
 ) -> None:
-    old, new = change
+    old, new, exchanges = change
     save(tmp_path / "warm-up" / "x.ckpt", step=0, content=b"x", kind=new)
     outcomes = {"failed": 0, "saved": 0}
     for index in range(200):
@@ -334,6 +348,8 @@ def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
                 (tmp_path / f"fired-{index}").symlink_to(event)
                 raise OSError(5, f"planted at {event}")
 
+            if not exchanges:
+                sys.addaudithook(refuse_to_exchange)
             at_change(index, refuse)
             try:
                 save(target, step=9, content=b"new", kind=new)
@@ -350,6 +366,7 @@ def test_error_at_any_change_raises_and_puts_the_old_checkpoint_back(
         assert newest_valid(folder) == expected
         if expected is not None:
             assert content_of(target) == (b"old" if failed else b"new")
+        assert not (failed and leftovers_of(target, "stage", "aside", "draft"))
     assert outcomes["failed"] > 5  # and an error while the stage is cleared after the commit is not a failed save
 
 
@@ -412,7 +429,47 @@ def test_observer_meets_a_whole_checkpoint_at_every_instant(tmp_path: Path, save
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("change", kept(TRANSITIONS[:4], [("directory", "directory"), ("directory", "file")]))
+def test_a_link_is_replaced_by_a_file_where_names_cannot_be_exchanged(tmp_path: Path, save: Any, in_child: Any) -> None:
+    target = tmp_path / "last.ckpt"
+    save(tmp_path / "step=1.ckpt", step=1)
+    target.symlink_to("step=1.ckpt")
+
+    def child() -> None:
+        sys.addaudithook(refuse_to_exchange)
+        save(target, step=2)
+
+    assert in_child(child) == 0
+    assert newest_valid(tmp_path) == target
+    assert verify(target).ok
+    assert not target.is_symlink()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_target_that_somebody_removes_meanwhile_is_committed_or_the_save_has_failed(
+    tmp_path: Path, save: Any, in_child: Any, at_change: Any, exchanges: bool
+) -> None:
+    for index in range(200):
+        target = tmp_path / str(index) / "last.ckpt"
+        save(target, step=1)
+
+        def child(index: int = index, target: Path = target) -> None:
+            if not exchanges:
+                sys.addaudithook(refuse_to_exchange)
+            at_change(index, lambda _: target.unlink())
+            try:
+                save(target, step=2)
+            except SaveFailed:
+                assert not target.exists()
+                os._exit(1)
+
+        status = in_child(child)
+        assert status == 1 or not target.exists() or (verify(target).ok and read_manifest(target).global_step == 2)
+        if target.exists() and index > 10:
+            break
+    assert index < 100
+
+
+@pytest.mark.parametrize("change", kept(TRANSITIONS[:4], [("directory", "directory"), ("file", "file")]))
 def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_path(
     tmp_path: Path, save: Any, content_of: Any, in_child: Any, at_change: Any, change: tuple[str, str]
 ) -> None:
@@ -423,12 +480,8 @@ def test_kill_where_names_cannot_be_exchanged_leaves_one_that_is_found_by_its_pa
         save(target, step=8, content=b"old", kind=old)
 
         def child(index: int = index, target: Path = target) -> None:
-            def refuse(event: str, _: Any) -> None:
-                if event == "distplus.exchange":
-                    raise OSError(errno.EINVAL, "not on NFS")
-
             at_change(index, lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            sys.addaudithook(refuse)
+            sys.addaudithook(refuse_to_exchange)
             save(target, step=9, content=b"new", kind=new)
 
         status = in_child(child)

@@ -300,6 +300,8 @@ def test_a_checkpoint_of_stock_lightning_is_committed_as_it_is(tmp_path: Path) -
     assert main(["import", "--from", "lightning", str(tmp_path / "last.ckpt"), "--to", str(tmp_path / "new.ckpt")]) == 0
     manifest = read_manifest(tmp_path / "new.ckpt")
     assert (manifest.global_step, manifest.epoch) == (7, 1)
+    assert main(["import", str(tmp_path / "new.ckpt"), "--to", str(tmp_path / "again.ckpt")]) == 1  # it is one of ours
+    assert not (tmp_path / "again.ckpt").exists()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

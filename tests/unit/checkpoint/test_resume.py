@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint import Manifest, gather_alone
 from lightning_distplus.checkpoint.catalog import JobSaves, num_fits
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import CheckpointCorrupt
@@ -16,7 +16,7 @@ from lightning_distplus.events import EventLog
 
 def save(path: Path, step: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    info = SaveInfo(global_step=step, epoch=0, strategy="test")
+    info = Manifest(global_step=step, epoch=0, strategy="test")
     commit(path, lambda stage: stage.write_bytes(b"weights"), info=info, gather=gather_alone, rank=0)
     return path
 

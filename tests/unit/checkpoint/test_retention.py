@@ -47,10 +47,10 @@ def test_a_killed_save_is_kept_by_the_next_one_and_a_living_one_is_left_alone(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        from lightning_distplus.checkpoint import SaveInfo, gather_alone
+        from lightning_distplus.checkpoint import Manifest, gather_alone
         from lightning_distplus.checkpoint.commit import commit
 
-        info = SaveInfo(global_step=2, epoch=0, strategy="x", packages={})
+        info = Manifest(global_step=2, epoch=0, strategy="x", packages={})
         commit(path, lambda stage: die(stage.parent), rank=0, gather=gather_alone, info=info, sync=None)
 
     assert in_child(child) == -signal.SIGKILL
@@ -82,6 +82,9 @@ def test_a_damaged_checkpoint_that_is_overwritten_is_kept(tmp_path: Path, save: 
     assert [str(one) for one in verify(kept / "x.ckpt").findings] == [f"{damaged}: expected 7 bytes, found 2 bytes"]
     assert newest_valid(tmp_path) == path
     assert verify(path).ok
+    kept.rename(path.parent / ".distplus" / "x.ckpt.aside-00000000")  # as a save leaves it that is killed now
+    save(path, step=3, kind=kind)
+    assert [data_file(one / "x.ckpt").stat().st_size for one in in_role(tmp_path, "torn")] == [2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

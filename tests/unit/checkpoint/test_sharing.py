@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, catalog, files, gather_alone, verify
+from lightning_distplus.checkpoint import Manifest, catalog, files, gather_alone, verify
 from lightning_distplus.checkpoint.catalog import findings_in_share
 from lightning_distplus.checkpoint.commit import commit
 
@@ -56,7 +56,7 @@ def test_a_rank_reads_the_shard_that_has_its_number(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(bytes(90))
 
     target = tmp_path / "a.ckpt"
-    info = SaveInfo(global_step=1, epoch=0, strategy="resilient_fsdp")
+    info = Manifest(global_step=1, epoch=0, strategy="resilient_fsdp")
     manifest = commit(target, write, rank=0, gather=gather_alone, info=info, sync=None)
     assert manifest is not None
     for path in target.glob("__*"):

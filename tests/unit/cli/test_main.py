@@ -17,12 +17,30 @@ def test_help_lists_every_command_and_loads_no_torch() -> None:
     assert found.stdout.endswith("False False\n")
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"]])
-def test_an_unknown_command_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+WRONG = {
+    "": "commands:\n  init        write a starting point",
+    "lanch": "there is no command 'lanch'; did you mean launch?",
+    "nonsense": "there is no command 'nonsense'; distplus --help lists the commands",
+    "launch --nproc x train.py": "'x' is no number, and none of gpu, cpu and auto",
+    "launch --nnodes 3:2 -- fit": "'3:2' is neither a number of hosts nor MIN:MAX",
+    "launch --nnodes 2 --rdzv a:b -- fit": "--rdzv a:b: behind the colon stands a port",
+    "launch --join 5q -- fit": "argument --join: the value is '5q', which is no duration. Accepted: ",
+    "launch slurm --nodes 0 -- fit": "nodes is 0; it is at least 1",
+    "launch slurm --same-step 0 -- fit": "same_step is 0; it is at least 1",
+    "preflight --deadline 5q": "argument --deadline: the value is '5q', which is no duration",
+    "report . --mtbf -1": "argument --mtbf: ",
+    "report . --html nowhere/x.html": "there is no folder nowhere",
+    "rehearse --world 0": "--world is at least 1",
+    "fit --trainer.max_stepz 3": "did you mean trainer.max_steps?",
+}
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_a_wrong_command_line_ends_with_2_and_the_reason(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(argv)
+        main(typed.split())
     assert ended.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+    assert WRONG[typed] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -34,7 +34,7 @@ def test_a_run_is_shown_with_its_errors_its_deadlines_and_their_reasons_and_its_
 ) -> None:
     assert main(["report", str(a_run(tmp_path))]) == 0
     output = capsys.readouterr().out
-    assert "1 checkpoints saved" in output
+    assert "1 checkpoint saved" in output
     assert "rank 0 failed at" in output
     assert "RuntimeError: the first line\n" in output
     assert "step              80 s   20 times the longest, 4.00 s on rank 1\n" in output
@@ -42,6 +42,15 @@ def test_a_run_is_shown_with_its_errors_its_deadlines_and_their_reasons_and_its_
     assert "checkpoint      3600 s   the default: none in the first 50 steps\n" in output
     assert "RANK 1 HANGS" in output
     assert "verdict-hang-1-node0.json" in output
+
+
+def test_all_saves_of_a_long_run_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(tmp_path, 0) as log:
+        log.write("start", world_size=1)
+        for step in range(60):
+            log.write("saved", path=f"{step}.ckpt", global_step=step)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "60 checkpoints saved" in capsys.readouterr().out
 
 
 def test_a_verdict_of_another_version_is_named_and_the_others_are_shown(

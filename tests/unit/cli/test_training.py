@@ -132,13 +132,22 @@ def test_what_is_wrong_in_a_configuration_is_named(
             "timeout, preflight",
         ),
         (
+            {"trainer": {"strategy": {**DDP, "init_args": {"find_unused_parameter": True}}}},
+            "'find_unused_parameter' is not accepted; did you mean find_unused_parameters?",
+            "timeout, preflight",
+        ),
+        (
             {"trainer": {"strategy": {**DDP, "init_args": {"on_hang": "repot"}}}},
             "trainer.strategy.on_hang: repot is none of 'abort', 'report' (lightning_distplus.ResilientDDP)",
             "",
         ),
         ({"trainer": {"max_steps": "x"}}, "trainer.max_steps: x is no int", ""),
         ({"trainer": {"precision": "x"}}, "trainer.precision: x is none of 'transformer-engine', ", ""),
-        ({"trainer": {"strategy": "resilient_dp"}}, "invalid strategy name", "resilient_ddp, "),
+        (
+            {"trainer": {"strategy": "resilient_dp"}},
+            "there is no strategy 'resilient_dp'; did you mean resilient_ddp?",
+            "resilient_ddp, ",
+        ),
     ],
 )
 def test_an_error_is_its_cause_the_accepted_names_and_one_line_of_context(
@@ -151,6 +160,12 @@ def test_an_error_is_its_cause_the_accepted_names_and_one_line_of_context(
     assert accepted in lines[begin + 1]
     assert "--help" in lines[-1]
     assert len(lines) - begin == 2 + bool(accepted)
+
+
+def test_an_argument_of_a_class_that_is_not_named_asks_for_it(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(["fit", *config(), "--trainer.strategy.timeout", "5m"], capsys)
+    assert "trainer.strategy: timeout is an argument of a class, and none is named; such as lightning_dist" in error
+    assert "NestedArg" not in error
 
 
 TOKENS = {"class_path": "lightning_distplus.TokenDataModule", "init_args": {"sources": "x", "seq_len": 4}}

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint import Manifest, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.cli.__main__ import main
 
 
 def save(path: Path, step: int) -> Path:
-    info = SaveInfo(global_step=step, epoch=0, strategy="test")
+    info = Manifest(global_step=step, epoch=0, strategy="test")
     commit(path, lambda stage: stage.write_bytes(b"weights of step %d" % step), info=info, gather=gather_alone, rank=0)
     return path
 
@@ -71,6 +71,12 @@ def test_no_checkpoint_at_all_is_exit_code_1(name: str, tmp_path: Path, capsys: 
     (tmp_path / "empty").mkdir()
     assert main(["verify", str(tmp_path / name)]) == 1
     assert name in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_names_where_its_checkpoints_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "checkpoints" / "step=9.ckpt", 9)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"There are some in {tmp_path / 'checkpoints'}." in capsys.readouterr().err
 
 
 def test_deep_reads_the_crc_of_what_has_no_manifest_and_quarantine_is_listed(

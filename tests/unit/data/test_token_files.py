@@ -384,6 +384,7 @@ def test_damaged_flat_file_is_refused_at_setup(
             r"b\.npy \(file 2 of 2\) is truncated: it has 160 bytes, and its header describes 164",
         ),
         (np.arange(9, dtype=np.int64), 0, r"b\.npy \(file 2 of 2\) .* it holds int64, expected int32 as in a\.npy"),
+        (np.arange(9, dtype=">i4"), 0, r"b\.npy \(file 2 of 2\) .* it holds >i4, expected int32 as in a\.npy"),
         (np.ones(9), 0, r"holds float64 of shape \(9,\), expected one row of"),
         (np.ones((3, 3), dtype=np.int32), 0, r"holds int32 of shape \(3, 3\)"),
     ],

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_distplus import _compat
 from lightning_distplus.divergence.gradients import (
     BucketHook,
     FlaggingReduceScatter,
+    GradientCheck,
     LocalGradients,
     NonFinite,
     name_at,
@@ -87,6 +92,58 @@ def test_a_large_bucket_is_examined_in_blocks_as_if_at_once() -> None:
     assert hook._look_and_scale(bucket, weights, 2) is False
     assert gradients.found is not None
     assert gradients.found.parameter == "b"
+
+
+class Knows(LocalGradients):
+    """Its answer comes from the device, as a tensor."""
+
+    def look_at(self, gradient: torch.Tensor, name_of: Any) -> torch.Tensor:
+        return torch.isfinite(gradient).all()
+
+
+def held(tensor: torch.Tensor) -> list[float]:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.to_dense()).tolist()
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_what_takes_a_gradients_place_is_of_its_kind(value: float) -> None:
+    """A device answers late, so that there is always something in its place: dense, sparse, or of a mesh."""
+    dense = torch.tensor([2.0, value])
+    sparse = torch.sparse_coo_tensor([[0, 1]], dense, (2,))
+    with _compat.fake_default_group(1):
+        of_mesh = distribute_tensor(dense, dist.device_mesh.init_device_mesh("cpu", (1,)), [Shard(0)])
+        for gradient in (dense, sparse, of_mesh):
+            found = Knows().filtered(gradient, a)
+            assert type(found) is type(gradient)
+            assert found.is_sparse == gradient.is_sparse
+            assert held(found) == ([2.0, 1.0] if value == 1.0 else [0.0, 0.0])
+            at_once = LocalGradients().filtered(gradient, a)
+            assert at_once is None if value == 1.0 else held(at_once) == [0.0, 0.0]
+
+
+def test_the_flag_of_a_bucket_is_taken_away_also_where_its_first_gradient_lies_channels_last() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last))
+    gradients = LocalGradients()
+    hook = BucketHook(gradients, {}, None)
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    (model(torch.ones(1, 3, 8, 8)).sum() * math.nan).backward()
+    weight = model.module.weight.grad
+    assert not weight.is_contiguous()
+    assert hook.was_flagged()
+    assert weight.count_nonzero() == 0
+    del model
+    dist.destroy_process_group()
+
+
+def test_all_gradients_go_with_a_step_that_is_left_out() -> None:
+    """Optimizers that step after one backward, each with its own parameters."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    module(torch.ones(2)).sum().backward()
+    check: Any = GradientCheck()
+    check.run = SimpleNamespace(module=module)
+    assert check._leave_out(torch.optim.SGD(module[0].parameters()))
+    assert all(one.grad is None for one in module.parameters())
 
 
 class Layers(torch.nn.ModuleList):

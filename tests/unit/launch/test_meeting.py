@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_distplus.launch.agent import HostsApart, Meeting
+from lightning_distplus.process import Signals
 from lightning_distplus.testing.spawning import free_port
 
 FIRST, SECOND = 0, 1
@@ -19,29 +20,35 @@ def two_hosts() -> tuple[Meeting, Meeting]:
     return Meeting(endpoint, "job"), Meeting(endpoint, "job")
 
 
-def never(text: str) -> None:
-    raise AssertionError(text)
-
-
 def test_the_attempts_are_those_of_the_job() -> None:
     hosts = two_hosts()
-    assert [one.join(never) for one in hosts] == [FIRST, FIRST]
+    assert [one.join() for one in hosts] == [FIRST, FIRST]
     for one in hosts:
         one.begin(FIRST, num_hosts=2)
     assert [one.next(FIRST) for one in hosts] == [SECOND, SECOND]
     assert hosts[1].next(FIRST) == SECOND  # asked once more
 
 
-def test_a_host_that_comes_late_says_so_and_takes_part_in_the_next_attempt() -> None:
+class Stopped(Signals):
+    """Notes that the ranks are to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = threading.Event()
+
+    def stop_ranks(self) -> None:
+        self.came.set()
+
+
+def test_a_host_that_comes_late_says_so_and_takes_part_in_the_next_attempt(capsys: pytest.CaptureFixture[str]) -> None:
     here, late = two_hosts()
-    here.begin(here.join(never), num_hosts=1)
-    told: list[str] = []
-    came = threading.Event()
+    here.begin(here.join(), num_hosts=1)
+    signals = Stopped()
     with ThreadPoolExecutor() as pool:
-        with here.watched(FIRST, came.set):
-            joined = pool.submit(late.join, told.append)
-            assert came.wait(30)
-        assert told == [f"attempt {FIRST} is under way; this host asks to be let in, and waits"]
+        with here.watched(FIRST, signals):
+            joined = pool.submit(late.join)
+            assert signals.came.wait(30)
+        assert f"attempt {FIRST} is under way; this host asks to be let in, and waits" in capsys.readouterr().err
         assert here.newcomer(FIRST) is not None
         assert here.next(FIRST) == SECOND
         assert joined.result(timeout=30) == SECOND
@@ -50,7 +57,7 @@ def test_a_host_that_comes_late_says_so_and_takes_part_in_the_next_attempt() -> 
 
 def test_every_host_learns_who_failed_on_the_others() -> None:
     hosts = two_hosts()
-    for number, one in [(one.join(never), one) for one in hosts]:
+    for number, one in [(one.join(), one) for one in hosts]:
         one.begin(number, num_hosts=2)
     with ThreadPoolExecutor() as pool:
         failures = ({0: 171}, {3: -9})
@@ -60,7 +67,7 @@ def test_every_host_learns_who_failed_on_the_others() -> None:
 
 def test_the_others_hear_that_the_host_of_the_store_has_left() -> None:
     host, other = two_hosts()
-    host.begin(host.join(never), num_hosts=1)
+    host.begin(host.join(), num_hosts=1)
     host.leave(FIRST)
     del host
     with pytest.raises(HostsApart, match=r"127\.0\.0\.1:\d+ is not there, or has ended"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import time
 from datetime import timedelta
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distplus.cli.launch import parse, resuming
+from lightning_distplus.cli.launch import following, parse, resuming
 from lightning_distplus.launch.agent import RankOutput
 from lightning_distplus.launch.supervisor import Culprit, History, RestartPolicy, find_culprit
 
@@ -70,24 +71,28 @@ def test_a_wrong_command_is_not_repeated_but_a_kill_at_the_start_is() -> None:
 
 
 def test_auto_is_added_where_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = ["-m", "lightning_distplus.cli"]
-    assert resuming(["fit", "--config", "x.yaml"])(False) == [
-        *module,
-        "fit",
-        "--config",
-        "x.yaml",
-        "--ckpt_path",
-        "auto",
-    ]
+    auto = ["fit", "--config", "x.yaml", "--ckpt_path", "auto"]
+    assert resuming(["fit", "--config", "x.yaml"]) == (auto, auto)
     assert "adds --ckpt_path auto" in capsys.readouterr().err
-    named = resuming(["fit", "--ckpt_path", "base.ckpt", "--seed_everything=1"])
-    assert named(False) == [*module, "fit", "--ckpt_path", "base.ckpt", "--seed_everything=1"]
-    assert named(True) == [*module, "fit", "--seed_everything=1", "--ckpt_path", "auto"]
+    first, after_save = resuming(["fit", "--ckpt_path", "base.ckpt", "--seed_everything=1"])
+    assert first == ["fit", "--ckpt_path", "base.ckpt", "--seed_everything=1"]
+    assert after_save == ["fit", "--seed_everything=1", "--ckpt_path", "auto"]
     (tmp_path / "x.yaml").write_text("ckpt_path: base.ckpt\n")
-    in_file = resuming(["fit", f"--config={tmp_path / 'x.yaml'}"])
-    assert "auto" not in in_file(False)
-    assert in_file(True)[-1] == "auto"
-    assert resuming(["predict"])(True) == [*module, "predict"]
+    first, after_save = resuming(["fit", f"--config={tmp_path / 'x.yaml'}"])
+    assert "auto" not in first
+    assert after_save[-1] == "auto"
+    assert resuming(["predict"]) == (["predict"], ["predict"])
+
+
+def test_a_command_of_distplus_is_run_as_its_module_and_a_script_chooses_its_checkpoint_itself(tmp_path: Path) -> None:
+    module = ["-m", "lightning_distplus.cli"]
+    first, after_save = following(*parse(["--", "fit", "--ckpt_path", "base.ckpt"]))
+    assert first == [*module, "fit", "--ckpt_path", "base.ckpt"]
+    assert after_save == [*module, "fit", "--ckpt_path", "auto"]
+    assert following(*parse(["--no-resume", "--", "fit"])) == ([*module, "fit"], [*module, "fit"])
+    (tmp_path / "train.py").touch()
+    script = [str(tmp_path / "train.py"), "--lr", "1"]
+    assert following(*parse(script)) == (script, script)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +168,8 @@ def test_the_place_of_the_next_attempt_is_told() -> None:
 
 
 def test_each_line_of_a_rank_is_shown_once_with_its_rank(tmp_path: Path) -> None:
-    file, written = tmp_path / "1", list[str]()
-    output = RankOutput(file, 1, written.append)
+    file, terminal = tmp_path / "1", io.StringIO()
+    output = RankOutput(file, 1, terminal)
     output.look()  # it is not there yet
     with file.open("wb", buffering=0) as rank:
         for part in (b"start\n[rank1]: Error: x\r\nunfin", b"ished\ntwice\ntwice\r", b"\n\nno newline at the end"):
@@ -172,12 +177,12 @@ def test_each_line_of_a_rank_is_shown_once_with_its_rank(tmp_path: Path) -> None
             output.look()
     output.close()
     shown = ["start", "Error: x", "unfinished", "twice", "twice", "", "no newline at the end"]
-    assert written == [f"[1] {line}\n" for line in shown]
+    assert terminal.getvalue() == "".join(f"[1] {line}\n" for line in shown)
 
 
 def test_a_progress_bar_is_shown_about_once_a_second_and_its_last_line_whole(tmp_path: Path) -> None:
-    file, written = tmp_path / "0", list[str]()
-    output = RankOutput(file, 0, written.append)
+    file, terminal = tmp_path / "0", io.StringIO()
+    output = RankOutput(file, 0, terminal)
     begun = time.monotonic()
     with file.open("wb", buffering=0) as rank:
         for number in range(20_000):
@@ -188,6 +193,7 @@ def test_a_progress_bar_is_shown_about_once_a_second_and_its_last_line_whole(tmp
         taken_s = time.monotonic() - begun
         rank.write(b"\rEpoch 0: done\nnext\n")
     output.close()
+    written = terminal.getvalue().splitlines()
     assert written[0].startswith("[0] Epoch 0: ")
-    assert written[-2:] == ["[0] Epoch 0: done\n", "[0] next\n"]
+    assert written[-2:] == ["[0] Epoch 0: done", "[0] next"]
     assert len(written) <= taken_s + 4

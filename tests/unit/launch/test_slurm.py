@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -32,11 +33,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "DISTPLUS_RUN_ID",
     ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("lightning_distplus.launch.slurm._SLURM_ENDS_THIS_S", 0)
     return tmp_path
 
 
-def end(code: int, home: Path | None = None, *, max_restarts: int = 100) -> int:
-    return end_of_start(code, RestartPolicy(max_restarts=max_restarts), home=home, wait=lambda seconds: None)
+@pytest.fixture
+def home(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the ranks have said that the artefacts are."""
+    (slurm / "told").write_text(json.dumps({"home": str(slurm / "home")}))
+    monkeypatch.setenv("DISTPLUS_HOME_FILE", str(slurm / "told"))
+    return slurm / "home"
+
+
+def end(code: int, *, max_restarts: int = 100) -> int:
+    return end_of_start(code, RestartPolicy(max_restarts=max_restarts))
 
 
 def calls(folder: Path) -> list[str]:
@@ -86,25 +96,24 @@ def test_a_job_is_requeued_exactly_once_and_only_where_that_makes_sense(code: in
     assert calls(slurm) == ["scontrol requeue 77"] * requeues
 
 
-def test_an_error_of_one_rank_does_not_hide_behind_the_code_of_its_peers(slurm: Path) -> None:
+def test_an_error_of_one_rank_does_not_hide_behind_the_code_of_its_peers(slurm: Path, home: Path) -> None:
     """srun returns the highest code."""
-    ledger(slurm / "home", {"fields": {"exit_code": 1, "global_step": 4}})
-    assert end(171, slurm / "home") == 1
+    ledger(home, {"fields": {"exit_code": 1, "global_step": 4}})
+    assert end(171) == 1
     assert calls(slurm) == []
 
 
-def test_starts_that_end_at_the_same_step_end_the_job(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = slurm / "home"
+def test_starts_that_end_at_the_same_step_end_the_job(slurm: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"fields": {"exit_code": 171, "global_step": 4}}
     stopped = {"kind": "preempted", "fields": {"global_step": 4}}
     ledger(home, lost, lost, lost)  # another job in the same folder
     for number, starts in enumerate([(lost,), (lost, stopped), (lost, stopped, lost)]):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
         ledger(home, *starts)
-        assert end(143 if starts[-1] is stopped else 171, home) == (143 if starts[-1] is stopped else 171)
+        assert end(143 if starts[-1] is stopped else 171) == (143 if starts[-1] is stopped else 171)
     ledger(home, lost, stopped, lost, lost)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    assert end(171, home) == 174
+    assert end(171) == 174
     assert calls(slurm) == ["scontrol requeue 77"] * 3
     kinds = [event["kind"] for event in read_events(home) if event["rank"] == -1]
     assert kinds == ["requeue", "requeue", "requeue", "launch_end"]
@@ -134,11 +143,6 @@ def test_a_requeue_that_fails_is_reported(
     error = capsys.readouterr().err
     assert said in error
     assert "submit it again" in error
-
-
-def test_wrong_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="nodes is 0"):
-        SlurmJob(command=["fit"], nodes=0)
 
 
 def test_a_job_is_submitted_with_what_sbatch_is_to_be_told(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:

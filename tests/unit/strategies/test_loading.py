@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import SaveInfo, gather_alone
+from lightning_distplus.checkpoint import Manifest, gather_alone
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import CheckpointCorrupt
 from lightning_distplus.events import EventLog
 from lightning_distplus.strategies.loading import Search, choose_checkpoint, newest_checkpoint, settle_checkpoint_folder
+from lightning_distplus.world import World
+from tests.unit.checkpoint.conftest import DEADLINE_S, ThreadGather
 
 
 def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
@@ -23,7 +27,7 @@ def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
 
 def save(path: Path, step: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    info = SaveInfo(global_step=step, epoch=0, strategy="test")
+    info = Manifest(global_step=step, epoch=0, strategy="test")
     commit(path, lambda stage: stage.write_bytes(b"weights"), info=info, gather=gather_alone, rank=0)
     return path
 
@@ -88,6 +92,26 @@ def test_an_evaluation_without_any_checkpoint_is_refused(tmp_path: Path) -> None
 def test_other_strategies_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints" / "a.ckpt", 2)
     assert choose_checkpoint(trainer(tmp_path), "auto") == "auto"
+
+
+def test_a_rank_that_found_nothing_searches_with_the_others(tmp_path: Path) -> None:
+    """As on a host whose folders are its own: it would begin anew, and wait for nobody."""
+    path, gathers, chosen = save(tmp_path / "a.ckpt", 2), ThreadGather(2), {}
+
+    def resume(rank: int) -> None:
+        world, gather = World(rank=rank, size=2), gathers.of(rank)
+        plane: Any = SimpleNamespace(world=world, gather_json=lambda name, mine, deadline: gather(name, mine))
+        strategy = ResilientDDP()
+        strategy.search = Search(tmp_path) if rank == 0 else None
+        strategy.loads.begin(plane, None)
+        chosen[rank] = strategy.loads.agree_on_resume(path if rank == 0 else None)
+
+    ranks = [Thread(target=resume, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    assert chosen == {0: str(path), 1: str(path)}
 
 
 @pytest.fixture

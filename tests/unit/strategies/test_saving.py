@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_distplus import ResilientDDP
+from lightning_distplus.checkpoint import Manifest, gather_alone
+from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import SaveFailed
-from lightning_distplus.strategies.saving import FailingSaves, Staging
+from lightning_distplus.strategies.saving import BackgroundSave, SaveHooks, Staging
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:
@@ -82,24 +89,117 @@ def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew
     assert len(set(addresses)) < len(addresses), "no memory was used again"
 
 
-def test_who_has_entered_a_save_that_fails_knows_what_it_knew_before_and_others_are_left_alone() -> None:
-    best, other = ModelCheckpoint(monitor="x", mode="max", save_top_k=2), ModelCheckpoint(save_last=True)
-    failing = FailingSaves("continue")
-    failing.begin(SimpleNamespace(checkpoint_callbacks=[best, other]))  # type: ignore[arg-type]
-    for score, models in ((1.0, "1"), (2.0, "12"), (3.0, "23")):  # which lets 1 go before 3 is saved
-        best.best_k_models = {path: torch.tensor(float(path)) for path in models}
-        best.best_model_path, best.kth_best_model_path = models[-1], models[0]
-        best.best_model_score, best.kth_value = torch.tensor(score), torch.tensor(float(models[0]))
-        if score < 3:
-            failing.succeeded()
-    other.last_model_path = "of its own"
-    assert not failing.is_in_books("1")
-    failing.failed("3", SaveFailed("No space left", [1]))
-    assert list(best.best_k_models) == ["1", "2"]
-    assert (best.best_model_path, best.kth_best_model_path, best.best_model_score, best.kth_value) == ("2", "1", 2, 1)
-    assert other.last_model_path == "of its own"
-    assert [failing.is_in_books(path) for path in ("1", "2", "3")] == [True, True, False]
-    with pytest.raises(SaveFailed, match=r"1 saves failed in this run.*No space left"):
-        failing.require_saved()
-    failing.succeeded()
-    failing.require_saved()
+def save(path: Path, step: int) -> None:
+    info = Manifest(global_step=step, epoch=0, strategy="ResilientDDP", packages={})
+    commit(path, lambda stage: stage.write_text("weights"), rank=0, gather=gather_alone, info=info, sync=None)
+
+
+class Hooks(SaveHooks):
+    """Saves of one process behind the training; those of ``failing_steps`` fail."""
+
+    failing_steps: tuple[int, ...] = ()
+
+    def _save(self, checkpoint: dict[str, Any], target: Any, storage_options: Any, writes: Any) -> BackgroundSave:
+        step = checkpoint["global_step"]
+
+        def work() -> None:
+            if step in self.failing_steps:
+                raise SaveFailed("No space left", [1])
+            save(Path(target), step)
+
+        return BackgroundSave(str(target), step, work)
+
+
+class Job:
+    """A fit as Lightning's ModelCheckpoint sees it, which saves after each step."""
+
+    def __init__(self, folder: Path, failing_steps: tuple[int, ...], **settings: Any) -> None:
+        self.strategy = strategy = ResilientDDP(async_save=True, parallel_devices=[torch.device("cpu")])
+        strategy.cluster_environment = LightningEnvironment()
+        strategy.loads = SimpleNamespace(follow=lambda path: None, group=lambda: None)  # type: ignore[assignment]
+        strategy.reduce_boolean_decision = lambda decision, all=True: decision  # type: ignore[method-assign] # noqa: A006
+        self.hooks = strategy.saves = Hooks(strategy, "continue")
+        self.hooks.failing_steps, self.hooks._moves = failing_steps, threading.Lock()
+        self.saver = ModelCheckpoint(folder, filename="{step}", auto_insert_metric_name=False, **settings)
+        self.other = ModelCheckpoint(save_last=True)
+        self.trainer: Any = SimpleNamespace(
+            strategy=strategy,
+            checkpoint_callbacks=[self.saver, self.other],
+            loggers=[],
+            is_global_zero=True,
+            current_epoch=0,
+            ckpt_path=None,
+            global_step=0,
+            save_checkpoint=self.save,
+        )
+        self.hooks.failing.begin(self.trainer)
+
+    def save(self, path: str, weights_only: bool) -> None:
+        self.hooks.save({"global_step": self.trainer.global_step}, path, None)
+
+    def step(self, score: float) -> None:
+        self.trainer.global_step += 1
+        self.trainer.callback_metrics = {"score": torch.tensor(score)}
+        candidates = self.saver._monitor_candidates(self.trainer)
+        self.saver._save_topk_checkpoint(self.trainer, candidates)
+        self.saver._save_last_checkpoint(self.trainer, candidates)
+
+    def books(self) -> tuple[str, list[str]]:
+        return Path(self.saver.best_model_path).stem, sorted(Path(path).stem for path in self.saver.best_k_models)
+
+
+TOP = {"monitor": "score", "mode": "max", "save_top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("failing_steps", "settings", "known", "left"),
+    [
+        ((3,), TOP, [("2", ["1", "2"]), ("4", ["2", "4"])], "24"),
+        ((3, 4), TOP, [("2", ["1", "2"]), ("2", ["1", "2"])], "12"),
+        ((1,), TOP, [("3", ["2", "3"]), ("4", ["3", "4"])], "34"),
+        ((2,), TOP, [("3", ["1", "3"]), ("4", ["3", "4"])], "34"),
+        ((3,), {}, [("2", []), ("4", [])], "4"),
+        ((3, 4), {}, [("2", []), ("2", [])], "2"),
+    ],
+)
+def test_what_a_failed_save_behind_the_training_leaves_known_is_there_and_nothing_else(
+    failing_steps: tuple[int, ...], settings: dict[str, Any], known: Any, left: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, failing_steps, **settings)
+    job.other.last_model_path = "of its own"
+    for step in range(1, 4):
+        job.step(score=step)  # while the save before it is in flight
+    job.hooks.settle()
+    assert job.books() == known[0]
+    job.hooks.save({"global_step": 0}, str(tmp_path / "of the user.pt"), None)
+    job.hooks.settle()
+    assert all((tmp_path / f"{name}.ckpt").exists() for name in (known[0][0], *known[0][1]))
+    job.step(score=4)
+    job.hooks.settle()
+    assert job.books() == known[1]
+    assert job.other.last_model_path == "of its own"
+    refusal = pytest.raises(SaveFailed, match=r"2 saves failed in this run.*No space left")
+    with refusal if 4 in failing_steps else nullcontext():
+        job.strategy.require_saved()
+    assert "".join(sorted(path.stem for path in tmp_path.glob("*.ckpt"))) == left
+
+
+def test_a_link_to_another_checkpoint_leaves_what_the_save_in_flight_stands_in_for(tmp_path: Path) -> None:
+    job = Job(tmp_path, failing_steps=(2,))
+    job.strategy.barrier = lambda *_: None  # type: ignore[method-assign]
+    save(tmp_path / "other.ckpt", 1)
+    for step in (1, 2):
+        job.step(score=step)
+    job.hooks.link(job.trainer, str(tmp_path / "other.ckpt"), str(tmp_path / "last.ckpt"))
+    job.hooks.settle()
+    assert job.books() == ("1", [])
+    assert (tmp_path / "1.ckpt").exists()
+
+
+def test_a_last_checkpoint_whose_retry_succeeds_keeps_its_name(tmp_path: Path) -> None:
+    job = Job(tmp_path, failing_steps=(1,), save_top_k=0, save_last=True)
+    for step in range(1, 4):
+        job.step(score=step)
+        job.hooks.settle() if step == 3 else None
+        assert job.saver.last_model_path == str(tmp_path / "last.ckpt")
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]

@@ -77,6 +77,24 @@ def test_parts_that_a_dump_of_active_calls_keeps_for_ever_are_not_in_flight(tmp_
     assert [one.seq for one in found.unfinished] == [3]
 
 
+def test_in_a_dump_of_active_calls_the_batches_of_a_group_end_in_order(tmp_path: Path) -> None:
+    left_by_the_ring = part("recv", 1, 1)
+    ended = [part("send", 1, 2), part("recv", 1, 2)]
+    runs = [part("send", 1, 3), part("recv", 1, 3), batch_end(3, "scheduled")]
+    dumps = [
+        dump(left_by_the_ring, *ended, *runs, part("send", 1, 4)),
+        dump(left_by_the_ring, *ended, part("send", 1, 3)),
+    ]
+    found = read_dumps(written(tmp_path, *dumps))
+    assert {rank: [one.seq for one in record.unfinished] for rank, record in found.items()} == {0: [3, 3, 4], 1: [3]}
+
+
+def test_a_collective_before_a_batch_of_its_group_that_runs_is_in_flight_itself(tmp_path: Path) -> None:
+    parts = [entry("7", 2), entry("7", 2), entry("7", 2, profiling_name="nccl:coalesced", input_sizes=[])]
+    (found,) = read_dumps(written(tmp_path, dump(entry("7", 1), *parts))).values()
+    assert [one.seq for one in found.unfinished] == [1, 2, 2]
+
+
 def test_a_call_that_has_timed_out_is_not_done_and_one_that_gloo_retired_is(tmp_path: Path) -> None:
     gloo = entry("7", 2, profiling_name="gloo:all_reduce", retired=True)
     (found,) = read_dumps(written(tmp_path, dump(entry("7", 1, retired=True), gloo))).values()

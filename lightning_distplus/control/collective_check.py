@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from lightning_distplus.control.exchange import Exchange, GateRecord
 from lightning_distplus.control.plane import ControlPlane
@@ -385,14 +385,14 @@ class Points:
         own = self._publish()
         others = self._some_others()
         if self._place is Place.POINT and any(own.excludes(other) for other in self._in_backwards(others).values()):
-            raise self._decided(self._in_backwards(self._plane.world.ranks) | self._places())
+            self._decide(self._in_backwards(self._plane.world.ranks) | self._places())
         places = (self._read(rank) for rank in others)
         if not any(other is not None and own.excludes(other) for other in places):
             self._excluded_since = None
             return
         self._look_at_s = elapsed_s + _LOOK_EVERY_S
         if self._has_stood(_SETTLE_S):
-            raise self._decided(self._places())
+            self._decide(self._places())
 
     def judge(self) -> None:
         """The ranks do different things here: this one waits a moment for the words of all, whose number decides."""
@@ -400,7 +400,7 @@ class Points:
         places = self._places()
         differ = len({(one.place, one.point) for one in places.values()}) > 1
         if differ and (len(places) == self._plane.world.size or self._has_stood(_SETTLE_S)):
-            raise self._decided(places)
+            self._decide(places)
 
     def _has_stood(self, seconds: float) -> bool:
         now = running_time()
@@ -408,11 +408,12 @@ class Points:
             self._excluded_since = now
         return now - self._excluded_since >= seconds
 
-    def _decided(self, places: dict[int, Whereabouts]) -> DistplusError:
+    def _decide(self, places: dict[int, Whereabouts]) -> NoReturn:
         """One rank's decision holds for all of them: whoever hears of it raises the same."""
         error = disagreement(places, self._plane.world.size)
-        first = self._plane.report_failure(error)
-        return error if first is None or first.rank == self._plane.world.rank else first.as_heard()
+        self._plane.report_failure(error)
+        self._plane.raise_if_peer_failed()
+        raise error
 
     def _places(self) -> dict[int, Whereabouts]:
         """Where the ranks stand, of those who stand somewhere."""

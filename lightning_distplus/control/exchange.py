@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 import xxhash
 
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
-from lightning_distplus.control.secret import Entries
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id, open_memory
 
@@ -133,7 +132,6 @@ class StepGate:
         plane: The control plane.
         name: Keeps the gates of several runs in one process apart; alike on all ranks.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
-        direct_ranks: Up to so many ranks read all records in any case.
         points: Lets those that wait at a point see who waits here, and ends a wait for one of them.
     """
 
@@ -143,7 +141,6 @@ class StepGate:
         *,
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
-        direct_ranks: int = DIRECT_RANKS,
         points: GateWatcher | None = None,
     ) -> None:
         self._rank = plane.world.rank
@@ -151,7 +148,7 @@ class StepGate:
         self._name = name
         self._must_agree = tuple(must_agree)
         self._posted: GateRecord | None = None
-        self.reads_all = plane.world.size <= direct_ranks
+        self.reads_all = plane.world.size <= DIRECT_RANKS
         self._exchange = Exchange(plane, f"gate/{name}")
 
     def open(self, deadline: timedelta) -> None:
@@ -448,20 +445,21 @@ class Roll:
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
         self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._entries: list[Entries | None] = [None] * _NUM_KEYS
+        self._entries = [plane.secret.entries(key) for key in self._keys]
         if plane.world.rank == 0:
             for key in self._keys:
                 plane.send_unsigned(key, b"")
 
     def post(self, number: int, records: Mapping[int, bytes]) -> None:
         """Shows the records of some ranks; never waits."""
-        entry = self._entries_of(number).entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
-        self._plane.append(self._keys[number % _NUM_KEYS], entry)
+        turn = number % _NUM_KEYS
+        entry = self._entries[turn].entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
+        self._plane.append(self._keys[turn], entry)
 
     def read(self, number: int) -> dict[int, bytes]:
         """The records that have been posted at the number; never waits."""
-        head, records = _NUMBER.pack(number % _NUMBERS), dict[int, bytes]()
-        for entry in self._entries_of(number).read(self._plane.read_unsigned(self._keys[number % _NUM_KEYS]) or b""):
+        head, records, turn = _NUMBER.pack(number % _NUMBERS), dict[int, bytes](), number % _NUM_KEYS
+        for entry in self._entries[turn].read(self._plane.read_unsigned(self._keys[turn]) or b""):
             if entry.startswith(head):
                 records |= _unpacked(entry, len(head))
         return records
@@ -469,11 +467,6 @@ class Roll:
     def passed(self, number: int) -> None:
         """All have entered the number: the key of the one before it is emptied, for the one after the next."""
         self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"")
-
-    def _entries_of(self, number: int) -> Entries:
-        slot = number % _NUM_KEYS
-        entries = self._entries[slot] = self._entries[slot] or self._plane.secret.entries(self._keys[slot])
-        return entries
 
 
 # -- records in memory that the ranks of a host share ------------------------------------------------------------------

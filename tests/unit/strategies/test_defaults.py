@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_costs_one_warning(caplog: pytest.LogCaptureFixture
     with socket.socket() as taken, caplog.at_level(logging.WARNING):
         taken.bind(("", 0))
         taken.listen()
-        told._serve(taken.getsockname()[1], None)
+        told._serve(taken.getsockname()[1])
     assert "training goes on" in caplog.text
     assert told._endpoint is None
 

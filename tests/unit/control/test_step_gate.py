@@ -151,6 +151,8 @@ def test_many_ranks_that_agree_read_no_records_and_keep_a_bounded_number_of_keys
 
     assert ranks.run(run) == [{True}] * size
     assert ranks.num_keys() <= 4  # three with entries, one with the outcome
+    longest = max(len(ranks.planes[0].read_unsigned(f"gate/run/{number}") or b"") for number in range(3))
+    assert longest < 2 * 200 * size  # of two gates at most
 
 
 def test_one_of_many_ranks_that_differs_is_seen_by_all(make_ranks, later) -> None:
@@ -217,7 +219,8 @@ def test_what_a_stranger_has_written_over_is_said_again(early: int, num_nodes, m
     assert waiting[0].result(5) == records
 
 
-def test_an_outcome_that_is_lost_is_found_in_what_all_have_said(make_ranks, later) -> None:
+@counted
+def test_an_outcome_that_is_lost_is_found_in_what_all_have_said(num_nodes, make_ranks, later) -> None:
     ranks = make_ranks(2, num_nodes=num_nodes, secret="of the job")
     gates = _opened(ranks, later)
     ranks.planes[0].send = lambda *_: None  # the outcome of rank 0 never arrives

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_distplus.control import ControlPlane, exchange
-from lightning_distplus.control.exchange import Exchange, SharedRecords, share_memory
+from lightning_distplus.control.exchange import Exchange, Roll, SharedRecords, share_memory
 
 RECORD = b"\xff" * 16
 
@@ -45,10 +45,14 @@ def test_the_outcome_has_room_for_the_longest_records_of_all() -> None:
     assert exchange._unpacked(outcome) == dict.fromkeys(range(70), longest)
 
 
-def test_the_last_one_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch, make_ranks: Any, later: timedelta) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_the_last_one_wakes_those_who_wait(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch, make_ranks: Any, later: timedelta
+) -> None:
     """Nobody would come to an end here who slept through the ring once."""
-    monkeypatch.setattr(exchange, "_LINGER_S", 600.0)
-    ranks = make_ranks(3)
+    for name in ("_LINGER_S", "_ALONE_S", "_LATE_S"):
+        monkeypatch.setattr(exchange, name, 600.0)
+    ranks = make_ranks(4, num_nodes=num_nodes)
     exchanges = [Exchange(plane, "all") for plane in ranks.planes]
     ranks.run(lambda plane: exchanges[plane.world.rank].open(later))
     for plane in ranks.planes:
@@ -57,9 +61,9 @@ def test_the_last_one_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch, make
     def meet_often(one: Exchange) -> None:
         for number in range(200):
             one.post(b"%d" % number)
-            assert one.collect(later, what="a test") == [b"%d" % number] * 3
+            assert one.collect(timedelta(hours=1), what="a test") == [b"%d" % number] * 4
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
         list(pool.map(meet_often, exchanges))
 
 
@@ -71,6 +75,17 @@ def _patient(plane: ControlPlane) -> Callable[..., None]:
             pause.rest(0.0, 600.0)
 
     return poll
+
+
+def test_an_entry_that_is_shown_again_at_a_later_number_does_not_count(make_ranks: Any) -> None:
+    (plane,) = make_ranks(1, secret="of the job").planes
+    roll = Roll(plane, "all")
+    roll.post(1, {0: b"old"})
+    plane.send_unsigned("all/1", (plane.read_unsigned("all/1") or b"") * 2)  # the key of 1 and of 4
+    assert roll.read(1) == {0: b"old"}
+    assert roll.read(4) == {}
+    roll.post(4, {0: b"new"})
+    assert roll.read(4) == {0: b"new"}
 
 
 def test_memory_is_shared_by_the_ranks_of_a_host_and_who_cannot_map_it_is_a_host_alone(

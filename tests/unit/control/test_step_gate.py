@@ -13,6 +13,7 @@ import pytest
 from lightning_distplus.control import GateRecord, StepGate, Wish, exchange
 from lightning_distplus.control.exchange import HEAD_BYTES, RECORD_BYTES
 from lightning_distplus.errors import DivergenceError, PeerMissing
+from lightning_distplus.process import until
 
 FORMS = {"host": (1, 64, 8), "few hosts": (2, 64, 8), "hosts": (2, 64, 1), "counted": (2, 1, 1)}
 between_hosts = pytest.mark.parametrize("num_nodes", [form for form in FORMS if form != "host"], indirect=True)
@@ -174,6 +175,32 @@ def test_a_first_rank_that_is_missing_makes_no_peer_nameless(num_nodes, make_ran
     gates = _opened(ranks, later)
     errors = _exchange(ranks, gates, [_record()] * 6, soon, only=[0, 1, 2, 4, 5])
     assert {(type(error), tuple(error.ranks)) for error in errors} == {(PeerMissing, (3,))}
+
+
+@counted
+def test_a_host_whose_first_rank_is_late_is_heard_of_soon(num_nodes, make_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "_LATE_S", 600.0)
+    ranks, long = make_ranks(6, num_nodes=num_nodes), timedelta(seconds=2400)
+    gates = _opened(ranks, long)
+    waiting = ranks.start(lambda plane: gates[plane.world.rank].exchange(_record(), long), ranks=[0, 1, 2, 4, 5])
+    until(lambda: {*gates[0]._exchange._roll.read(1)} == {0, 1, 2, 4, 5}, 15.0)
+    assert gates[3].exchange(_record(), long) == [_record()] * 6
+    assert [future.result(5) for future in waiting] == [[_record()] * 6] * 5
+
+
+@counted
+def test_the_error_of_a_rank_that_has_passed_the_gate_ends_no_wait_in_it(num_nodes, make_ranks, later) -> None:
+    ranks = make_ranks(20, num_nodes=20)  # rank 19 asks twice in a hundred milliseconds
+    gates = _opened(ranks, later)
+    ranks.planes[19].listen()
+
+    def pass_and_fail(plane) -> list[GateRecord]:
+        seen = gates[plane.world.rank].exchange(_record(), later)
+        if plane.world.rank == 0:
+            plane.report_failure(ValueError("after the gate"), to=[19])
+        return seen
+
+    assert ranks.run(pass_and_fail) == [[_record()] * 20] * 20
 
 
 @between_hosts

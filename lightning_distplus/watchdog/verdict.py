@@ -142,7 +142,8 @@ class Verdict:
     def _place(self) -> str:
         """Where the first culprit stands; a batch is named by the step below."""
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
-        where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
+        is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
+        where = f" in {operation}" if is_place else ""
         if self.location is None:
             return where
         file, _, line = self.location.rpartition(":")

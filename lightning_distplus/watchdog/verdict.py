@@ -142,7 +142,8 @@ class Verdict:
     def _place(self) -> str:
         """Where the first culprit stands; a batch is named by the step below."""
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
-        where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
+        is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
+        where = f" in {operation}" if is_place else ""
         if self.location is None:
             return where
         file, _, line = self.location.rpartition(":")
@@ -551,9 +552,9 @@ def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<")
 
 
-def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) -> Verdict:
-    """Gives the verdict on the job that has left these dumps; see ``read_dumps`` for the arguments and errors."""
-    dumps = flight_recorder.load_dumps(folder, on_file)
+def judge_dumps(folder: Path) -> Verdict:
+    """Gives the verdict on the job that has left these dumps; see ``load_dumps`` for what it holds, and the errors."""
+    dumps = flight_recorder.load_dumps(folder)
     recordings = flight_recorder.read_recordings(dumps)
     if not any(recording.unfinished for recording in recordings.values()):
         raise flight_recorder.DumpError(

@@ -92,17 +92,17 @@ class MonitoredRun:
         """
         self.monitor.num_divergences += 1
         if self.on_divergence != "warn" or error.field in _BLOCKING:
-            self._write(error, parameter)
+            self._write(error, parameter, ends_run=True)
             error.has_verdict = True
             raise error
         if error.field not in self._warned:
             self._warned.add(error.field)
-            self._write(error, parameter)
+            self._write(error, parameter, ends_run=False)
             log.warning("rank %d: %s", self.rank, error)
         else:
             self.note("divergence", field=error.field, ranks=error.ranks, global_step=self.trainer.global_step)
 
-    def _write(self, error: DivergenceError, parameter: str | None) -> None:
+    def _write(self, error: DivergenceError, parameter: str | None, *, ends_run: bool) -> None:
         """One line in each ledger, and one verdict per host; never raises."""
         world, step, message = self.plane.world, self.trainer.global_step, str(error)
         self.note("divergence", field=error.field, ranks=error.ranks, values=error.values, global_step=step)
@@ -115,7 +115,7 @@ class MonitoredRun:
             kind="divergence", culprits=error.ranks, waiting=sorted(set(world.ranks) - set(error.ranks)),
             phase="step", operation=error.field, location=None, global_step=step, elapsed_s=0.0,
             cause=message.splitlines()[0], remedy=message.rpartition("do: ")[2], field=error.field, values=values,
-            parameter=parameter,
+            parameter=parameter, ends_run=ends_run,
         )  # fmt: skip
         with suppress(OSError):
             verdict.write(Path(self.host.folder), world.host)

@@ -347,9 +347,8 @@ class _Lookout:
             run = self.trace.run
             error = _disagreement({run.rank: f"{self.call.text}, at {self.line}", **elsewhere})
             # One rank's decision holds for all of them: whoever hears of it raises the same.
-            first = run.plane.report_failure(error)
-            if first is not None and first.rank != run.rank:
-                raise first.as_heard()
+            run.plane.report_failure(error)
+            run.plane.raise_if_peer_failed()
             run.tell(error)
 
 

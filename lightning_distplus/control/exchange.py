@@ -198,15 +198,14 @@ class StepGate:
 
 _DIGEST_BYTES = 8
 _EQUAL = b"equal"
+_FEW_HOSTS = 8  # all of them read what all say: one way less
 # The first rank of a host that waits for other hosts asks the store less and less often, and less the more hosts there
 # are; rank 0, on which the others wait, asks more often.
-_FEW_HOSTS = 8  # all of them read what all say: one way less
 _ASK_FLOOR_S = 20e-6
 _ASK_FLOOR_PER_HOST_S = 100e-6
 _RANK_0_ASKS_PER_HOST_S = 20e-6
 _ASK_SHARE = 0.25
 _ASK_CEILING_S = 0.01
-_ASK_CEILING_PER_HOST_S = 100e-6
 _ALONE_S = 0.1  # after so long a wait every rank asks the store itself: who serves it may be gone
 # Who waits longer reads for itself what all have said; many ranks do so later.
 _LATE_S = 0.25
@@ -361,8 +360,7 @@ class Exchange:
 
     def _ask_in_time(self) -> bytes | None:
         now = time.monotonic()
-        has_all_to_say = self._is_first and len(self._posted) < len(self._here) == len(self._host)
-        if has_all_to_say:
+        if self._is_first and len(self._posted) < len(self._here) == len(self._host):  # now it has all to say
             self._asks_since = now
         elif now < self._ask_at and self._plane.first_error is None:
             return None
@@ -371,8 +369,7 @@ class Exchange:
         if self._is_first:
             per_host_s = _ASK_FLOOR_PER_HOST_S if self._rank else _RANK_0_ASKS_PER_HOST_S
             floor_s = per_host_s * self._num_hosts if self._num_hosts > _FEW_HOSTS else _ASK_FLOOR_S
-            ceiling_s = max(_ASK_CEILING_S, _ASK_CEILING_PER_HOST_S * self._num_hosts)
-            pause_s = min(pause_s, ceiling_s, max(floor_s, _ASK_SHARE * (now - self._asks_since)))
+            pause_s = min(pause_s, max(floor_s, min(_ASK_SHARE * (now - self._asks_since), _ASK_CEILING_S)))
         self._ask_at = now + pause_s
         return outcome
 

@@ -112,16 +112,6 @@ RECORD_BYTES = _LAYOUT.size
 # -- the gate of a step ------------------------------------------------------------------------------------------------
 
 
-class GateWatcher(Protocol):
-    """Hears that this rank waits at a gate: ``Points``."""
-
-    def enter_gate(self, record: GateRecord) -> None:
-        """This rank is about to wait."""
-
-    def leave_gate(self) -> None:
-        """It has passed the gate, or has given up."""
-
-
 class StepGate:
     """Exchanges one record per rank and step.
 
@@ -132,7 +122,6 @@ class StepGate:
         plane: The control plane.
         name: Keeps the gates of several runs in one process apart; alike on all ranks.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
-        points: Lets those that wait at a point see who waits here, and ends a wait for one of them.
     """
 
     def __init__(
@@ -141,10 +130,8 @@ class StepGate:
         *,
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
-        points: GateWatcher | None = None,
     ) -> None:
         self._rank = plane.world.rank
-        self._points = points
         self._name = name
         self._must_agree = tuple(must_agree)
         self._posted: GateRecord | None = None
@@ -163,17 +150,10 @@ class StepGate:
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-            DivergenceError: A peer runs another version of this package, or waits at a point to which this rank has
-                not come.
+            DivergenceError: A peer runs another version of this package.
         """
-        if self._points is not None:
-            self._points.enter_gate(record)
-        try:
-            self.post(record)
-            return self.collect(deadline)
-        finally:
-            if self._points is not None:
-                self._points.leave_gate()
+        self.post(record)
+        return self.collect(deadline)
 
     def post(self, record: GateRecord) -> None:
         """Enters the next gate with this rank's record; never waits."""

@@ -134,12 +134,14 @@ class BatchGate:
         trainer: The Trainer, before its signal handlers are registered.
         plane: The control plane.
         waits: Knows how long to wait; asked at each gate.
-        points: The named points of the run, where the strategy checks them.
+        points: The named points of the run, where the strategy checks them: those that wait at one see who waits here,
+            and a wait for one of them ends.
     """
 
     def __init__(self, trainer: Trainer, plane: ControlPlane, *, waits: Waits, points: Points | None = None) -> None:
         self._trainer = trainer
-        self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE, points=points)
+        self._gate = StepGate(plane, name=f"run-{next(_runs)}", must_agree=_MUST_AGREE)
+        self._points = points
         self._waits = waits
         self._sigterm_seen = False
         self._last: GateRecord | None = None
@@ -203,15 +205,21 @@ class BatchGate:
             The records of all ranks. For a decision they may be of another moment.
 
         Raises:
-            DivergenceError: The ranks stand at different moments, steps or batches.
+            DivergenceError: The ranks stand at different moments, steps or batches, or one waits at a point to which
+                this rank has not come.
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
         while True:
             for one in self._participants:
                 one.on_wait(moment)
+            record = self._record(moment, flags, fields)
+            if self._points is not None:
+                self._points.enter_gate(record)
             try:
-                records = self._gate.exchange(self._record(moment, flags, fields), self._waits.patience)
+                records = self._gate.exchange(record, self._waits.patience)
             finally:
+                if self._points is not None:
+                    self._points.leave_gate()
                 for one in self._participants:
                     one.on_waited()
             said = set(map(_DECISIONS, records))

@@ -112,16 +112,6 @@ RECORD_BYTES = _LAYOUT.size
 # -- the gate of a step ------------------------------------------------------------------------------------------------
 
 
-class GateWatcher(Protocol):
-    """Hears that this rank waits at a gate: ``Points``."""
-
-    def enter_gate(self, record: GateRecord) -> None:
-        """This rank is about to wait."""
-
-    def leave_gate(self) -> None:
-        """It has passed the gate, or has given up."""
-
-
 class StepGate:
     """Exchanges one record per rank and step.
 
@@ -132,7 +122,6 @@ class StepGate:
         plane: The control plane.
         name: Keeps the gates of several runs in one process apart; alike on all ranks.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
-        points: Lets those that wait at a point see who waits here, and ends a wait for one of them.
     """
 
     def __init__(
@@ -141,10 +130,8 @@ class StepGate:
         *,
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
-        points: GateWatcher | None = None,
     ) -> None:
         self._rank = plane.world.rank
-        self._points = points
         self._name = name
         self._must_agree = tuple(must_agree)
         self._posted: GateRecord | None = None
@@ -163,17 +150,10 @@ class StepGate:
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
-            DivergenceError: A peer runs another version of this package, or waits at a point to which this rank has
-                not come.
+            DivergenceError: A peer runs another version of this package.
         """
-        if self._points is not None:
-            self._points.enter_gate(record)
-        try:
-            self.post(record)
-            return self.collect(deadline)
-        finally:
-            if self._points is not None:
-                self._points.leave_gate()
+        self.post(record)
+        return self.collect(deadline)
 
     def post(self, record: GateRecord) -> None:
         """Enters the next gate with this rank's record; never waits."""
@@ -198,15 +178,14 @@ class StepGate:
 
 _DIGEST_BYTES = 8
 _EQUAL = b"equal"
+_FEW_HOSTS = 8  # all of them read what all say: one way less
 # The first rank of a host that waits for other hosts asks the store less and less often, and less the more hosts there
 # are; rank 0, on which the others wait, asks more often.
-_FEW_HOSTS = 8  # all of them read what all say: one way less
 _ASK_FLOOR_S = 20e-6
 _ASK_FLOOR_PER_HOST_S = 100e-6
 _RANK_0_ASKS_PER_HOST_S = 20e-6
 _ASK_SHARE = 0.25
 _ASK_CEILING_S = 0.01
-_ASK_CEILING_PER_HOST_S = 100e-6
 _ALONE_S = 0.1  # after so long a wait every rank asks the store itself: who serves it may be gone
 # Who waits longer reads for itself what all have said; many ranks do so later.
 _LATE_S = 0.25
@@ -361,8 +340,7 @@ class Exchange:
 
     def _ask_in_time(self) -> bytes | None:
         now = time.monotonic()
-        has_all_to_say = self._is_first and len(self._posted) < len(self._here) == len(self._host)
-        if has_all_to_say:
+        if self._is_first and len(self._posted) < len(self._here) == len(self._host):  # now it has all to say
             self._asks_since = now
         elif now < self._ask_at and self._plane.first_error is None:
             return None
@@ -371,8 +349,7 @@ class Exchange:
         if self._is_first:
             per_host_s = _ASK_FLOOR_PER_HOST_S if self._rank else _RANK_0_ASKS_PER_HOST_S
             floor_s = per_host_s * self._num_hosts if self._num_hosts > _FEW_HOSTS else _ASK_FLOOR_S
-            ceiling_s = max(_ASK_CEILING_S, _ASK_CEILING_PER_HOST_S * self._num_hosts)
-            pause_s = min(pause_s, ceiling_s, max(floor_s, _ASK_SHARE * (now - self._asks_since)))
+            pause_s = min(pause_s, max(floor_s, min(_ASK_SHARE * (now - self._asks_since), _ASK_CEILING_S)))
         self._ask_at = now + pause_s
         return outcome
 

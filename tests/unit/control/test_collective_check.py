@@ -51,10 +51,20 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         points.end()
 
 
-def gate_of(points: Points, plane: ControlPlane, later: timedelta) -> StepGate:
-    gate = StepGate(plane, points=points, name="run")
-    gate.open(later)
-    return gate
+class Gate(StepGate):
+    """A step gate at which those that wait at a point see who waits, as in a Trainer."""
+
+    def __init__(self, points: Points, plane: ControlPlane, later: timedelta) -> None:
+        super().__init__(plane, name="run")
+        self.points = points
+        self.open(later)
+
+    def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
+        self.points.enter_gate(record)
+        try:
+            return super().exchange(record, deadline)
+        finally:
+            self.points.leave_gate()
 
 
 def record(step: int = 0) -> GateRecord:
@@ -102,7 +112,7 @@ def test_a_rank_at_a_point_while_the_others_wait_at_the_gate_is_named_on_all(
 ) -> None:
     def wander(points: Points, plane: ControlPlane) -> None:
         points.meet(GATHER)
-        gate = gate_of(points, plane, later)
+        gate = Gate(points, plane, later)
         gate.exchange(record(), later)
         started.append(time.monotonic())
         if plane.world.rank == guilty:
@@ -144,7 +154,7 @@ def test_alone_and_early_is_a_missing_peer_only_after_the_deadline(make_job: Any
 
 def test_a_rank_that_comes_late_to_points_and_gates_raises_no_alarm(make_job: Any, later: timedelta) -> None:
     def be_slow(points: Points, plane: ControlPlane) -> str:
-        gate = gate_of(points, plane, later)
+        gate = Gate(points, plane, later)
         for step in range(2):
             if plane.world.rank == step:
                 time.sleep(1.0)
@@ -161,7 +171,7 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
     """A signal handler puts rank 0 into a call from between two steps, and rank 1 from within the gate, later."""
 
     def be_signalled(points: Points, plane: ControlPlane) -> str:
-        gate = gate_of(points, plane, later)
+        gate = Gate(points, plane, later)
         if plane.world.rank == 0:
             points.meet(BARRIER)
             gate.exchange(record(), later)

@@ -511,14 +511,6 @@ def test_data_workers_are_prepared_until_that_is_undone() -> None:
     assert module._MultiProcessingDataLoaderIter.__init__ is torchs
 
 
-def test_one_process_plays_one_of_many_ranks_in_a_block() -> None:
-    with _compat.fake_default_group(64) as is_there:
-        assert is_there
-        assert (dist.get_rank(), dist.get_world_size()) == (0, 64)
-        dist.all_reduce(torch.ones(1))
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("ask", "owner", "name"),
     [

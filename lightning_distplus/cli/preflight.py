@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from lightning_distplus import env
 from lightning_distplus.cli import duration, import_from_here
 from lightning_distplus.errors import ExitCode
 from lightning_distplus.preflight import LAUNCH_CHECKS, Check, Facts, Finding, Status, run_checks
-from lightning_distplus.preflight.host import GPU_CHECKS, HOST_CHECKS, SOFTWARE_CHECKS
+from lightning_distplus.preflight.host import DOCTOR_CHECKS
 
 if TYPE_CHECKING:
     from lightning_distplus.control import ControlPlane
@@ -28,8 +29,7 @@ __all__ = ["exit_code_of", "print_findings", "run_doctor", "run_preflight", "wis
 
 # -- distplus doctor ---------------------------------------------------------------------------------------------------
 
-CHECKS_OF_HOST: Mapping[str, Check] = {**SOFTWARE_CHECKS, **HOST_CHECKS, **GPU_CHECKS}
-CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
+CHECKS: Mapping[str, Check] = {**LAUNCH_CHECKS, **DOCTOR_CHECKS}
 AGREEMENT = ("versions", "revision", "seed", "variables")
 """The names of what ``distplus preflight`` compares over the ranks."""
 BETWEEN_HOSTS = ("network", "clock")
@@ -114,7 +114,7 @@ def _tell(
     if as_json is None:
         print_findings(findings, facts, names, elapsed_s)
         return
-    told = {"version": 1, **as_json, "launcher": str(facts.launcher), "elapsed_s": round(elapsed_s, 3)}
+    told = {"version": 1, **as_json, "launcher": facts.launcher, "elapsed_s": round(elapsed_s, 3)}
     print(json.dumps({**told, "findings": [finding.to_dict() for finding in findings]}, indent=2))
 
 
@@ -173,8 +173,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     here = Facts()
     devices = arguments.devices or here.number(env.LOCAL_WORLD_SIZE) or _tasks_per_node(here) or 1
     nodes = arguments.nodes or here.number(env.GROUP_WORLD_SIZE) or here.number(env.SLURM_STEP_NUM_NODES) or 1
-    checks = {**LAUNCH_CHECKS, **CHECKS_OF_HOST}
-    settings = _settings_from(arguments, parser, checks)
+    settings = _settings_from(arguments, parser, CHECKS)
     # A Trainer finds launcher, rank and address as that of the run will; it refuses a wrong launch at once.
     of_launch: dict[str, Any] = {name: wish for name, wish in settings.items() if name in LAUNCH_CHECKS}
     strategy: Any = ResilientDDP(preflight=of_launch)
@@ -186,7 +185,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     plane = connect(World.of(strategy), address_of(strategy), deadline, arguments.folder)
     try:
         facts = replace(facts, spans_hosts=spans_hosts(plane))
-        of_host = run_checks(CHECKS_OF_HOST, facts, settings) if strategy.local_rank == 0 else []
+        of_host = run_checks(DOCTOR_CHECKS, facts, settings) if strategy.local_rank == 0 else []
         plane.barrier("clock", deadline)
         place = {"clock": time.time(), "local_rank": strategy.local_rank}
         ranks = plane.gather_json("preflight", {**as_message(facts.host, of_host), **place}, deadline)
@@ -196,7 +195,7 @@ def run_preflight(argv: Sequence[str]) -> int:
     finally:
         disconnect()
     if strategy.global_rank == 0:
-        names = [name for name in (*checks, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
+        names = [name for name in (*CHECKS, *AGREEMENT, *BETWEEN_HOSTS) if settings.get(name) != "off"]
         _tell(findings, facts, names, begin, {"ranks": len(ranks)} if arguments.json else None)
     return exit_code_of(findings)
 
@@ -230,18 +229,12 @@ def _between_hosts(plane: ControlPlane, ranks: Sequence[dict[str, Any]], deadlin
         return try_pairs(plane, places, hosts, deadline) if len(hosts) > 1 else ()
 
     def clock(facts: Facts) -> Iterable[Finding]:
-        return _skew(ranks)
+        clock_of = itemgetter("clock")  # all were read right after a barrier
+        first, last = min(ranks, key=clock_of), max(ranks, key=clock_of)
+        skew_s = last["clock"] - first["clock"]
+        subject = f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead."
+        if skew_s > _SKEW_S:
+            detail = f"{last['host']} is ahead of {first['host']}"
+            yield Finding.warning(subject, detail=detail, remedy="Start chrony or ntpd on both")
 
     return {"network": network, "clock": clock}
-
-
-def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    """How far the clocks of the hosts are apart; all were read right after a barrier."""
-    first, last = min(ranks, key=lambda rank: rank["clock"]), max(ranks, key=lambda rank: rank["clock"])
-    skew_s = last["clock"] - first["clock"]
-    if skew_s > _SKEW_S:
-        yield Finding.warning(
-            f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
-            detail=f"{last['host']} is ahead of {first['host']}",
-            remedy="Start chrony or ntpd on both",
-        )

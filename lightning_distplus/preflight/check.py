@@ -79,17 +79,6 @@ class Finding:
 _PSEUDO_STEPS = 0xFFFF0000  # Slurm's batch, extern and interactive steps have ids above: srun started no tasks there
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """Who started this process, and how we know."""
-
-    name: str
-    evidence: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.evidence})"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a check may look at. Where there is no Trainer (``distplus doctor``), its fields keep their defaults."""
@@ -142,25 +131,25 @@ class Facts:
         return step is not None and step < _PSEUDO_STEPS
 
     @property
-    def launcher(self) -> Launcher:
-        """Who started this process, by what only that launcher sets; the innermost one."""
+    def launcher(self) -> str:
+        """Who started this process, and how we know: by what only that launcher sets; the innermost one."""
         if self.text(env.TORCHELASTIC_RUN_ID):
-            return Launcher("torchrun", "TORCHELASTIC_RUN_ID is set")
+            return "torchrun (TORCHELASTIC_RUN_ID is set)"
         if self.text(env.OMPI_COMM_WORLD_SIZE):
-            return Launcher("mpirun", "OMPI_COMM_WORLD_SIZE is set")
+            return "mpirun (OMPI_COMM_WORLD_SIZE is set)"
         if self.is_in_srun_step:
-            return Launcher("srun", "SLURM_STEP_ID is set")
+            return "srun (SLURM_STEP_ID is set)"
         if self.text(env.PMI_SIZE):
-            return Launcher("mpirun", "PMI_SIZE is set")
+            return "mpirun (PMI_SIZE is set)"
         if self.text(env.CROSS_SIZE):
-            return Launcher("the DeepSpeed launcher", "CROSS_SIZE is set, TORCHELASTIC_RUN_ID is not")
+            return "the DeepSpeed launcher (CROSS_SIZE is set, TORCHELASTIC_RUN_ID is not)"
         if self.text(env.LOCAL_RANK):
-            return Launcher("a launcher that sets LOCAL_RANK", "as Lightning does for the processes that it starts")
+            return "a launcher that sets LOCAL_RANK (as Lightning does for the processes that it starts)"
         if self.text(env.RANK) and self.text(env.WORLD_SIZE):
-            return Launcher("a Kubernetes job", "RANK and WORLD_SIZE are set, LOCAL_RANK is not: PyTorchJob does so")
+            return "a Kubernetes job (RANK and WORLD_SIZE are set, LOCAL_RANK is not: PyTorchJob does so)"
         if self.text(env.SLURM_JOB_ID):
-            return Launcher("plain python in a Slurm job", "SLURM_JOB_ID is set, and SLURM_STEP_ID of an srun is not")
-        return Launcher("plain python", "no launcher's variable is set")
+            return "plain python in a Slurm job (SLURM_JOB_ID is set, and SLURM_STEP_ID of an srun is not)"
+        return "plain python (no launcher's variable is set)"
 
     def as_lightning_sees_it(self) -> dict[str, Any]:
         """Environment, processes and rank as Lightning would detect them here; for where there is no Trainer."""

@@ -105,10 +105,6 @@ def _interface_towards(host: str) -> str:
     return ""
 
 
-INTERFACE_CHECKS: Mapping[str, Check] = {"interfaces": interfaces}
-"""The check of the named interfaces; it opens no connection."""
-
-
 # -- shared memory, open files, disk -----------------------------------------------------------------------------------
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, nothing is written there
@@ -192,7 +188,7 @@ HOST_CHECKS: Mapping[str, Check] = {
     "open_files": open_files,
     "disk": disk,
 }
-"""The checks of one host, by name."""
+"""The checks of one host that a run makes, by name."""
 
 
 # -- torch and its kin, and their known defects ------------------------------------------------------------------------
@@ -368,10 +364,6 @@ def defects(facts: Facts) -> Iterator[Finding]:
             )
 
 
-SOFTWARE_CHECKS: Mapping[str, Check] = {"torch": torch_works, "requirements": requirements, "defects": defects}
-"""The checks of the installation, by name."""
-
-
 # -- GPUs, as nvidia-smi tells -----------------------------------------------------------------------------------------
 
 _DEADLINE_S = 20.0
@@ -420,8 +412,14 @@ def _number(text: str) -> float | None:
         return None
 
 
-GPU_CHECKS: Mapping[str, Check] = {"gpu_health": health}
-"""What NVML tells of the GPUs, by name."""
+DOCTOR_CHECKS: Mapping[str, Check] = {
+    "torch": torch_works,
+    "requirements": requirements,
+    "defects": defects,
+    **HOST_CHECKS,
+    "gpu_health": health,
+}
+"""The same and those of the installation and of the GPUs, which a run does not make."""
 
 
 # -- the lock of a checkpoint folder: which run writes there, and whether that run is still alive ----------------------

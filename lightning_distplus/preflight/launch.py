@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from lightning_distplus import env
 from lightning_distplus.preflight.check import Check, Facts, Finding, Status
-from lightning_distplus.preflight.host import INTERFACE_CHECKS
+from lightning_distplus.preflight.host import interfaces
 
 LIGHTNING = "LightningEnvironment"
 SLURM = "SLURMEnvironment"
@@ -279,6 +279,6 @@ LAUNCH_CHECKS: Mapping[str, Check] = {
     "nodes": nodes,
     "loopback": loopback,
     "gpus": gpus,
-    **INTERFACE_CHECKS,
+    "interfaces": interfaces,
 }
 """The checks of the launch, by name; none of them opens a connection."""

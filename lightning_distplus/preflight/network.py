@@ -131,15 +131,14 @@ def try_pairs(
     pairs = pair_hosts(len(hosts))
     for number in (1, 2):
         mine = next((pair for pair in pairs if here in pair), None)
-        result = None if mine is None else _measure(plane, number, mine, here == mine[0])
-        is_told = result is not None and mine is not None and here == mine[0]
-        told = plane.gather_json(f"pairs {number}", asdict(result) if is_told and result else {}, deadline)
+        result = {} if mine is None else asdict(_measure(plane, number, mine, mine.index(here)))
+        told = plane.gather_json(f"pairs {number}", result if mine and here == mine[0] else {}, deadline)
         rounds.append([Pair(**one) for one in told if one])
         pairs = second_round(rounds[0], len(hosts)) if rounds[0] else []
     return list(judge(rounds[0], rounds[1], hosts))
 
 
-def _measure(plane: ControlPlane, number: int, pair: tuple[int, int], is_low: bool) -> Pair:
+def _measure(plane: ControlPlane, number: int, pair: tuple[int, int], rank: int) -> Pair:
     """One pair in a group of its own. Gloo knocks five times at a closed door, so a thread of its own waits there."""
     low, high = pair
     store = plane.store_for(f"pair/{number}/{low}/{high}")
@@ -148,8 +147,8 @@ def _measure(plane: ControlPlane, number: int, pair: tuple[int, int], is_low: bo
     def measure() -> None:
         try:
             # Not the default group: what a failed attempt leaves there would spoil the names of the next one.
-            group = dist.ProcessGroupGloo(store, 0 if is_low else 1, 2, _PAIR_DEADLINE)
-            round_trip_ms, mb_per_s = _speak(group) if is_low else _answer(group)
+            group = dist.ProcessGroupGloo(store, rank, 2, _PAIR_DEADLINE)
+            round_trip_ms, mb_per_s = _speeds(group)
         except (RuntimeError, OSError) as error:
             text = next(iter(str(error).splitlines()), "")
             told.append(Pair(low=low, high=high, error=f"{type(error).__name__}: {text[:200]}"))
@@ -163,35 +162,17 @@ def _measure(plane: ControlPlane, number: int, pair: tuple[int, int], is_low: bo
     return next(iter(told), Pair(low=low, high=high, error=silence))
 
 
-def _speak(group: Any) -> tuple[float, float]:
-    small, block, goes_on = torch.zeros(1), torch.zeros(_BLOCK_BYTES // 4), torch.ones(1)
+def _speeds(group: Any) -> tuple[float, float]:
+    """Milliseconds for the sum of one number over the pair, and MB/s of blocks that both send and receive at once."""
+    number, block = torch.zeros(1), torch.zeros(_BLOCK_BYTES // 4)
     trips = []
     for _ in range(_PINGS):
         begin = time.monotonic()
-        group.send([small], 1, 0).wait()
-        group.recv([small], 1, 0).wait()
+        group.allreduce([number]).wait()
         trips.append(time.monotonic() - begin)
     begin, blocks = time.monotonic(), 0
-    while blocks < _MAX_BLOCKS and time.monotonic() - begin < _TRANSFER_S:
-        group.send([goes_on], 1, 0).wait()
-        group.send([block], 1, 0).wait()
-        group.recv([block], 1, 0).wait()
-        blocks += 2
-    elapsed_s = time.monotonic() - begin
-    group.send([torch.zeros(1)], 1, 0).wait()
-    group.recv([small], 1, 0).wait()  # who ends first would cut the other off
-    return statistics.median(trips) * 1e3, blocks * _BLOCK_BYTES / 1e6 / elapsed_s
-
-
-def _answer(group: Any) -> tuple[float, float]:
-    small, block, goes_on = torch.zeros(1), torch.zeros(_BLOCK_BYTES // 4), torch.ones(1)
-    for _ in range(_PINGS):
-        group.recv([small], 0, 0).wait()
-        group.send([small], 0, 0).wait()
-    while True:
-        group.recv([goes_on], 0, 0).wait()
-        if not goes_on.item():
-            group.send([small], 0, 0).wait()
-            return 0.0, 0.0
-        group.recv([block], 0, 0).wait()
-        group.send([block], 0, 0).wait()
+    while not block[0] and blocks < _MAX_BLOCKS:
+        block[0] = time.monotonic() - begin > _TRANSFER_S  # the sum tells both that the time of one of them is over
+        group.allreduce([block]).wait()
+        blocks += 1
+    return statistics.median(trips) * 1e3, blocks * _BLOCK_BYTES / 1e6 / (time.monotonic() - begin)

@@ -160,7 +160,8 @@ def find_attempts(
         last_window = attempt.windows[-1] if attempt.windows else None
         went_on_at = last_window.end - last_window.seconds if last_window else 0.0  # as with on_hang="report"
         since = max(attempt.began, went_on_at)
-        judged = [one for one in verdicts if since <= one["at"] < until and one["kind"] in _FATAL]
+        fatal = (one for one in verdicts if one["kind"] in _FATAL and one.get("ends_run", True))
+        judged = [one for one in fatal if since <= one["at"] < until]
         launcher = [one for one in of_launcher if attempt.began <= one["time"] < until + 1]
         is_heard = now - attempt.last < _QUIET_S
         _find_end(attempt, told, judged, launcher, until if math.isfinite(until) else None, is_heard=is_heard)

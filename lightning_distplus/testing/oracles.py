@@ -20,6 +20,7 @@ from lightning_distplus.gathering import flatten
 from lightning_distplus.testing.faults import FaultPlan, Where, local_part
 from lightning_distplus.testing.spawning import Mode, SpawnResult, spawn
 from lightning_distplus.timeouts import Duration
+from lightning_distplus.world import ranks_by_text
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -114,12 +115,10 @@ def assert_same_on_all_ranks(
         raise AssertionError(f"Ranks {missing} returned nothing to compare; their exit codes are {results.exit_codes}.")
     if not values:
         raise AssertionError("There is no rank to compare: the results are empty.")
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(values):
-        ranks_of[repr(_part(values[rank], key))].append(rank)
-    if len(ranks_of) > 1:
+    sides_of = ranks_by_text({rank: repr(_part(value, key)) for rank, value in values.items()})
+    if len(sides_of) > 1:
         what = f"{key!r} differs" if isinstance(key, str) else "The value differs"
-        sides = "\n".join(f"  ranks {ranks}: {_short(text)}" for text, ranks in ranks_of.items())
+        sides = "\n".join(f"  ranks {ranks}: {_short(text)}" for text, ranks in sides_of.items())
         raise AssertionError(f"{what} between ranks:\n{sides}")
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -41,7 +41,6 @@ MOST_LINES = 30
 _PRINTED_STACK_LINES = 10
 _PRINTED_RANKS = 8
 _TOLD_RANKS = 16
-_SAME_INCIDENT_S = 20
 _PRINTED_FINDINGS = 4
 _LONGEST_OPERATION = 60
 _BATCH = re.compile(r" batch \d+$")
@@ -86,6 +85,7 @@ class Verdict:
     values: dict[str, Any] = dataclass_field(default_factory=dict)
     parameter: str | None = None
     run_id: str = ""
+    ends_run: bool = True
     version: int = 1
 
     def to_json(self) -> str:
@@ -170,12 +170,6 @@ class Verdict:
             lines = ["  ...", *lines[1 - num_lines :]]
         return [f"  stack of rank {rank}, innermost last:", *(f"    {line}" for line in lines)]
 
-    def is_written(self, folder: Path, host: str) -> bool:
-        """Whether a rank of this host has written its verdict on this incident; they judge at about the same moment."""
-        kind, _, second = self.incident.rpartition("-")
-        others = (path.name.removeprefix(f"verdict-{kind}-") for path in folder.glob(f"verdict-{kind}-*-{host}.json"))
-        return any(abs(int(other.partition("-")[0]) - int(second)) < _SAME_INCIDENT_S for other in others)
-
     def path(self, folder: Path, host: str) -> Path:
         """Where it is written."""
         return folder / f"verdict-{self.incident}-{host}.json"
@@ -194,17 +188,22 @@ def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
     return "-".join([kind, *([run] if run else []), str(int(time.time() if at is None else at))])
 
 
-def find_verdicts(folder: Path, *, run_id: str | None = None, since: float = 0.0) -> list[dict[str, Any]]:
+def find_verdicts(
+    folder: Path, *, run_id: str | None = None, since: float = 0.0, of_end: bool = False
+) -> list[dict[str, Any]]:
     """Reads the verdicts of a folder, oldest first, each with its ``path``; of any version.
 
     Args:
         folder: Where the artefacts are.
         run_id: The run whose verdicts are wanted; None: those of all runs.
         since: Unix time; older ones are left out.
+        of_end: Whether those are left out after which the run went on: a difference that is a warning, a hang that is
+            only reported. Of the others the first one tells the cause, and what came after it is its consequence.
     """
     times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
     found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
-    return [one for one in found if run_id in (None, one.get("run_id", ""))]
+    found = [one for one in found if run_id in (None, one.get("run_id", ""))]
+    return [one for one in found if one.get("ends_run", True)] if of_end else found
 
 
 # -- the block that comes last on the terminal -------------------------------------------------------------------------
@@ -244,10 +243,9 @@ def duration_in_words(seconds: float) -> str:
     return f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60} min"
 
 
-def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> None:
+def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
-    stream = stream or sys.stderr
-    console = Console(file=stream, soft_wrap=True, highlight=False)
+    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
     lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
@@ -258,7 +256,7 @@ def print_block(verdict: Verdict, path: Path, stream: TextIO | None = None) -> N
         text.append(f"{line}\n", style="bold red" if number == 0 else "bold" if _LABEL.match(line) else "")
     with suppress(OSError, ValueError):
         console.print(text, end="")
-        stream.flush()
+        sys.stderr.flush()
 
 
 def shown_mark(verdict: Path) -> Path:

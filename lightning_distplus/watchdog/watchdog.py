@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -470,18 +470,21 @@ class Watchdog:
             self._have_judged_together.set()
 
     def _give(self, verdict: Verdict) -> None:
-        self._telling.has_judged = True
+        self._telling.has_judged = self._ends_run
+        verdict = replace(verdict, ends_run=self._ends_run)
         speaks = self._telling.speaks_for_host(verdict.silent)
-        if speaks or (self._ends_run and not self._telling.is_done(verdict)):
-            self._telling.tell(verdict)
+        path = None
+        # Where another rank speaks, the end of this process would tear that one out of its verdict.
+        if speaks or (self._ends_run and not self._telling.is_written(_SPOKEN_S)):
+            path = self._telling.tell(verdict)
         if self._ends_run:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
             self._linger()
             self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
-        elif speaks and (found := self._telling.find_verdict()):
-            print_block(*found)
-            threading.Thread(target=self._on_shown, args=found[1:], name="distplus-on-shown", daemon=True).start()
+        elif path is not None:
+            print_block(verdict, path)
+            threading.Thread(target=self._on_shown, args=(path,), name="distplus-on-shown", daemon=True).start()
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Kills culprits of this host, with what was forked from them, of which it is known that they cannot end.
@@ -558,10 +561,13 @@ class Telling:
 
     # -- to the file and to the peers --------------------------------------------------------------------------------
 
-    def tell(self, verdict: Verdict) -> None:
-        """Writes it; it is printed when this process ends."""
+    def tell(self, verdict: Verdict) -> Path | None:
+        """Writes it; one that ends the run is printed when this process ends. None where the folder takes no file."""
         with suppress(OSError):
-            self._found = (verdict, verdict.write(self._folder, self._world.host))
+            path = verdict.write(self._folder, self._world.host)
+            self._found = (verdict, path) if verdict.ends_run else self._found
+            return path
+        return None
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
@@ -576,7 +582,7 @@ class Telling:
             if verdict is None:
                 return
             wait_s = 0.0 if self.speaks_for_host(verdict.culprits) else _FAILURE_S
-            if not is_told and until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s):
+            if not is_told and self.is_written(wait_s):
                 return
             if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
                 self._found = (verdict, verdict.write(self._folder, self._world.host))
@@ -584,13 +590,13 @@ class Telling:
             log.exception("rank %d: the verdict cannot be written", self._world.rank)
 
     def _written(self, since: float) -> list[Path]:
-        """The verdicts on this run that ranks of this host have written since then, oldest first."""
-        told = find_verdicts(self._folder, run_id=self._plane.run_id, since=since)
+        """The verdicts on the end of this run that ranks of this host have written since then, oldest first."""
+        told = find_verdicts(self._folder, run_id=self._plane.run_id, since=since, of_end=True)
         return [one["path"] for one in told if one["path"].stem.endswith(f"-{self._world.host}")]
 
-    def is_done(self, verdict: Verdict) -> bool:
-        """Waits for the rank that speaks for this host: the end of other processes would tear it out of its verdict."""
-        return until(lambda: verdict.is_written(self._folder, self._world.host), _SPOKEN_S)
+    def is_written(self, wait_s: float) -> bool:
+        """Waits for a verdict of another rank of this host on the end of the run, for so long at most."""
+        return until(lambda: bool(self._written(time.time() - _RECENT_S)), wait_s)
 
     def tell_peers(self, verdict: Verdict) -> None:
         """Makes the verdict the job's first error: the end of this process must not look like the cause elsewhere."""
@@ -798,7 +804,7 @@ def show_after_cells(folder: Path) -> None:
 
     def end_cell(result: Any) -> None:
         with suppress(Exception):  # the error of the cell has been shown
-            for told in [] if result.success else find_verdicts(folder, since=began_at)[-1:]:
+            for told in [] if result.success else find_verdicts(folder, since=began_at, of_end=True)[-1:]:
                 shown_mark(told["path"]).touch(exist_ok=False)
                 print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
 

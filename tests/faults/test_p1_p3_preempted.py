@@ -81,9 +81,11 @@ STOPS: list[tuple[str, Asks, set[int], dict[str, Any]]] = [
 def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continues_exactly(
     name: str, asks: Asks, stops: set[int], arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    stop(name, tmp_path, asks, **arguments)
+    run = stop(name, tmp_path, asks, **arguments)
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
+    assert f"goes on from {tmp_path / 'checkpoints' / f'preempt-step={step}.ckpt'}\n" in run.logs[0]
+    assert "weights_only" not in run.logs[0]
     assert_continues_exactly(name, tmp_path, step, **arguments)
 
 

@@ -327,20 +327,6 @@ def test_a_rank_starts_cold_where_the_imports_do_not_end(
     )
 
 
-def test_a_rank_runs_in_a_folder_that_is_deleted(
-    warm: Warm, script: Callable[[str], list[str]], tmp_path: Path
-) -> None:
-    command = script("import os; print(os.readlink('/proc/self/cwd'), os.listdir('.'))")
-    ended = []
-    gone = tmp_path / "gone"
-    begins = "import os, sys; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); "
-    for each in (command, warm.command(command)):
-        begin = f"{begins}os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
-        ended.append(run(["-c", begin, str(gone), *each]))
-    assert ended[0] == ended[1]
-    assert ended[0][:2] == (0, f"{gone} (deleted) []\n")
-
-
 def test_a_killed_server_that_has_not_read_a_signal_ends_who_stands_in_like_a_killed_rank(
     preloading: Callable[[str], Warm], script: Callable[[str], list[str]]
 ) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from lightning_distplus.testing import FaultPlan, spawn
 from lightning_distplus.testing.spawning import free_port
+from tests.processes import ROOT, wait_until
 
 MODULE = "tests.unit.testing.test_spawn"
-REPOSITORY = Path(__file__).parents[3]
 
 
 def _all_reduced(rank: int, offset: int) -> int:
@@ -157,17 +157,17 @@ def test_ranks_end_with_the_process_that_spawned_them(number: signal.Signals, tm
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
     )
     try:
-        assert _becomes_true((tmp_path / "started").exists, 20)
+        wait_until((tmp_path / "started").exists, within_s=20.0)
         ranks = _descendants_named(parent.pid)
         parent.send_signal(number)
         parent.communicate(timeout=20)
         assert parent.returncode == -number
-        assert _becomes_true(lambda: not any(Path(f"/proc/{pid}/fd/1").exists() for pid in ranks), 5)
+        wait_until(lambda: not any(Path(f"/proc/{pid}/fd/1").exists() for pid in ranks), within_s=5.0)
         if number == signal.SIGINT:
             assert not _processes("2345.6"), "Ctrl-C also ends what the ranks started"
     finally:
@@ -209,7 +209,7 @@ def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
         "import sys, lightning_distplus.testing as t; t.spawn, t.FaultPlan, t.preload\n"
         "assert not {'torch', 'lightning'} & set(sys.modules); assert callable(t.spawn)"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=30)
 
 
 def _processes(argument: str) -> list[int]:
@@ -225,12 +225,3 @@ def _processes(argument: str) -> list[int]:
 
 def _descendants_named(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-
-
-def _becomes_true(condition: object, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.02)
-    return False

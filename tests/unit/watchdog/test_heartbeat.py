@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +17,7 @@ from lightning_distplus.watchdog.heartbeat import Board, Sighting
 from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.watchdog import Watchdog
 from lightning_distplus.world import World
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+from tests.processes import wait_until
 
 
 def test_evidence_of_an_earlier_silence_is_dropped_once_the_rank_has_moved() -> None:
@@ -41,9 +33,9 @@ def test_evidence_of_an_earlier_silence_is_dropped_once_the_rank_has_moved() -> 
             board.start()
         evidence = {"rank": 1, "number": marks[1].read().number}
         boards[1].post_evidence(evidence)
-        assert until(lambda: boards[0].evidence == {1: evidence})
+        wait_until(lambda: boards[0].evidence == {1: evidence}, within_s=10.0)
         marks[1].set("backward")
-        assert until(lambda: boards[0].evidence == {})
+        wait_until(lambda: boards[0].evidence == {}, within_s=10.0)
     finally:
         for board in boards:
             board.stop()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lightning_distplus.checkpoint.formats import refuse_foreign
+from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.errors import CheckpointMismatch
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
+from lightning_distplus.watchdog.progress import Marks
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
+from lightning_distplus.watchdog.watchdog import Watchdog
 from lightning_distplus.world import World
 
 
@@ -182,24 +188,9 @@ def test_a_rank_that_computes_is_to_blame_before_those_that_wait_for_it_in_a_cal
     assert verdict.culprits == [1]
 
 
-def test_a_verdict_of_another_rank_of_this_host_on_the_same_incident_is_found(tmp_path: Path) -> None:
-    def at(second: int, kind: str = "hang") -> Verdict:
-        return judge({0: evidence(0), 1: evidence(1, waits=False)}, f"{kind}-{second}")
-
-    at(1000).write(tmp_path, "node0")
-    assert at(1000).is_written(tmp_path, "node0")
-    assert at(1002).is_written(tmp_path, "node0")  # the clock has gone on between the two
-    assert not at(1000).is_written(tmp_path, "node1")
-    assert not at(1000, kind="abort").is_written(tmp_path, "node0")
-    assert not at(2000).is_written(tmp_path, "node0")  # an earlier attempt
-
-
 def test_runs_that_share_a_folder_and_a_second_write_their_own_verdicts(tmp_path: Path) -> None:
     for run_id in ("a", "b/c"):
-        verdict = judge({0: evidence(0), 1: evidence(1, waits=False)}, name_incident("hang", run_id, 1000), run_id)
-        assert not verdict.is_written(tmp_path, "node0")
-        verdict.write(tmp_path, "node0")
-        assert verdict.is_written(tmp_path, "node0")
+        judge({0: evidence(0)}, name_incident("hang", run_id, 1000), run_id).write(tmp_path, "node0")
     assert [one["run_id"] for one in find_verdicts(tmp_path, run_id="b/c")] == ["b/c"]
     assert len(find_verdicts(tmp_path)) == 2
 
@@ -281,3 +272,38 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
+
+
+class NoLimits:
+    deadline: timedelta | None = None
+    last_deadline: timedelta | None = None
+
+
+def watchdog_of(rank: int, folder: Path) -> Watchdog:
+    plane, marks = ControlPlane(HashStore(), World(rank=rank, size=2, host="node0")), Marks(phase=lambda: "step")
+    return Watchdog(plane, marks, NoLimits(), report_after=None, ends_run=False, folder=folder, has_process=False)
+
+
+def test_a_verdict_after_which_the_run_went_on_hides_no_later_one(tmp_path: Path) -> None:
+    first, other = watchdog_of(0, tmp_path), watchdog_of(1, tmp_path)
+    first._give(judged(evidence(0), evidence(1, waits=False)))
+    error = FirstError.of(ValueError("later"), World(rank=0, size=2, host="node0"))
+    first.tell_failure(error)
+    for one in (first, other):  # who has written it, and who has not
+        found = one._telling.find_verdict()
+        assert found is not None
+        assert found[0].kind == "exception"
+    assert [one["kind"] for one in find_verdicts(tmp_path)] == ["hang", "exception"]
+    assert [one["kind"] for one in find_verdicts(tmp_path, of_end=True)] == ["exception"]
+
+
+def test_only_a_verdict_of_this_host_and_attempt_is_that_of_another_rank_on_the_same_end(
+    tmp_path: Path,
+) -> None:
+    telling, verdict = watchdog_of(1, tmp_path)._telling, judged(evidence(0), evidence(1, waits=False))
+    verdict.write(tmp_path, "node1")
+    assert not telling.is_written(0.0)
+    path = verdict.write(tmp_path, "node0")
+    assert telling.is_written(0.0)
+    os.utime(path, (1, 1))
+    assert not telling.is_written(0.0)

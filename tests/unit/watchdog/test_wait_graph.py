@@ -66,6 +66,14 @@ def test_a_call_that_others_have_ended_says_that_the_rank_itself_stands() -> Non
     assert "which rank 1 ended" in found.reasons[0]
 
 
+def test_gloo_may_end_a_call_on_one_rank_while_another_one_is_still_in_it() -> None:
+    late = replace(call("tp0", 1), is_gloo=True)
+    went_on = [replace(late, is_done=True), call("dp1", 1)]
+    found = followed(r0=[late], r1=went_on, r2=[call("dp0", 1)], r3=[call("dp1", 1)])
+    assert found is not None
+    assert (0 in found.culprits, found.is_decided) == (False, False)
+
+
 def test_a_call_in_flight_that_the_ring_has_overwritten_on_another_rank_was_not_ended_there() -> None:
     ran_ahead = [call("tp0", 3), call("dp1", 1)]
     found = followed(r0=[call("tp0", 1)], r1=ran_ahead, r2=[], r3=[call("dp1", 1)])
@@ -73,24 +81,28 @@ def test_a_call_in_flight_that_the_ring_has_overwritten_on_another_rank_was_not_
     assert 0 not in found.reasons or not found.is_decided
 
 
-def stage(stands: int, *, earlier: int = 0, between_ns: int = 1000) -> Ends | None:
-    """Four ranks of one stage: one stands behind a call after which its like went on, one has an empty record.
+def stage(*stand: int, earlier: int = 0, between_ns: int = 1000, once_ns: int = 0) -> Ends | None:
+    """Four ranks of one stage: some stand behind a call after which their like went on; rank 4 has an empty record.
 
     Args:
-        stands: The rank that stands.
-        earlier: How often it has gone on from such a call before.
+        stand: The ranks that stand.
+        earlier: How often they have gone on from such a call before.
         between_ns: How long it took then, and from any call to the next.
+        once_ns: How much longer it took in one of the last rounds.
     """
     groups = {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2, 3]}
     rounds = [
-        replace(call(group, seq, done=True), created_ns=between_ns * (2 * seq + (group == "b")))
+        replace(
+            call(group, seq, done=True),
+            created_ns=between_ns * (2 * seq + (group == "b")) + once_ns * ((seq, group) > (earlier - 2, "a")),
+        )
         for seq in range(1, earlier + 1)
         for group in "ab"
     ]
     before = [*rounds, replace(call("a", earlier + 1), created_ns=10**12)]
     after = [*before, replace(call("b", earlier + 1), created_ns=10**12 + 1000)]
     records = {
-        rank: Recording(calls=before if rank == stands else after, groups=groups, roles={"a": "a", "b": "b"})
+        rank: Recording(calls=before if rank in stand else after, groups=groups, roles={"a": "a", "b": "b"})
         for rank in range(4)
     }
     return follow({**records, 4: Recording(groups={"a": groups["a"]})})
@@ -103,6 +115,33 @@ def test_a_rank_that_stands_where_its_like_went_on_with_the_same_calls_in_flight
     found = stage(rank, earlier=earlier)
     assert found is not None
     assert (found.culprits, found.is_decided) == ([rank, 4], True)
+
+
+def test_what_stands_side_by_side_where_only_active_calls_are_left_did_not_follow_on_each_other() -> None:
+    groups, records = {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2, 3]}, {4: Recording(groups={"a": [0, 1, 2, 3, 4]})}
+    for rank in range(4):
+        calls = [
+            replace(one, created_ns=10**9 * seq + 1000 * number)
+            for seq in (1, 2)  # a second in between, in which calls were made that have ended
+            for number, one in enumerate([call("c", seq, op="send", peer=rank + 10, done=True), call("a", seq)])
+        ]
+        last = [] if rank == 1 else [replace(call("b", 1), created_ns=2 * 10**9 + 2000)]
+        records[rank] = Recording(calls=[*calls, *last], groups=groups)
+    found = follow(records)
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([1, 4], True)
+
+
+def test_a_rank_that_once_took_long_to_go_on_from_there_may_do_so_now_and_then() -> None:
+    found = stage(1, earlier=9, once_ns=10**9)
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([1, 4], False)
+
+
+def test_two_ranks_of_a_stage_that_stand_in_the_same_place_may_be_meant_to_wait_there() -> None:
+    found = stage(1, 2)
+    assert found is not None
+    assert (found.culprits, found.is_decided) == ([4], True)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -119,9 +158,11 @@ def test_the_first_or_last_rank_may_wait_alone_unless_earlier_rounds_show_that_i
 
 def test_a_short_message_that_was_sent_before_its_receiver_came_to_it_makes_nobody_wait() -> None:
     sent = call("dp0", 1, op="send", peer=2, done=True)
-    found = followed(r0=[sent, call("tp0", 1)], r1=[], r2=[call("tp1", 1), call("dp0", 1, op="recv", peer=0)], r3=[])
+    not_yet_begun = call("dp0", 1, op="recv", peer=0)
+    found = followed(r0=[sent], r1=[call("dp1", 1)], r2=[call("tp1", 1), not_yet_begun], r3=[])
     assert found is not None
-    assert found.culprits == [1, 3]
+    assert (found.culprits, found.is_decided) == ([0, 3], False)
+    assert found.reasons[0].endswith("nobody is seen to wait for it")
 
 
 def test_ranks_that_stand_together_in_a_call_to_which_all_have_come_are_told_to_be_undecided() -> None:

@@ -31,7 +31,6 @@ __all__ = ["LiveRun", "main", "run_top", "show_job"]
 
 _EVERY_S = 2.0
 _WIDTH_OF_A_FILE = 200
-_MANY_FILES = 32  # from so many on, reading takes long enough to say how far it is
 
 # -- distplus report ---------------------------------------------------------------------------------------------------
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
         parser.error(f"--html {arguments.html}: there is no folder {arguments.html.parent}")
     if arguments.dumps is not None:
-        verdict = judge_dumps(arguments.dumps, on_file=_say_how_far)
+        verdict = judge_dumps(arguments.dumps)
         print(verdict.to_json() if arguments.json else verdict.render())
         return 0
     home, mtbf = artefacts_of(arguments.run), arguments.mtbf
@@ -111,11 +110,6 @@ _RUN = "default_root_dir of the run, or its folder distplus"
 
 def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
-
-
-def _say_how_far(number: int, count: int) -> None:
-    if count >= _MANY_FILES and (number % max(count // 10, 1) == 0 or number == count):
-        print(f"distplus report: {number} of {count} dumps read", file=sys.stderr)
 
 
 def _shown(jobs: Sequence[dict[str, Any]]) -> Group:

@@ -577,15 +577,17 @@ class StreamOrder:
         if self._over_epoch == fit.epoch:
             return iter(())
         place = self._next_pass(fit.epoch) if saved is None else _Place.saved(saved, loader.num_workers)
-        seed, num_passes = fit.stream_seed(loader), place.num_passes
+        seed, begin = fit.stream_seed(loader), place.stream
+        if saved is None and (loader.num_workers or self._source.is_live):  # the data stand where torch begins
+            begin = StreamState.at_beginning(loader.num_workers, place.num_passes)
         reader = StreamReader(
             source=self._source,
             batch_size=self.batch_size,
             collate=loader.collate_fn,
             rest="drop" if loader.drop_last else "keep",
             seed=seed,
-            begin=StreamState.at_beginning(loader.num_workers, num_passes) if saved is None else place.stream,
-            epoch=num_passes,
+            begin=begin,
+            epoch=place.num_passes,
         )
         used: dict[str, Any] = {
             "dataset": _ShownReader(loader.dataset, _reader=reader),

@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -275,7 +275,6 @@ class Budget:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._began = 0.0
         self._agreed: dict[str, float] = {}
-        self._asked: Counter[str] = Counter()
 
     def begin_step(self) -> None:
         """A step begins; the time since the last call was that of a step."""
@@ -283,11 +282,6 @@ class Budget:
         if self._began:
             self._steps.append(now - self._began)
         self._began = now
-
-    def is_due(self, look: str) -> bool:
-        """Whether a look that its check could take in each step is due in this one; all ranks count alike."""
-        self._asked[look] += 1
-        return not self._agreed or self._asked[look] % self.exceeds(look) == 0
 
     def took(self, look: str, began: float, scale: int = 1) -> None:
         """A look has ended.

@@ -353,7 +353,7 @@ class BatchCheck(Check):
         if rest == 0:
             if self._compares_structure:
                 fields["batch_structure"] = self._structure_of(batch)
-            if self.run.budget.is_due("batch"):
+            if turn % self.run.budget.exceeds("batch", self._every) == 0:
                 began = time.thread_time()
                 ids = self.run.sample_ids()
                 may_read = turn % self._reads_every == 0

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -408,13 +408,12 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}; a dump holds plain values only")
 
 
-def load_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) -> dict[int, dict[str, Any]]:
+def load_dumps(folder: Path) -> dict[int, dict[str, Any]]:
     """Loads every dump in a folder, by rank.
 
     Args:
         folder: Holds one file per rank, named as torch does: the rank comes last (``nccl_trace_rank_12``), with
             ``.json``, ``.pickle`` or nothing after it. Files without a number at the end are left alone.
-        on_file: Is told how many files have been read, of how many.
 
     Raises:
         DumpError: The folder is none, holds no dump or two of one rank, or a file is not what torch writes.
@@ -434,12 +433,7 @@ def load_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) 
             f"{folder} holds no dump of torch's Flight Recorder: no file name ends with a rank, as nccl_trace_rank_0 "
             "does. Torch writes them where TORCH_FR_DUMP_TEMP_FILE says, with TORCH_NCCL_DUMP_ON_TIMEOUT=1"
         )
-    dumps = {}
-    for number, (rank, path) in enumerate(sorted(paths.items()), 1):
-        dumps[rank] = _read_file(path)
-        if on_file is not None:
-            on_file(number, len(paths))
-    return dumps
+    return {rank: _read_file(path) for rank, path in sorted(paths.items())}
 
 
 def _read_file(path: Path) -> dict[str, Any]:

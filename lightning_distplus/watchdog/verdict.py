@@ -28,6 +28,7 @@ from lightning_distplus.control.secret import words_of
 from lightning_distplus.events import ledger_files, read_ledger
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
+from lightning_distplus.timeouts import Phase
 from lightning_distplus.watchdog import flight_recorder
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective, Ends, Mismatch, Recording
@@ -142,7 +143,8 @@ class Verdict:
     def _place(self) -> str:
         """Where the first culprit stands; a batch is named by the step below."""
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
-        where = f" in {operation}" if operation and len(operation) <= _LONGEST_OPERATION else ""
+        is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
+        where = f" in {operation}" if is_place else ""
         if self.location is None:
             return where
         file, _, line = self.location.rpartition(":")
@@ -211,7 +213,9 @@ def find_verdicts(
 _LABEL = re.compile(r"  (\w+): ")
 
 
-def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) -> str:
+def describe_next(
+    folder: Path, run_id: str, global_step: int, ended_at: float, *, is_in_resume: bool = False
+) -> str:  # fmt: skip
     """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
@@ -224,7 +228,8 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float) 
             at = event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        return f"no checkpoint has been committed yet; the same command starts at the beginning ({lost})"
+        again = "loads the same checkpoint again" if is_in_resume else "starts at the beginning"
+        return f"no checkpoint has been committed yet; the same command {again} ({lost})"
     how = 'the same command with fit(..., ckpt_path="auto")'
     if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
         if sys.argv[1:2] != ["launch"]:
@@ -246,7 +251,8 @@ def duration_in_words(seconds: float) -> str:
 def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
+    of_run = (path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
+    goes_on = describe_next(*of_run, is_in_resume=verdict.phase == Phase.RESUME)
     lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
     if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
@@ -551,9 +557,9 @@ def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<")
 
 
-def judge_dumps(folder: Path, on_file: Callable[[int, int], None] | None = None) -> Verdict:
-    """Gives the verdict on the job that has left these dumps; see ``read_dumps`` for the arguments and errors."""
-    dumps = flight_recorder.load_dumps(folder, on_file)
+def judge_dumps(folder: Path) -> Verdict:
+    """Gives the verdict on the job that has left these dumps; see ``load_dumps`` for what it holds, and the errors."""
+    dumps = flight_recorder.load_dumps(folder)
     recordings = flight_recorder.read_recordings(dumps)
     if not any(recording.unfinished for recording in recordings.values()):
         raise flight_recorder.DumpError(

@@ -240,8 +240,8 @@ class Hopeful(Counting):
         return self.num_samples + 5
 
 
-def streams(mode: str) -> CombinedLoader:
-    return CombinedLoader([stream(), stream(num_samples=7, num_workers=1)], mode)
+def streams(mode: str, num_workers: int = 1) -> CombinedLoader:
+    return CombinedLoader([stream(), stream(num_samples=7, num_workers=num_workers)], mode)
 
 
 BOTH = ["on_train_batch_end", "on_train_epoch_end"]
@@ -297,6 +297,10 @@ ORACLES: dict[str, tuple[Make, list[str], dict[str, Any]]] = {
     "StatefulDataLoader over ids, workers": (partial(stateful_over_ids, num_workers=2), BOTH, TWO),
     "StatefulDataLoader over no state": (stateful_over_stateless, BOTH[:1], TWO),
     **{f"streams, {mode}": (partial(streams, mode), BOTH, TWO) for mode in ("max_size_cycle", "max_size", "min_size")},
+    **{
+        f"streams without workers, {mode}": (partial(streams, mode, 0), BOTH, TWO)
+        for mode in ("max_size_cycle", "max_size")
+    },
     "cycle in windows": (partial(combined, "max_size_cycle"), BOTH, {**OWN, **WINDOWS}),
     "cycle over ranks": (partial(combined, "max_size_cycle"), BOTH[:1], TWO),
 }

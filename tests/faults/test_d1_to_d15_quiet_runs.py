@@ -21,6 +21,7 @@ from lightning_distplus import RankDivergenceMonitor, ResumableDataModule
 from lightning_distplus.events import read_events
 from lightning_distplus.testing import spawn
 from tests.distributed import jobs
+from tests.distributed.test_settings import FindingAgain
 from tests.faults.divergences import own_loader
 from tests.faults.test_d4_d9_d11_steps import fit
 from tests.pairs import kept
@@ -179,21 +180,11 @@ def look_up_codes(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
     return trainer.global_step, alarms(monitor)
 
 
-class Finding(pl.callbacks.LearningRateFinder):
-    """Between two epochs, up to rates at which the loss is infinite on one rank before it is on the other."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        pass
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
-            self.lr_find(trainer, pl_module)
-
-
 def find_a_rate(rank: int, steps: int, folder: str) -> tuple[int, Alarms]:
+    """Between two epochs, up to rates at which the loss is infinite on one rank before it is on the other."""
     module = jobs.Model()
     module.lr, module.configure_optimizers = 0.01, lambda: torch.optim.AdamW(module.parameters(), lr=module.lr)
-    finder = Finding(0.1, 1e30, num_training_steps=12, early_stop_threshold=None)
+    finder = FindingAgain(0.1, 1e30, num_training_steps=12, early_stop_threshold=None)
     monitor, data = RankDivergenceMonitor(state_at_rest=True), own_loader(rank, 64)
     trainer = fit(rank, "ResilientDDP", folder, finder, module=module, monitor=monitor, data=data, max_steps=steps)
     assert len(finder.optimal_lr.results["loss"]) == 12

@@ -41,17 +41,8 @@ NAMES = [  # beside those that the tests below take away, or look at
     # torch and DeepSpeed: gradients and state inside the engines
     "torch.distributed.fsdp._flat_param:FlatParameter._init_metadata",
     "torch.distributed.fsdp._common_utils:FSDP_FLATTENED",
-    "torch.distributed.fsdp._state_dict_utils:_should_unshard_params",
-    "torch.distributed.fsdp._state_dict_utils:_sharded_post_state_dict_hook",
-    "torch.distributed.fsdp._state_dict_utils:_common_unshard_post_state_dict_hook",
-    "torch.distributed.fsdp._state_dict_utils:_pre_state_dict_hook",
-    "torch.distributed.fsdp._state_dict_utils:_post_state_dict_hook",
     "torch.distributed.fsdp._state_dict_utils:FSDP_PREFIX",
-    "torch.distributed.fsdp._state_dict_utils:FLAT_PARAM",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._post_state_dict_hook",
-    "torch.distributed._checkpointable:_Checkpointable.__create_write_items__",
     "torch.distributed._checkpointable:_Checkpointable.__create_chunk_list__",
-    "torch.distributed._checkpointable:_Checkpointable.__get_tensor_shard__",
     # what unpickles a checkpoint
     "torch.distributed.checkpoint.filesystem:pickle.load",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",
@@ -89,8 +80,7 @@ NAMES = [  # beside those that the tests below take away, or look at
     "lightning.pytorch.strategies:DeepSpeedStrategy._get_process_group_backend",
 ]
 ATTRIBUTES = {
-    "DDPStrategy": ["_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
-    "FSDPStrategy": ["_state_dict_type"],
+    "DDPStrategy": ["_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"],
     "ModelParallelStrategy": ["_data_parallel_size", "_tensor_parallel_size", "_device_mesh"],
 }
 

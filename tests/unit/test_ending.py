@@ -107,3 +107,8 @@ def test_what_goes_on_is_the_checkpoint_of_the_ranks_whatever_the_launcher_has_w
         with EventLog(tmp_path, rank, run_id="a") as log:
             log.write(kind, **fields)
     assert "goes on from a.ckpt (step 50; 20 steps" in describe_next(tmp_path, "a", 70, time.time())
+
+
+def test_a_run_that_was_refused_its_checkpoint_is_not_told_to_begin_anew(tmp_path: Path) -> None:
+    for is_in_resume, what in ((True, "loads the same checkpoint again"), (False, "starts at the beginning")):
+        assert f"the same command {what}" in describe_next(tmp_path, "a", 0, time.time(), is_in_resume=is_in_resume)

@@ -28,7 +28,6 @@ WRONG = {
     "launch slurm --nodes 0 -- fit": "nodes is 0; it is at least 1",
     "launch slurm --same-step 0 -- fit": "same_step is 0; it is at least 1",
     "preflight --deadline 5q": "argument --deadline: the value is '5q', which is no duration",
-    "report . --mtbf -1": "argument --mtbf: ",
     "report . --html nowhere/x.html": "there is no folder nowhere",
     "rehearse --world 0": "--world is at least 1",
 }

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distplus import PreemptionHandler, ResilientDDP
 from lightning_distplus.report.health import FIGURES, RunHealth, metric_name
-from lightning_distplus.strategies.defaults import Telemetry, batch_sizes, bring_callbacks, log_text
+from lightning_distplus.strategies.defaults import Telemetry, batch_sizes, bring_callbacks, log_text, show_log
 from tests.distributed import jobs
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -33,6 +33,21 @@ def test_lightnings_requeue_keeps_the_signals_of_a_slurm_job_that_we_have_not_su
     strategy = ResilientDDP(cluster_environment=SLURMEnvironment(auto_requeue=auto_requeue))
     trainer = SimpleNamespace(callbacks=[], barebones=False, datamodule=None)
     assert any(isinstance(one, PreemptionHandler) for one in bring_callbacks(strategy, trainer)) == handles
+
+
+def test_lines_are_shown_of_rank_0_alone_and_not_where_logging_is_configured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, ours = logging.getLogger(), logging.getLogger("lightning_distplus")
+    monkeypatch.setattr(root, "handlers", [])
+    for is_global_zero in (True, False):
+        show_log(is_global_zero=is_global_zero)
+        ours.info("told by %s", is_global_zero)
+        ours.warning("warned by %s", is_global_zero)
+    assert capsys.readouterr().err.splitlines() == ["told by True", "warned by True", "warned by False"]
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    show_log(is_global_zero=True)
+    assert (ours.handlers, ours.level) == ([], logging.NOTSET)
 
 
 class OwnBar(TQDMProgressBar):

@@ -55,6 +55,8 @@ def test_a_rank_that_does_not_wait_is_to_blame_and_its_place_is_shown() -> None:
     assert (verdict.kind, verdict.culprits, verdict.waiting) == ("hang", [2], [0, 1])
     assert (verdict.location, verdict.operation, verdict.global_step) == ("train.py:12", "on_train_batch_end", 7)
     assert "train.py:12" in verdict.render()
+    lost = replace(verdict, kind="peer_lost", operation="start").render()
+    assert lost.startswith("RANK 2 IS GONE (host node0, pid 102) at train.py:12\n")
 
 
 def test_a_stopped_process_is_to_blame_before_one_that_only_works() -> None:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAUNCH", "ROOT", "is_there", "start", "wait_until"]
+__all__ = ["LAUNCH", "ROOT", "is_there", "run_source", "start", "wait_until"]
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ["-m", "lightning_distplus.cli", "launch"]
@@ -38,6 +39,12 @@ def start(
             [*prefix, sys.executable, *map(str, command)], cwd=cwd, text=True, start_new_session=True,
             env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+
+def run_source(source: str) -> subprocess.CompletedProcess[str]:
+    """What Python says to these lines."""
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def wait_until(is_so: Callable[[], Any], told: Callable[[], object] = str, within_s: float = 100.0) -> Any:

@@ -65,7 +65,10 @@ class Asks(Callback):
             file.write(json.dumps([moment, trainer.global_rank, trainer.global_step]) + "\n")
         pid = os.getppid() if self.to_launcher else os.getpid()
         delay_s = self.delays_s.get(trainer.global_rank, 0.0)
-        threading.Thread(target=self.send, args=(pid, delay_s), daemon=True).start()
+        sender = threading.Thread(target=self.send, args=(pid, delay_s), daemon=True)
+        sender.start()
+        if not self.delays_s:
+            sender.join()  # however busy the machine is
         time.sleep(0.05)  # the signals arrive here
 
     def send(self, pid: int, delay_s: float) -> None:

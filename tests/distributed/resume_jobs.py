@@ -17,6 +17,17 @@ from lightning_distplus.data import MegatronWriter, ResumableDataModule, TokenDa
 from lightning_distplus.testing import weights_digest
 from tests.distributed import jobs
 
+# Ways to train that data of every kind have.
+CASES: dict[str, dict[str, Any]] = {
+    "three epochs": {"max_epochs": 3, "num_samples": 9},
+    "limited by steps": {"max_epochs": 5, "max_steps": 18},
+    "validation inside the epoch": {"max_epochs": 2, "val_check_interval": 3},
+    "validation across epochs": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
+    "validation inside windows": {"max_epochs": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
+    "loaders made anew in each epoch": {"max_epochs": 3, "num_samples": 9, "reload_dataloaders_every_n_epochs": 1},
+    "sanity check": {"max_epochs": 2, "num_sanity_val_steps": 1},
+}
+
 
 class Augmented(Dataset):
     """Sample i is (i, the sum of a random number of each generator); it keeps which ones were read."""
@@ -184,6 +195,15 @@ def assert_every_save_resumes_exactly(
     return len(saver.saves)
 
 
+def case_resumes_exactly(
+    data_of: Callable[[int], Any], case: dict[str, Any], hook: str, folder: Path, every: int = 1
+) -> int:
+    """The same for data of as many samples as the case has, 17 by default, and its arguments of the Trainer."""
+    arguments = {"num_samples": 17, **case}
+    num_samples = arguments.pop("num_samples")
+    return assert_every_save_resumes_exactly(lambda: data_of(num_samples), hook, folder, every, **arguments)
+
+
 def trained(events: list[Any]) -> int:
     """How many of them are micro-batches."""
     return sum(event[0] == "train" for event in events)
@@ -244,31 +264,6 @@ class Numbered(jobs.Model):
 def ids_of(batch: Any) -> list[int]:
     samples = batch["input_ids"] if isinstance(batch, dict) else batch
     return samples[:, 0].int().tolist()
-
-
-def fit_on_ranks(
-    make_data: Callable[..., pl.LightningDataModule],
-    data: dict[str, Any],
-    world_size: int,
-    folder: str,
-    resume_from: list[int],
-    arguments: dict[str, Any],
-) -> list[tuple[dict[int, list[list[int]]], int]]:
-    """Trains, or resumes from each of the named saves of an earlier call; runs on every rank.
-
-    Returns:
-        For each run: the ids of this rank's samples by step, and the samples consumed at the end.
-    """
-    runs = []
-    for save in resume_from or [None]:
-        saver = SaveAt("on_train_batch_end", Path(folder))
-        settings = {"strategy": "ddp" if world_size > 1 else "auto", "devices": world_size, "max_epochs": 2}
-        callbacks = [saver] if save is None else []
-        trainer = quiet_trainer(**{**settings, "callbacks": callbacks, **arguments})
-        model = SampleDiary()
-        trainer.fit(model, make_data(**data), ckpt_path=None if save is None else f"{folder}/{save}.ckpt")
-        runs.append((model.steps, trainer.datamodule.consumed_samples))
-    return runs
 
 
 def global_batches(results: dict[int, list[Any]], run: int = 0) -> dict[int, list[int]]:

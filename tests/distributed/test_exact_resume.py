@@ -17,18 +17,17 @@ from lightning_distplus.data import ResumableDataModule, SampleAudit
 from lightning_distplus.data.audit import audit_folder
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import assert_same_on_all_ranks, spawn
-from tests.distributed import jobs
+from tests.distributed import resume_jobs
 from tests.distributed.resume_jobs import (
     Augmented,
     Diary,
     FailsOnce,
-    Numbered,
     SampleDiary,
     SaveAt,
     assert_every_save_resumes_exactly,
+    case_resumes_exactly,
     final_counters,
     fit,
-    fit_on_ranks,
     global_batches,
     map_data,
     quiet_trainer,
@@ -38,37 +37,24 @@ from tests.distributed.resume_jobs import (
 from tests.pairs import in_turn, kept
 
 CASES: dict[str, dict[str, Any]] = {
-    "three epochs": {"max_epochs": 3, "num_samples": 9},
-    "limited by steps": {"max_epochs": 5, "max_steps": 18},
+    **resume_jobs.CASES,
     "accumulation": {"max_epochs": 2, "num_samples": 26, "accumulate_grad_batches": 3},
     "accumulation, last window cut": {"max_epochs": 2, "accumulate_grad_batches": 3, "limit_train_batches": 5},
-    "validation inside the epoch": {"max_epochs": 2, "val_check_interval": 3},
-    "validation across epochs": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
-    "validation inside windows": {"max_epochs": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
     "validation in every second epoch": {"max_epochs": 4, "num_samples": 9, "check_val_every_n_epoch": 2},
     "schedule planned beforehand": {"max_epochs": 2, "plans_schedule": True, "accumulate_grad_batches": 2},
     "limited validation": {"max_epochs": 2, "limit_val_batches": 1, "val_check_interval": 3},
     "limited, and no validation at the end": {"max_epochs": 4, "limit_train_batches": 5, "check_val_every_n_epoch": 2},
     "limited by a share": {"max_epochs": 2, "limit_train_batches": 0.7, "limit_val_batches": 0.5},
-    "loaders made anew in each epoch": {"max_epochs": 3, "num_samples": 9, "reload_dataloaders_every_n_epochs": 1},
     "loaders made anew in every second": {"max_epochs": 4, "num_samples": 9, "reload_dataloaders_every_n_epochs": 2},
     "overfitting": {"max_epochs": 4, "overfit_batches": 3},
     "overfitting a share": {"max_epochs": 4, "overfit_batches": 0.5, "accumulate_grad_batches": 2},
-    "sanity check": {"max_epochs": 2, "num_sanity_val_steps": 1},
 }
-
-
-def arguments_of(case: str) -> tuple[Any, dict[str, Any]]:
-    arguments = dict(CASES[case])
-    num_samples = arguments.pop("num_samples", 17)
-    return lambda: map_data(num_samples), arguments
 
 
 @pytest.mark.parametrize("every", kept([1, 5], [5]))
 @pytest.mark.parametrize("case", CASES)
 def test_save_after_each_batch_resumes_exactly(case: str, every: int, tmp_path: Path) -> None:
-    make_data, arguments = arguments_of(case)
-    assert assert_every_save_resumes_exactly(make_data, "on_train_batch_end", tmp_path, every, **arguments) >= 10
+    assert case_resumes_exactly(map_data, CASES[case], "on_train_batch_end", tmp_path, every) >= 10
 
 
 def rolled(seed: int, epoch: int) -> Any:
@@ -125,8 +111,7 @@ def test_weights_lengths_and_the_global_batch_of_their_groups_are_part_of_the_id
     ),
 )
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
-    make_data, arguments = arguments_of(case)
-    assert assert_every_save_resumes_exactly(make_data, hook, tmp_path, **arguments) >= 2
+    assert case_resumes_exactly(map_data, CASES[case], hook, tmp_path) >= 2
 
 
 ANEW = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 3}
@@ -223,61 +208,36 @@ def test_second_fit_of_a_trainer_goes_on_and_a_new_trainer_begins_anew() -> None
     assert samples(fit(data, max_epochs=1)) == samples(whole)[:8]
 
 
-def resume_from_saves(name: str, saves: tuple[int, ...], folder: str) -> tuple[list[Any], list[list[Any]]]:
-    runs: list[list[Any]] = []
-    for save in (None, *saves):
-        arguments = {"timeout": "60s", "max_epochs": 2}
-        if save is None:
-            arguments["callbacks"] = [SaveAt("on_train_batch_end", Path(folder))]
-        path = None if save is None else f"{folder}/{save}.ckpt"
-        jobs.fit(name, 2, folder, model := Numbered(), map_data(24, val_dataset=None), ckpt_path=path, **arguments)
-        runs.append(model.events)
-    return runs[0], runs[1:]
+def fit_each(
+    sources: Any, micro_batch: int, accumulation: int, world_size: int, saves: list[int], folder: str
+) -> list[tuple[dict[int, list[list[int]]], int]]:
+    """Trains by a stock strategy, or resumes from each save; the samples of this rank by step, and how many in all."""
+    runs = []
+    for path in [f"{folder}/{save}.ckpt" for save in saves] or [None]:
+        options = {"callbacks": [] if path else [SaveAt("on_train_batch_end", Path(folder))], "devices": world_size}
+        options |= {"strategy": "ddp" if world_size > 1 else "auto", "accumulate_grad_batches": accumulation}
+        data, model = token_data(sources=sources, micro_batch_size=micro_batch), SampleDiary()
+        quiet_trainer(max_epochs=2, **options).fit(model, data, ckpt_path=path)
+        runs.append((model.steps, data.consumed_samples))
+    return runs
 
 
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("saves", kept([tuple(range(12)), (0, 5, 8)], [(0, 5, 8)]))
-@pytest.mark.parametrize("name", jobs.STRATEGIES)
-def test_every_strategy_resumes_exactly_from_its_saves(name: str, saves: tuple[int, ...], tmp_path: Path) -> None:
-    job = (name, saves, str(tmp_path))
-    results = spawn(resume_from_saves, 2, args=job, deadline="110s").check().results
-    for undisturbed, resumed in results.values():
-        assert len(undisturbed) == 12
-        for save, steps in zip(saves, resumed, strict=True):
-            assert steps == undisturbed[save + 1 :], save
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("corpus")
+def test_two_ranks_resume_exactly_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     sources = [
-        {"path": write_tokens(folder / "prose", 301), "weight": 0.7, "name": "prose"},
-        {"path": write_tokens(folder / "code", 121, start=10_000), "weight": 0.3, "name": "code"},
+        {"path": write_tokens(tmp_path / "prose", 301), "weight": 0.7, "name": "prose"},
+        {"path": write_tokens(tmp_path / "code", 121, start=10_000), "weight": 0.3, "name": "code"},
     ]
-    return {"sources": sources}
 
+    def run(world_size: int, micro_batch: int, accumulation: int, *saves: int) -> dict[int, Any]:
+        job = (sources, micro_batch, accumulation, world_size, list(saves), str(tmp_path))
+        return spawn(fit_each, world_size, args=job, deadline="60s").check().results
 
-@pytest.mark.parametrize("kind", kept(["map", "tokens"], ["tokens"]))
-def test_two_ranks_resume_exactly_on_two_ranks_and_on_one(kind: str, corpus: dict[str, Any], tmp_path: Path) -> None:
-    make_data, data, batch = (map_data, {"num_samples": 50}, "batch_size")
-    if kind == "tokens":
-        make_data, data, batch = (token_data, corpus, "micro_batch_size")
-    settings = {"accumulate_grad_batches": 2}
-
-    def run(world_size: int, micro_batch: int, resume_from: list[int], **arguments: Any) -> dict[int, Any]:
-        job = (make_data, {**data, batch: micro_batch}, world_size, str(tmp_path), resume_from, arguments)
-        return spawn(fit_on_ranks, world_size, args=job, deadline="60s").check().results
-
-    undisturbed = run(2, 2, [], **settings)
+    undisturbed, points = run(2, 2, 2), (2, 11, 12, 17)
     steps = global_batches(undisturbed)
     assert len(steps) >= 12
-    if kind == "map":
-        for epoch in (0, 1):
-            assert len({sample for step in range(6 * epoch, 6 * epoch + 6) for sample in steps[step]}) == 48
-    points = [2, 11, 12, 17]
     assert_same_on_all_ranks({rank: runs[0][1] for rank, runs in undisturbed.items()})
-    for world_size, micro_batch, accumulation in ((2, 2, 2), (1, 8, 1), (1, 2, 4)):
-        resumed = run(world_size, micro_batch, points, accumulate_grad_batches=accumulation)
+    for cut in ((2, 2, 2), (1, 8, 1), (1, 2, 4)):
+        resumed = run(*cut, *points)
         for place, point in enumerate(points):
             first = (point + 1) // 2
             assert global_batches(resumed, place) == {step: steps[step] for step in steps if step >= first}

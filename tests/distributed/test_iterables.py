@@ -19,6 +19,7 @@ from lightning_distplus.data.iterable import stateful
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.testing import FaultPlan, SpawnResult, spawn
 from lightning_distplus.world import DataParallel
+from tests.distributed import resume_jobs
 from tests.distributed.iterable_jobs import (
     EPOCH,
     Counting,
@@ -35,6 +36,7 @@ from tests.distributed.resume_jobs import (
     Diary,
     SaveAt,
     assert_every_save_resumes_exactly,
+    case_resumes_exactly,
     final_counters,
     fit,
     map_data,
@@ -43,18 +45,12 @@ from tests.distributed.resume_jobs import (
 from tests.pairs import in_turn, kept
 
 CASES: dict[str, dict[str, Any]] = {
-    "three epochs": {"max_epochs": 3, "num_samples": 9},
-    "limited by steps": {"max_epochs": 5, "max_steps": 18},
+    **resume_jobs.CASES,
     "accumulation, last window cut": {"max_epochs": 2, "num_samples": 22, "accumulate_grad_batches": 3},
     "epochs of a number of batches": {"max_epochs": 4, "limit_train_batches": 5, "num_samples": 14},
     "limit in the middle of a window": {"max_epochs": 3, "limit_train_batches": 5, "accumulate_grad_batches": 2},
-    "validation inside the epoch": {"max_epochs": 2, "val_check_interval": 3},
-    "validation across epochs": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
     "limit and validation inside the epoch": {"max_epochs": 3, "limit_train_batches": 5, "val_check_interval": 3},
-    "validation inside windows": {"max_epochs": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
-    "loaders made anew in each epoch": {"max_epochs": 3, "num_samples": 9, "reload_dataloaders_every_n_epochs": 1},
     "schedule planned beforehand": {"max_epochs": 2, "max_steps": 14, "plans_schedule": True},
-    "sanity check": {"max_epochs": 2, "num_sanity_val_steps": 1},
 }
 
 
@@ -64,12 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("every", kept([1, 5], [5]))
 def test_save_after_each_batch_resumes_exactly(case: str, style: Any, every: int, tmp_path: Path) -> None:
-    arguments = dict(CASES[case])
-    num_samples = arguments.pop("num_samples", 17)
-    found = assert_every_save_resumes_exactly(
-        lambda: iterable_data(style(num_samples)), "on_train_batch_end", tmp_path, every, **arguments
-    )
-    assert found >= 10
+    data_of = lambda num_samples: iterable_data(style(num_samples))  # noqa: E731
+    assert case_resumes_exactly(data_of, CASES[case], "on_train_batch_end", tmp_path, every) >= 10
 
 
 @pytest.mark.parametrize(
@@ -80,10 +72,8 @@ def test_save_after_each_batch_resumes_exactly(case: str, style: Any, every: int
     ),
 )
 def test_save_at_any_other_moment_resumes_exactly(case: str, hook: str, tmp_path: Path) -> None:
-    arguments = dict(CASES[case])
-    num_samples = arguments.pop("num_samples", 17)
-    found = assert_every_save_resumes_exactly(lambda: iterable_data(Counting(num_samples)), hook, tmp_path, **arguments)
-    assert found >= 2
+    data_of = lambda num_samples: iterable_data(Counting(num_samples))  # noqa: E731
+    assert case_resumes_exactly(data_of, CASES[case], hook, tmp_path) >= 2
 
 
 @pytest.mark.usefixtures("reset_sigchld")

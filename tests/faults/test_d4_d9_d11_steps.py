@@ -63,15 +63,10 @@ def train_until_somebody_stops(rank: int, name: str, ranks: int, accumulate: int
     return train_and_validate(rank, name, folder, stops, accumulate_grad_batches=accumulate, max_steps=20)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "accumulate", "stops_at"),
-    [
-        ("ResilientDDP", 1, 1, STEP + 1),
-        ("ResilientDDP", 2, 1, STEP),
-        ("ResilientFSDP", 1, 2, STEP + 1),
-        ("DDPStrategy", 1, 1, STEP + 1),
-    ],
-)
+STOPS = [("ResilientDDP", 2, 1, STEP), ("ResilientFSDP", 1, 2, STEP + 1), ("DDPStrategy", 1, 1, STEP + 1)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "accumulate", "stops_at"), STOPS)
 def test_all_ranks_stop_and_validate_at_the_same_step(
     name: str, ranks: int, accumulate: int, stops_at: int, tmp_path: Path
 ) -> None:

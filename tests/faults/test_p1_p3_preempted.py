@@ -18,7 +18,7 @@ from lightning_distplus.events import read_events
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
 from tests.distributed.preemption_jobs import MOMENTS, STEPS, Asks, evaluate, make, train
-from tests.pairs import kept
+from tests.pairs import kept, kept_rows
 
 PREEMPTED = {0: 143, 1: 143}
 
@@ -62,25 +62,31 @@ def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: An
     assert {(result["step"], result["resumed_at"]) for result in run.results.values()} == {(last, step)}
 
 
+STOPS: list[tuple[str, Asks, set[int], dict[str, Any]]] = [
+    ("ResilientDDP", Asks("data", (0,), 3), {3, 4}, {}),
+    ("ResilientDDP", Asks("forward", (1,), 4), {5}, {}),
+    ("ResilientDDP", Asks("backward", (0, 1), 7), {8}, {}),
+    ("ResilientDDP", Asks("validation", (1,), 4), {3}, {}),
+    ("ResilientDDP", Asks("save", (0,), 4), {5}, {}),
+    ("ResilientDDP", Asks("group", (0, 1), 4), {5}, {"num_workers": 1}),  # which the data workers outlive
+    *((name, Asks("optimizer", (1,), 6), {7}, {}) for name in jobs.STRATEGIES[1:]),
+]
+
+
 @pytest.mark.parametrize(
-    ("moment", "asked", "ranks", "stops"),
-    [
-        ("data", 3, (0,), {3, 4}),
-        ("forward", 4, (1,), {5}),
-        ("backward", 7, (0, 1), {8}),
-        ("validation", 4, (1,), {3}),
-        ("save", 4, (0,), {5}),
-    ],
+    ("name", "asks", "stops", "arguments"),
+    kept_rows(STOPS, [row for row in STOPS if row[0] != "ResilientFSDP"]),
+    ids=[f"{name}-{asks.moment}" for name, asks, *_ in STOPS],
 )
 def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continues_exactly(
-    moment: str, asked: int, ranks: tuple[int, ...], stops: set[int], tmp_path: Path
+    name: str, asks: Asks, stops: set[int], arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = stop("ResilientDDP", tmp_path, Asks(moment, ranks, asked))
+    run = stop(name, tmp_path, asks, **arguments)
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
     assert f"goes on from {tmp_path / 'checkpoints' / f'preempt-step={step}.ckpt'}\n" in run.logs[0]
     assert "weights_only" not in run.logs[0]
-    assert_continues_exactly("ResilientDDP", tmp_path, step)
+    assert_continues_exactly(name, tmp_path, step, **arguments)
 
 
 @pytest.mark.parametrize("asked", kept([5, 6, 7], [6]))
@@ -109,13 +115,6 @@ def test_before_the_first_step_there_is_nothing_to_save_and_after_a_resume_nothi
     assert_continues_exactly("ResilientDDP", tmp_path, 7)
 
 
-@pytest.mark.parametrize("name", kept(jobs.STRATEGIES[1:], ["ResilientModelParallel", "ResilientDeepSpeed"]))
-def test_every_strategy_stops_and_continues_exactly(name: str, tmp_path: Path) -> None:
-    stop(name, tmp_path, Asks("optimizer", (1,), 6))
-    assert assert_one_checkpoint(tmp_path) == 7
-    assert_continues_exactly(name, tmp_path, 7)
-
-
 @pytest.mark.parametrize("function", kept(["validate", "test", "predict"], ["test"]))
 def test_an_evaluation_ends_on_all_ranks_with_nothing_to_save(function: str, tmp_path: Path) -> None:
     moment = {"validate": "validation"}.get(function, function)
@@ -137,12 +136,6 @@ def test_a_second_interrupt_ends_at_once_and_honestly(tmp_path: Path) -> None:
     assert run.exit_codes == {0: -2, 1: -2}
     assert not list((tmp_path / "checkpoints").glob("preempt*"))
     assert all("ends now, without a checkpoint" in log for log in run.logs.values())
-
-
-def test_data_workers_outlive_a_signal_to_their_whole_group(tmp_path: Path) -> None:
-    stop("ResilientDDP", tmp_path, Asks("group", (0, 1), 4), num_workers=1)
-    assert assert_one_checkpoint(tmp_path) == 5
-    assert_continues_exactly("ResilientDDP", tmp_path, 5)
 
 
 def test_a_sigterm_after_the_death_of_a_peer_is_no_preemption(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_every_host_returns_the_culprits_exit_code(culprit: int, tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.deadline(240)
 def test_hosts_come_and_go_and_the_samples_of_each_step_stay(tmp_path: Path) -> None:
-    with launched(tmp_path, "1:2", "0.3") as hosts:
+    with launched(tmp_path, "1:2", "1.5") as hosts:  # so that half a minute is left when the second host comes
         hosts.wait_for_step(1)
         hosts.start("second")
         hosts.wait_until((tmp_path / "logs" / "second" / "attempt-1" / "rank00001.err").exists)

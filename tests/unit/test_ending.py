@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -11,15 +9,7 @@ import pytest
 from lightning_distplus.events import EventLog
 from lightning_distplus.watchdog.verdict import describe_next
 from lightning_distplus.world import LAUNCHER
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
+from tests.processes import run_source
 
 
 @pytest.mark.parametrize(
@@ -30,7 +20,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     ],
 )  # fmt: skip
 def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code: int) -> None:
-    ended = run(f"""
+    ended = run_source(f"""
         import atexit, sys
         from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import *
@@ -48,7 +38,7 @@ def test_a_process_ends_with_the_code_of_its_error_and_shows_it(error: str, code
 
 
 def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
-    ended = run(f"""
+    ended = run_source(f"""
         from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost
         class Journal: pass
@@ -69,7 +59,7 @@ def test_what_was_written_to_a_file_in_a_cycle_is_there(tmp_path: Path) -> None:
 def test_a_sigterm_while_the_interpreter_ends_does_not_take_the_place_of_the_code(
     error: str, code: int, says: str
 ) -> None:
-    ended = run(f"""
+    ended = run_source(f"""
         import atexit, os, signal
         from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost
@@ -82,7 +72,7 @@ def test_a_sigterm_while_the_interpreter_ends_does_not_take_the_place_of_the_cod
 
 
 def test_a_hook_that_the_user_has_set_is_still_called() -> None:
-    ended = run("""
+    ended = run_source("""
         import sys
         from lightning_distplus.errors import install_exit_codes
         from lightning_distplus.errors import PeerLost

@@ -1,23 +1,15 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
 import lightning_distplus
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.processes import run_source
 
 
 def run(script: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
+    ended = run_source(script)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

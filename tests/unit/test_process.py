@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from lightning_distplus import process
 from lightning_distplus.events import InHand
 from lightning_distplus.process import HostLoad, introduce_starter, launcher_has_ended, starter_has_ended
+from tests.processes import run_source
 
 
 def test_the_load_of_this_host_is_plausible_and_quickly_told() -> None:
@@ -57,20 +56,19 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_that_are_ended_raise_nothing_in_a_process_that_ends() -> None:
-    program = """
-import multiprocessing
-from torch.utils.data import DataLoader
-from lightning_distplus.process import end_workers
+    ended = run_source("""
+        import multiprocessing
+        from torch.utils.data import DataLoader
+        from lightning_distplus.process import end_workers
 
-batches = iter(DataLoader(range(8), num_workers=2))
-next(batches)
-workers = multiprocessing.active_children()
-end_workers()
-for worker in workers:
-    worker.join(10)
-print(len(workers), [worker.exitcode for worker in workers], flush=True)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        batches = iter(DataLoader(range(8), num_workers=2))
+        next(batches)
+        workers = multiprocessing.active_children()
+        end_workers()
+        for worker in workers:
+            worker.join(10)
+        print(len(workers), [worker.exitcode for worker in workers], flush=True)
+    """)
     assert ended.stdout == "2 [-9, -9]\n", ended.stderr
     assert "killed by signal" not in ended.stderr
     assert ended.returncode == 0

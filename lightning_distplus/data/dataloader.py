@@ -427,7 +427,6 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 
 _KEY = "lightning_distplus_dataloaders"  # in a checkpoint
 _VERSION = 2
-_READABLE = (1, _VERSION)  # version 1 held ended passes of iterable data as they were before their last batch
 
 _ANEW = (
     "will begin the data of that epoch anew: the batches before the checkpoint are repeated, and as many of the others "
@@ -573,7 +572,7 @@ class LoaderResume(InStep):
         if state is None or not is_fitting(trainer) or self._cursor is not None:  # the Tuner goes back to where it was
             return
         self.timer = Timer()
-        require_version("state of the DataLoader", state, *_READABLE)
+        require_version("state of the DataLoader", state, _VERSION)
         self._loaded, self._seed, self._has_found, self._position = dict(state), state["seed"], False, None
         if not pl_module.automatic_optimization:
             self._loaded["position"] = {**state["position"], "steps": checkpoint["global_step"]}

@@ -522,10 +522,8 @@ class _Place(NamedTuple):
     def saved(cls, saved: Mapping[str, Any], num_workers: int) -> _Place:
         """The place in a checkpoint, which knows of no stream where workers begin with the data as they are."""
         stream = None if saved["stream"] is None else StreamState.closed(saved["stream"])
-        last = 0 if stream is None else max(one.epoch for one in stream.workers)
-        num_passes = saved.get("num_passes", last)  # which some versions lacked inside a pass
-        stream = stream or StreamState.at_beginning(num_workers, num_passes)
-        return cls(saved["epoch"], saved["batch"], stream, num_passes, saved["number"], saved["is_seeded"])
+        stream = stream or StreamState.at_beginning(num_workers, saved["num_passes"])
+        return cls(saved["epoch"], saved["batch"], stream, saved["num_passes"], saved["number"], saved["is_seeded"])
 
 
 class StreamOrder:

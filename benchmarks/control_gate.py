@@ -1,28 +1,34 @@
 """What the control plane costs: the gate of each step against the number of ranks, and a barrier of 1,024.
 
-The ranks do nothing but pass gates, all at once, with equal records as in a healthy run; in a training step the gate
-comes beside milliseconds of work. Up to eight ranks are processes; up to 1,024 are threads of one process, whose Python
-runs one after the other. A straight line through those gives an upper bound for 16,384.
-``python -m benchmarks.control_gate [--quick] [--processes 1 2 4 8]`` runs it alone.
+The ranks do nothing but pass gates, all at once, with records that agree as in a healthy run; in a training step the
+gate comes beside milliseconds of work. Up to eight ranks are processes of one host. Between hosts each is one light
+process, since one rank of a host speaks to the store, which is a process of its own. The 1,024 ranks of the barrier are
+threads of one process.
+``python -m benchmarks.control_gate [--quick] [--processes 1 2 4 8] [--hosts 16 64 128]`` runs it alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
-import numpy as np
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from benchmarks.figures import Figure, bootstrap_ci95, machine, median
 from lightning_distplus import env
 from lightning_distplus.control import Address, ControlPlane, GateRecord, StepGate, connect, disconnect
 from lightning_distplus.control.exchange import RECORD_BYTES
+from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import Secret
 from lightning_distplus.testing import spawn
 from lightning_distplus.world import World
@@ -33,35 +39,53 @@ _DEADLINE = timedelta(seconds=60)
 _PROCESSES = (1, 2, 4, 8)
 _CORES = 4  # beyond so many processes the target says nothing about two cores
 _TARGET_MS = 0.3
-_THREADS = (64, 128, 256, 512, 1024)
-_COUNTED = 64  # beyond so many ranks the records are counted
-_MODELLED = 16_384
+_HOSTS = (16, 64, 128)
+_TARGET_CALLS = 3.0
+_TARGET_STORE_US = 50.0
+_MODELLED = 2048  # hosts of eight ranks
+_THREADS = 1024
 _TARGET_BARRIER_S = 3.0
 
 
-def run(quick: bool, processes: Sequence[int] = _PROCESSES) -> list[Figure]:
-    """Passes 3,000 gates (quick: 300) with each number of processes; 5 barriers (quick: 1); some gates of threads."""
+def run(quick: bool, processes: Sequence[int] = _PROCESSES, hosts: Sequence[int] = _HOSTS) -> list[Figure]:
+    """Passes 3,000 gates (quick: 300) with each number of processes, 200 (30) of hosts, and 5 barriers (1)."""
     figures = [figure for size in processes for figure in _gate_figures(size, 300 if quick else 3000)]
-    barriers_s = [_barrier_of_threads(_THREADS[-1]) for _ in range(1 if quick else 5)]
-    barrier = Figure(
-        name=f"barrier, {_THREADS[-1]:,} threads", value=median(barriers_s), unit="s", target=_TARGET_BARRIER_S
-    )
-    gates_ms = {size: median(_gates_of_threads(size, 3 if quick else 20)) for size in _THREADS}
+    of_hosts = {size: _pass_gates_of_hosts(size, 30 if quick else 200) for size in hosts}
+    barriers_s = [_barrier_of_threads(_THREADS) for _ in range(1 if quick else 5)]
+    name = f"barrier, {_THREADS:,} threads"
     return [
         *figures,
-        barrier,
-        *(Figure(name=f"gate, {size:,} threads", value=taken_ms, unit="ms") for size, taken_ms in gates_ms.items()),
-        _modelled(gates_ms),
+        *(figure for size, found in of_hosts.items() for figure in found.figures(size)),
+        *([_modelled(of_hosts)] if of_hosts else []),
+        Figure(name=name, value=median(barriers_s), unit="s", target=_TARGET_BARRIER_S),
         Figure(name="gate, bytes that a rank sends", value=RECORD_BYTES, unit="B", target=128, note="of any number"),
     ]
 
 
-def _modelled(gates_ms: dict[int, float]) -> Figure:
-    """On the line through the gates of threads that count their records."""
-    counted = {size: taken_ms for size, taken_ms in gates_ms.items() if size > _COUNTED}
-    slope, offset = np.polyfit(list(counted), list(counted.values()), 1)
-    note = f"{1e3 * slope:.0f} us for each rank, one after the other: an upper bound"
-    return Figure(name=f"gate, {_MODELLED:,} ranks, modelled", value=offset + slope * _MODELLED, unit="ms", note=note)
+@dataclass(frozen=True)
+class _OfHosts:
+    """What the gates between hosts have cost; each host and gate alike."""
+
+    taken_ms: list[float]
+    num_calls: float
+    store_us: float
+
+    def figures(self, size: int) -> list[Figure]:
+        name = f"gate, {size} hosts"
+        return [
+            Figure(name=f"{name}, median", value=median(self.taken_ms), unit="ms", ci95=bootstrap_ci95(self.taken_ms)),
+            Figure(name=f"{name}, calls", value=self.num_calls, unit="", target=_TARGET_CALLS, note="a host and gate"),
+            Figure(
+                name=f"{name}, store CPU", value=self.store_us, unit="us", target=_TARGET_STORE_US,
+                note=f"a host and gate; {size * self.store_us / 1e3:.1f} ms a gate",
+            ),
+        ]  # fmt: skip
+
+
+def _modelled(of_hosts: dict[int, _OfHosts]) -> Figure:
+    value = _MODELLED * max(found.store_us for found in of_hosts.values()) / 1e3
+    note = "a gate, at the most that a host has cost; without rank 0's looks at the records of all"
+    return Figure(name=f"gate, {_MODELLED:,} hosts, store CPU", value=value, unit="ms", note=note)
 
 
 def _gate_figures(size: int, num_gates: int) -> list[Figure]:
@@ -103,17 +127,70 @@ def _barrier_of_threads(size: int) -> float:
     return time.perf_counter() - begin
 
 
-def _gates_of_threads(size: int, num_gates: int) -> list[float]:
-    """Milliseconds from the first gate of each round to the last rank's leaving it; nodes of eight ranks."""
-    planes = _planes_of_threads(size)
-    gates = [StepGate(plane, name="benchmark") for plane in planes]
+def _pass_gates_of_hosts(size: int, num_gates: int) -> _OfHosts:
+    """Forked from here, so that a hundred of them have room; nothing of this process runs meanwhile."""
+    context = multiprocessing.get_context("fork")
+    (told, tell), meeting = context.Pipe(duplex=False), context.Barrier(size + 1)
+    results = context.SimpleQueue()
+    store = context.Process(target=_serve, args=(tell, meeting), daemon=True)
+    store.start()
+    port = told.recv()
+    hosts = [
+        context.Process(target=_be_host, args=(rank, size, port, num_gates, meeting, results), daemon=True)
+        for rank in range(size)
+    ]
+    for host in hosts:
+        host.start()
+    found = [results.get() for _ in hosts]
+    store_s = told.recv()
+    for process in (*hosts, store):
+        process.join()
+    taken_ms = [milliseconds for of_one, _ in found for milliseconds in of_one]
+    num_calls = sum(calls for _, calls in found)
+    each = size * num_gates
+    return _OfHosts(taken_ms, num_calls / each, store_s * 1e6 / each)
+
+
+def _serve(tell: Connection, meeting: Barrier) -> None:
+    """Tells the port, and then the seconds of CPU time from the first gate to the last."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tell.send(store.port)
+    meeting.wait()
+    begin = time.process_time()
+    meeting.wait()
+    meeting.wait()
+    tell.send(time.process_time() - begin)
+    meeting.wait()
+
+
+class _CountingPlane(ControlPlane):
+    num_calls = 0
+
+    def _call(self, *arguments: Any) -> Any:
+        self.num_calls += 1
+        return super()._call(*arguments)
+
+
+def _be_host(rank: int, size: int, port: int, num_gates: int, meeting: Barrier, results: SimpleQueue[Any]) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    plane = _CountingPlane(store, World(rank=rank, size=size, host=f"host{rank}"), secret=Secret("of the benchmark"))
+    plane.send(f"hello/{rank}", Peer.of(plane.world).to_json().encode())
+    gate = StepGate(plane, name="benchmark")
+    gate.open(_DEADLINE)
     taken_ms = []
-    for step in range(num_gates):
-        record = GateRecord(global_step=step, micro_batch=step, epoch=0)
+    for step in range(num_gates + 5):  # the first ones warm up
+        if step == 5:
+            meeting.wait()
+            meeting.wait()
+            plane.num_calls = 0
+        record = GateRecord(global_step=step, micro_batch=step, epoch=0, consumed_samples=8 * step, lead_s=rank)
         begin = time.perf_counter()
-        _run_threads([(gate.exchange, (record, _DEADLINE)) for gate in gates])
+        gate.exchange(record, _DEADLINE)
         taken_ms.append((time.perf_counter() - begin) * 1e3)
-    return taken_ms
+    num_calls = plane.num_calls
+    meeting.wait()
+    results.put((taken_ms[5:], num_calls))
+    meeting.wait()
 
 
 def _planes_of_threads(size: int) -> list[ControlPlane]:
@@ -135,10 +212,11 @@ def main() -> None:
     """Prints the figures of this benchmark alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer gates and barriers")
-    parser.add_argument("--processes", type=int, nargs="+", default=_PROCESSES, help="numbers of processes")
+    parser.add_argument("--processes", type=int, nargs="*", default=_PROCESSES, help="numbers of processes")
+    parser.add_argument("--hosts", type=int, nargs="*", default=_HOSTS, help="numbers of hosts")
     arguments = parser.parse_args()
     print(machine())
-    for figure in run(arguments.quick, arguments.processes):
+    for figure in run(arguments.quick, arguments.processes, arguments.hosts):
         interval = "" if figure.ci95 is None else "[{:.3f}, {:.3f}]".format(*figure.ci95)
         print(f"{figure.name:<28}{figure.value:>8.3f} {figure.unit:<3}{interval:<18}{figure.verdict}")
 

@@ -23,7 +23,7 @@ from benchmarks import jobs, strategy_cost
 from benchmarks.figures import Figure, bootstrap_ci95, median
 from lightning_distplus import RankDivergenceMonitor, ResilientDDP
 from lightning_distplus.divergence.gradients import BucketHook, GradientCheck, LocalGradients
-from lightning_distplus.divergence.replicas import Windows, from_reductions
+from lightning_distplus.divergence.replicas import Windows
 from lightning_distplus.testing import spawn
 
 __all__ = ["run"]
@@ -189,7 +189,7 @@ def _backward(rank: int, folder: str, tokens: int, repeats: int) -> dict[str, li
 
 
 def _window_figures(repeats: int, smaller: int) -> list[Figure]:
-    """One window of sixteen of the weights' fingerprint: as CPUs take it, and as other devices do."""
+    """One window of sixteen of the weights' fingerprint, as CPUs take it."""
     weights = [torch.randn(_STATE_PARAMETERS // smaller // 10) for _ in range(10)]
     windows = Windows(weights, 16)
     parts = [weights[piece.number].view(-1)[piece.start : piece.stop] for piece in windows.pieces[3]]
@@ -197,17 +197,12 @@ def _window_figures(repeats: int, smaller: int) -> list[Figure]:
     took = _fastest_ms(
         3 * repeats,
         window=lambda: windows.fingerprint(3),
-        reductions=lambda: from_reductions(parts),
         sum=lambda: [part.sum() for part in parts],
     )
     note = f"fastest of {3 * repeats}: {size_mb:.0f} MB; a plain sum {took['sum']:.2f} ms"
     return [
         Figure(name="state window", value=took["window"], unit="ms", target=_TARGET_WINDOW_MS, note=note),
         Figure(name="state window, time / plain sum", value=took["window"] / took["sum"], unit="",
-               target=_TARGET_SLOWDOWN),
-        Figure(name="state window from reductions", value=took["reductions"], unit="ms", target=_TARGET_WINDOW_MS,
-               note="as on other devices"),
-        Figure(name="state window from reductions, time / plain sum", value=took["reductions"] / took["sum"], unit="",
                target=_TARGET_SLOWDOWN),
     ]  # fmt: skip
 

@@ -16,8 +16,6 @@ from lightning_distplus.control.collective_check import sides
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.majority import odd_ranks
 
-__all__ = ["Rebuild", "describe", "describe_tensor", "flatten", "gather"]
-
 _SHOWN_LEAVES = 6
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

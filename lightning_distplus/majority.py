@@ -41,11 +41,7 @@ def disagreement(
     ranks, why = _judge(values, expected) if wrong is None else (sorted(wrong), "")
     is_decided = ranks != sorted(values) or len(ranks) == 1
     blame = f"wrong: {name_ranks(ranks)}{why}" if is_decided else f"undecided: {why or 'no majority'}"
-    lines = [
-        f"The ranks differ in {field} {where}; {blame}.",
-        *_sides(values),
-        f"  do: {remedy}",
-    ]
+    lines = [f"The ranks differ in {field} {where}; {blame}.", *_sides(values), f"  do: {remedy}"]
     return DivergenceError("\n".join(lines), ranks=ranks, field=field, values=values)
 
 

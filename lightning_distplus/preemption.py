@@ -303,6 +303,8 @@ class PreemptionHandler(Callback, GateParticipant):
             self._requests.reason or "nothing",
         )
         path = self._save()
+        if path is not None and trainer.is_global_zero:
+            log.warning('saved: the same command with ckpt_path="auto" goes on from %s', path)
         self._end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
 
     def _save(self) -> Path | None:
@@ -320,7 +322,7 @@ class PreemptionHandler(Callback, GateParticipant):
         _forget_fetched_batch(trainer)
         path = folder / f"preempt-step={trainer.global_step}.ckpt"
         self._logged_steps = _compat.steps_for_loggers(trainer)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if hasattr(trainer.strategy, "require_saved"):  # a save in the background, or one that failed, raises no error
             trainer.strategy.require_saved()
         if trainer.is_global_zero:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
 from operator import attrgetter
 from types import FrameType
@@ -21,8 +21,6 @@ from lightning_distplus.majority import disagreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-__all__ = ["BatchGate", "Flag", "GateParticipant", "Moment", "flags_of", "moment_of"]
 
 _MOMENT_BITS = 4
 _MOMENT = (1 << _MOMENT_BITS) - 1
@@ -90,6 +88,7 @@ _MUST_AGREE = (
 _DECISION = int(Moment.DECISION)
 _STOP, _PREEMPT = int(Wish.STOP), int(Wish.PREEMPT)
 _PLACE = attrgetter("decisions", "epoch", "global_step", "micro_batch")  # must be the same on all ranks
+_HOOK = "on_train_batch_start"
 _DECISIONS, _WISHES = attrgetter("decisions"), attrgetter("wishes")
 # Keeps the runs of one process apart, whatever Trainers they use; all ranks count alike.
 _runs = itertools.count(1)
@@ -174,14 +173,13 @@ class BatchGate:
         if self.is_open:
             return
         _compat.replace_batch_broadcast(self._trainer, lambda: None)
-        self._inner = self._trainer.strategy.on_train_batch_start
-        vars(self._trainer.strategy)["on_train_batch_start"] = self._on_train_batch_start
-        self.is_open = True
+        strategy, consequence = self._trainer.strategy, "ranks are not compared before each step"
+        self.is_open = _compat.wrap_method(strategy, _HOOK, self._on_train_batch_start, consequence)
 
     def close(self) -> None:
         """Puts everything back."""
         self.is_open = False
-        vars(self._trainer.strategy).pop("on_train_batch_start", None)
+        _compat.restore_method(self._trainer.strategy, _HOOK)
         _compat.restore_batch_broadcast(self._trainer)
         _compat.restore_sigterm_notifier(self._trainer)
 
@@ -233,9 +231,9 @@ class BatchGate:
             launcher.kill(signal.Signals(signum))
         self._sigterm_seen = True
 
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The strategy's hook: the last one before the first collective of a batch."""
-        self._inner(batch, batch_idx)
+    def _on_train_batch_start(self, inner: Callable[[Any, int], None], batch: Any, batch_idx: int) -> None:
+        """In the place of the strategy's hook, the last one before the first collective of a batch."""
+        inner(batch, batch_idx)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if (progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
             self._begin_step(batch, batch_idx, is_last=progress.is_last_batch)

@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,101 +61,75 @@ TICK_NS = 100_000_000
 MADE_BY_TOOLS = ("__pycache__", "build", "dist", "site")  # and hidden ones
 
 
+Thing = tuple[str, Any]
+"""A kind of thing that a test can leave behind, and the one that it is."""
+
+
 @dataclass(frozen=True)
 class Belongings:
     """What a test could leave behind, at one moment."""
 
     variables: dict[str, str]
+    handlers: dict[int, Any]
+    """Of signals."""
     modules: set[str]
-    has_process_group: bool
-    threads: set[threading.Thread]
-    processes: dict[int, str]
-    signal_handlers: dict[int, Any]
-    log_handlers: dict[tuple[str, int], logging.Handler]
-    listening: dict[str, str]
-    files: set[str]
+    things: dict[Thing, str]
+    """What is there or is not, as it is told."""
 
     @classmethod
     def now(cls) -> Belongings:
+        things: dict[Thing, str] = {}
+        if _process_group_exists():
+            things["process group", ""] = "the default process group of torch.distributed"
+        things |= {("thread", one): f"thread {one.name!r}" for one in threading.enumerate() if _counts(one)}
+        things |= {("process", pid): f"process {pid}: {command}" for pid, command in _descendants().items()}
+        things |= {("log handler", one): f"log handler {one[1]!r} of logger {one[0]!r}" for one in _log_handlers()}
+        things |= {("socket", key): f"socket that listens on {port}" for key, port in _listening_sockets().items()}
+        things |= {("file", name): f"file in the checkout: {name}" for name in sorted(_files_of_the_checkout())}
         return cls(
             variables={name: value for name, value in os.environ.items() if name not in UPSTREAM_VARIABLES},
+            handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
             modules=set(sys.modules),
-            has_process_group=_process_group_exists(),
-            threads={thread for thread in threading.enumerate() if _counts(thread)},
-            processes=_descendants(),
-            signal_handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
-            log_handlers=_log_handlers(),
-            listening=_listening_sockets(),
-            files=_files_of_the_checkout(),
+            things=things,
         )
 
+    def since(self, before: Belongings) -> dict[Thing, str]:
+        """What has come or has changed since then.
 
-@dataclass
-class Leaks:
-    """The difference between two moments."""
-
-    before: Belongings
-    after: Belongings
-    texts: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        old, new = self.before, self.after
-        for name in sorted(set(old.variables) | set(new.variables)):
-            was, now = old.variables.get(name), new.variables.get(name)
+        Upstream packages may add log handlers in the test that is the first to import them.
+        """
+        found: dict[Thing, str] = {}
+        for name in sorted(set(before.variables) | set(self.variables)):
+            was, now = before.variables.get(name), self.variables.get(name)
             if was != now:
-                self.texts.append(f"environment variable {name}: {was!r} before, {now!r} now")
-        if new.has_process_group and not old.has_process_group:
-            self.texts.append("the default process group of torch.distributed")
-        self.texts += [f"thread {thread.name!r}" for thread in new.threads - old.threads]
-        self.texts += [f"process {pid}: {new.processes[pid]}" for pid in self.processes]
-        for number in self.signals:
-            was, now = old.signal_handlers[number], new.signal_handlers[number]
-            self.texts.append(f"handler of {signal.Signals(number).name}: {was!r} before, {now!r} now")
-        self.texts += [f"log handler {handler!r} of logger {name!r}" for name, handler in self.log_handlers]
-        self.texts += [
-            f"socket that listens on {new.listening[key]}" for key in new.listening if key not in old.listening
-        ]
-        # Nobody removes them: somebody may have written one by hand meanwhile.
-        self.texts += [f"file in the checkout: {name}" for name in sorted(new.files - old.files)]
+                found["variable", name] = f"environment variable {name}: {was!r} before, {now!r} now"
+        for number, handler in self.handlers.items():
+            if handler != (was := before.handlers[number]):
+                found["signal", number] = f"handler of {signal.Signals(number).name}: {was!r} before, {handler!r} now"
+        has_imported = any(name.partition(".")[0] not in OWN_LOGGERS for name in self.modules - before.modules)
+        for (kind, one), text in self.things.items():
+            is_upstreams = kind == "log handler" and one[0].partition(".")[0] not in OWN_LOGGERS and has_imported
+            if (kind, one) not in before.things and not is_upstreams:
+                found[kind, one] = text
+        return found
 
-    @property
-    def processes(self) -> list[int]:
-        return sorted(set(self.after.processes) - set(self.before.processes))
-
-    @property
-    def signals(self) -> list[int]:
-        return [
-            number
-            for number, handler in self.after.signal_handlers.items()
-            if handler != self.before.signal_handlers.get(number)
-        ]
-
-    @property
-    def log_handlers(self) -> list[tuple[str, logging.Handler]]:
-        """New handlers; upstream packages may add theirs in the test that is the first to import them."""
-        fresh = self.after.modules - self.before.modules
-        imported_upstream = any(name.partition(".")[0] not in OWN_LOGGERS for name in fresh)
-        return [
-            (name, handler)
-            for (name, key), handler in self.after.log_handlers.items()
-            if (name, key) not in self.before.log_handlers
-            and (name.partition(".")[0] in OWN_LOGGERS or not imported_upstream)
-        ]
-
-    def clean_up(self) -> None:
-        """Puts things back, so that the next test is not blamed for this one."""
-        for name in set(self.after.variables) - set(self.before.variables):
-            os.environ.pop(name, None)
-        os.environ.update(self.before.variables)
-        if self.after.has_process_group and not self.before.has_process_group:
-            sys.modules["torch.distributed"].destroy_process_group()
-        for pid in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for number in self.signals:
-            signal.signal(number, self.before.signal_handlers[number])
-        for name, handler in self.log_handlers:
-            logging.getLogger(None if name == "root" else name).removeHandler(handler)
+    def put_back(self, leaked: Iterable[Thing]) -> None:
+        """So that the next test is not blamed for this one. Files stay: somebody may have written one by hand."""
+        for kind, one in leaked:
+            match kind:
+                case "variable" if one in self.variables:
+                    os.environ[one] = self.variables[one]
+                case "variable":
+                    os.environ.pop(one, None)
+                case "signal":
+                    signal.signal(one, self.handlers[one])
+                case "process group":
+                    sys.modules["torch.distributed"].destroy_process_group()
+                case "process":
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
+                case "log handler":
+                    logging.getLogger(None if one[0] == "root" else one[0]).removeHandler(one[1])
 
 
 @pytest.fixture(autouse=True)
@@ -164,14 +138,12 @@ def police() -> Iterator[None]:
     before = Belongings.now()
     yield
     until = time.monotonic() + GRACE_S
-    leaks = Leaks(before, Belongings.now())
-    while leaks.texts and time.monotonic() < until:
+    while (leaked := Belongings.now().since(before)) and time.monotonic() < until:
         gc.collect()
         time.sleep(0.05)
-        leaks = Leaks(before, Belongings.now())
-    if leaks.texts:
-        leaks.clean_up()
-        pytest.fail("The test leaks\n  " + "\n  ".join(leaks.texts), pytrace=False)
+    if leaked:
+        before.put_back(leaked)
+        pytest.fail("The test leaks\n  " + "\n  ".join(leaked.values()), pytrace=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -292,16 +264,17 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _log_handlers() -> dict[tuple[str, int], logging.Handler]:
+def _log_handlers() -> list[tuple[str, logging.Handler]]:
+    """Each with the name of its logger."""
     loggers = {
         name: logger for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)
     }
-    return {
-        (name, id(handler)): handler
+    return [
+        (name, handler)
         for name, logger in {**loggers, "root": logging.root}.items()
         for handler in logger.handlers
         if not type(handler).__module__.startswith("_pytest")
-    }
+    ]
 
 
 def _files_of_the_checkout() -> set[str]:

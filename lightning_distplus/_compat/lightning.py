@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_distplus._compat import (
     probed,
     replace_method,
+    replaced,
     restore_method,
     warn_once,
     wrap_class,
@@ -245,17 +246,14 @@ def replace_preparation_barrier(trainer: Any, barrier: Callable[[], Any]) -> boo
     connector = getattr(trainer, "_data_connector", None)
     module = importlib.import_module(f"{_CONNECTORS}.data_connector")
     consequence = "ranks wait for prepare_data without a deadline"
-    original = probed(module, "_InfiniteBarrier", consequence)
 
     def prepare_once(prepare: Callable[[], None]) -> None:
         restore_method(connector, "prepare_data")
-        setattr(module, "_InfiniteBarrier", barrier)  # noqa: B010  # mypy refuses the attribute
-        try:
+        with replaced((module,), "_InfiniteBarrier", barrier, consequence):
             prepare()
-        finally:
-            setattr(module, "_InfiniteBarrier", original)  # noqa: B010
 
-    return original is not None and wrap_method(connector, "prepare_data", prepare_once, consequence)
+    is_there = probed(module, "_InfiniteBarrier", consequence) is not None
+    return is_there and wrap_method(connector, "prepare_data", prepare_once, consequence)
 
 
 def agree_on_resume(trainer: Any, agree: Callable[[Any], Any]) -> bool:

@@ -49,7 +49,6 @@ def info_like(source: Path, *, is_successor: bool = False) -> Manifest:
         epoch=manifest.epoch,
         strategy=manifest.strategy,
         data=manifest.data,
-        configuration=manifest.configuration,
         parent=reference(source),
         committed_at=math.nextafter(manifest.committed_at, math.inf if is_successor else 0.0),
     )

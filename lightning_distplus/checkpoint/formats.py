@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import is_zipfile
@@ -37,13 +36,10 @@ from lightning_distplus.errors import CheckpointCorrupt, CheckpointMismatch
 # -- shards, and safetensors -------------------------------------------------------------------------------------------
 
 META = "meta.pt"
-"""Where Lightning and Fabric put everything but weights and moments."""
+"""Where Lightning puts everything but weights and moments."""
 _WEIGHTS = ("model", "state_dict")  # what FSDPStrategy and ModelParallelStrategy call them
 CONFIG = "llama_config"
 """Where a checkpoint of ``recipes.model.TinyLlama`` says how that is configured."""
-FILE_BYTES = 5 * 10**9
-"""The most that one of several files of safetensors holds, unless a tensor is larger; as in transformers."""
-_FILE = "model.safetensors"
 _BATCH_BYTES = 256 << 20
 _ALIGNMENT_BYTES = 8
 _DTYPES = {
@@ -63,12 +59,12 @@ _DTYPES = {
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether FSDP or FSDP2 of Lightning, or of Fabric, has saved this folder."""
+    """Whether FSDP or FSDP2 has saved this folder."""
     return (path / META).is_file() and (path / ".metadata").is_file()
 
 
-def read_shards(path: Path, *, weights_only: bool = True) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Everything in a folder of FSDP or FSDP2, all of it in memory: what is in its shards, and what is beside them.
+def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """A folder of Lightning's FSDP or FSDP2, all of it in memory, as the dictionary that a file of it would hold.
 
     The shards have no such argument as ``weights_only`` (`_compat.refusing_code`).
     """
@@ -85,12 +81,7 @@ def read_shards(path: Path, *, weights_only: bool = True) -> tuple[dict[Any, Any
         for key in folders:
             place = place.setdefault(key, {})
         place[last] = value
-    return tree, torch.load(path / META, map_location="cpu", weights_only=weights_only)
-
-
-def read_sharded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """A folder of Lightning's FSDP or FSDP2 as the dictionary that a single-file checkpoint holds (`read_shards`)."""
-    tree, checkpoint = read_shards(path, weights_only=weights_only)
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = next((tree[name] for name in _WEIGHTS if name in tree), {})
     numbers = sorted(int(name.removeprefix("optimizer_")) for name in tree if str(name).startswith("optimizer_"))
     checkpoint["optimizer_states"] = [_by_index(tree[f"optimizer_{number}"]) for number in numbers]
@@ -183,25 +174,6 @@ def write_safetensors(target: Path, weights: Mapping[str, Tensor], parts: Iterat
         fresh.replace(target)
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def write_in_files(folder: Path, weights: Mapping[str, Tensor], parts: Iterator[dict[str, Tensor]]) -> None:
-    """Writes model.safetensors, or where there is more than `FILE_BYTES`, several files and their index."""
-    groups: list[dict[str, Tensor]] = [{}]
-    for name, tensor in weights.items():
-        if groups[-1] and sum(one.nbytes for one in groups[-1].values()) + tensor.nbytes > FILE_BYTES:
-            groups.append({})
-        groups[-1][name] = tensor
-    one_by_one = ({name: tensor} for part in parts for name, tensor in part.items())
-    of = f"-of-{len(groups):05}"
-    files = [f"model-{number:05}{of}.safetensors" if len(groups) > 1 else _FILE for number in range(1, len(groups) + 1)]
-    for file, group in zip(files, groups, strict=True):
-        write_safetensors(folder / file, group, islice(one_by_one, len(group)))
-    if len(groups) > 1:
-        places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        size_bytes = sum(tensor.nbytes for tensor in weights.values())
-        index = {"metadata": {"total_size": size_bytes}, "weight_map": places}
-        (folder / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 # -- tensors beside those of a manifest --------------------------------------------------------------------------------
@@ -363,7 +335,7 @@ def origin_of(path: Path) -> Origin | None:
         return "hf" if any(map(_LAYER.match, keys)) else None
     if is_sharded(path):
         keys = set(_keys_of(path / META))  # of Fabric: what the script has named
-        return "litgpt" if _COUNTS & keys else None if keys and _VERSION not in keys else "lightning"
+        return None if keys and _VERSION not in keys else "lightning"
     if _hf_files(path):
         return "hf"
     if (path / "lit_model.pth").exists():
@@ -632,11 +604,7 @@ def _from_litgpt(name: str, value: Tensor, heads: _Heads) -> dict[str, Tensor]:
 
 def _read_litgpt(source: Path, config: Mapping[str, Any]) -> Foreign:
     file = source / "lit_model.pth" if source.is_dir() else source
-    if is_sharded(source):
-        shards, beside = read_shards(source)
-        file, state = source / META, {**shards, **beside}
-    else:
-        state = _load(file)
+    state = _load(file)
     weights = {_ADDED_BY_WRAPPERS.sub("", name): value for name, value in state.get("model", state).items()}
     said = _config_of_litgpt(weights, state, file) or dict(config)
     if "num_attention_heads" not in said:
@@ -713,8 +681,6 @@ def _moments_of_litgpt(
     FSDP writes the parameter's name. Other strategies write its number in the one group that lit-gpt makes.
     """
     groups, state = optimizer.get("param_groups") or [{}], optimizer.get("state") or {}
-    if isinstance(groups, dict):  # of shards, by number
-        groups = [groups[number] for number in sorted(groups)]
     if not state:
         return {}, {}, "the source has none"
     numbers: dict[Any, str] = dict(enumerate(weights))

@@ -67,7 +67,7 @@ class Manifest:
     packages: dict[str, str] = field(default_factory=installed_packages)
     data: dict[str, Any] | None = None
     layout: dict[str, Any] = field(default_factory=dict)
-    configuration: str | None = None
+    configuration: str | None = None  # a digest of it, in those of 0.2.0
     deadlines_s: dict[str, float] = field(default_factory=dict)
     parent: dict[str, str] | None = None
     tensors: dict[str, str] | None = None

@@ -302,7 +302,7 @@ def _sums(piece: Piece) -> Tensor:
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     num_inner = math.prod(shape[1:])
     if tuple(tensor.shape[1:]) == tuple(shape[1:]):
-        return _sums_of_run(tensor, offsets[0] * num_inner if offsets else 0)
+        return sums_of_run(tensor, offsets[0] * num_inner if offsets else 0)
     # Sharded by another axis than the first. What other ranks hold is zeros here, which add nothing.
     inner = zip(offsets[1:], tensor.shape[1:], strict=True)
     mine = (slice(None), *(slice(begin, begin + length) for begin, length in inner))
@@ -311,11 +311,11 @@ def _sums(piece: Piece) -> Tensor:
     for part in torch.split(tensor, max(1, _WIDENED_ELEMENTS // num_inner)):
         wide = part.new_zeros((len(part), *shape[1:]))
         wide[mine] = part
-        sums, first = sums + _sums_of_run(wide, first * num_inner), first + len(part)
+        sums, first = sums + sums_of_run(wide, first * num_inner), first + len(part)
     return sums
 
 
-def _sums_of_run(tensor: Tensor, start: int) -> Tensor:
+def sums_of_run(tensor: Tensor, start: int) -> Tensor:
     """The two sums of elements that follow each other in the flat view of the whole, from element ``start`` on."""
     raw, begin = tensor.contiguous().view(-1).view(torch.uint8), start * tensor.element_size()
     # A row of which this is not all has zeros in the place of the rest.

@@ -319,7 +319,7 @@ def _export_for(program: str, source: Path, target: Path, weights_only: bool, na
             names = {name: name.removeprefix(formats.PREFIX) for name in weights}
             (fresh / "config.json").write_text(json.dumps(formats.hf_config(config), indent=2) + "\n")
             renamed = {names[name]: one for name, one in weights.items()}
-            formats.write_in_files(fresh, renamed, parts)
+            formats.write_safetensors(fresh / "model.safetensors", renamed, parts)
         else:
             whole = {name: one for part in parts for name, one in part.items()}
             torch.save({"model": formats.to_litgpt(whole)}, fresh / "lit_model.pth")

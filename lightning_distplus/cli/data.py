@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as Bars
 
 from lightning_distplus.data.audit import AuditReport, Sighting, audit_folder
-from lightning_distplus.data.prepare import PreparedTokens, Progress, prepare
+from lightning_distplus.data.prepare import Progress, prepare
 from lightning_distplus.errors import refuse_unknown_arguments
 
 __all__ = ["run_audit", "run_prepare"]
@@ -51,7 +51,10 @@ def run_prepare(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"distplus prepare: {error}", file=sys.stderr)
         return 1
-    print(_summary(result))
+    print(
+        f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
+        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
+    )
     return 0
 
 
@@ -117,13 +120,6 @@ def _lines_of_progress() -> Iterator[Callable[[Progress], None]]:
     yield show
 
 
-def _summary(result: PreparedTokens) -> str:
-    return (
-        f"{result.prefix}.bin: {result.num_tokens:,} tokens ({result.dtype}) in {result.num_documents:,} documents, "
-        f"from {result.num_bytes:,} bytes of text; vocabulary {result.vocab_size:,}: {result.tokenizer}"
-    )
-
-
 # -- distplus audit ----------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +132,11 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, default=20, help="findings to print of each kind (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the whole report for a machine")
     arguments = parser.parse_args(argv)
-    folder = _records_in(arguments.run)
+    run: Path = arguments.run
+    folder = next((one for one in (run, run / "distplus" / "audit", run / "audit") if any(one.glob("*.audit"))), None)
     if folder is None:
         print(
-            f"distplus audit: there are no records in {arguments.run.absolute()}. They are written by "
+            f"distplus audit: there are no records in {run.absolute()}. They are written by "
             "Trainer(callbacks=[SampleAudit()]).",
             file=sys.stderr,
         )
@@ -155,11 +152,6 @@ def run_audit(argv: Sequence[str]) -> int:
         for line in _lines(report, arguments.limit):
             print(line)
     return 0 if report.ok else 1
-
-
-def _records_in(run: Path) -> Path | None:
-    candidates = (run, run / "distplus" / "audit", run / "audit")
-    return next((folder for folder in candidates if any(folder.glob("*.audit"))), None)
 
 
 def _lines(report: AuditReport, limit: int) -> Iterator[str]:

@@ -68,30 +68,23 @@ def _supervise(
     arguments: Any, command: Sequence[str], command_after_save: Sequence[str], warm: Warm | None, signals: Signals
 ) -> int:
     from lightning_distplus.launch.agent import Hosts
-    from lightning_distplus.launch.supervisor import Job, RestartPolicy, Supervisor
+    from lightning_distplus.launch.supervisor import RestartPolicy, Supervisor
 
     min_nodes, max_nodes = arguments.nnodes
+    join_s, same_step = max(1, round(arguments.join.total_seconds())), arguments.same_step
     return Supervisor(
-        Job(
-            command=command,
-            command_after_save=command_after_save,
-            warm=warm,
-            hosts=Hosts(
-                min_nodes=min_nodes,
-                max_nodes=max_nodes,
-                nproc=arguments.nproc,
-                rdzv=arguments.rdzv,
-                join_s=max(1, round(arguments.join.total_seconds())),
-            ),
-            policy=RestartPolicy(
-                max_restarts=arguments.max_restarts, window=arguments.window, same_step=arguments.same_step
-            ),
-            log_dir=arguments.log_dir.absolute(),
-            run_id=arguments.job_id,
-            quarantine=arguments.quarantine,
-            resumes=arguments.resume,
+        signals=signals,
+        command=command,
+        command_after_save=command_after_save,
+        warm=warm,
+        hosts=Hosts(
+            min_nodes=min_nodes, max_nodes=max_nodes, nproc=arguments.nproc, rdzv=arguments.rdzv, join_s=join_s
         ),
-        signals,
+        policy=RestartPolicy(max_restarts=arguments.max_restarts, window=arguments.window, same_step=same_step),
+        log_dir=arguments.log_dir.absolute(),
+        job_id=arguments.job_id,
+        quarantine=arguments.quarantine,
+        resumes=arguments.resume,
     ).run()
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -228,18 +229,12 @@ def _between_hosts(plane: ControlPlane, ranks: Sequence[dict[str, Any]], deadlin
         return try_pairs(plane, places, hosts, deadline) if len(hosts) > 1 else ()
 
     def clock(facts: Facts) -> Iterable[Finding]:
-        return _skew(ranks)
+        clock_of = itemgetter("clock")  # all were read right after a barrier
+        first, last = min(ranks, key=clock_of), max(ranks, key=clock_of)
+        skew_s = last["clock"] - first["clock"]
+        subject = f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead."
+        if skew_s > _SKEW_S:
+            detail = f"{last['host']} is ahead of {first['host']}"
+            yield Finding.warning(subject, detail=detail, remedy="Start chrony or ntpd on both")
 
     return {"network": network, "clock": clock}
-
-
-def _skew(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    """How far the clocks of the hosts are apart; all were read right after a barrier."""
-    first, last = min(ranks, key=lambda rank: rank["clock"]), max(ranks, key=lambda rank: rank["clock"])
-    skew_s = last["clock"] - first["clock"]
-    if skew_s > _SKEW_S:
-        yield Finding.warning(
-            f"The clocks of two hosts are {skew_s:.1f} s apart; logs and file times mislead.",
-            detail=f"{last['host']} is ahead of {first['host']}",
-            remedy="Start chrony or ntpd on both",
-        )

@@ -142,8 +142,7 @@ _MOST_NOTICES = 8
 def show_job(job: Mapping[str, Any]) -> Group:
     """All that is known of a job, the last word first."""
     parts = (
-        _head, _failures, _attempts, _goodput, _verdicts, _stragglers, _checkpoints, _data, _deadlines, _costs,
-        _notices,
+        _head, _failures, _attempts, _goodput, _verdicts, _stragglers, _checkpoints, _data, _deadlines, _notices,
     )  # fmt: skip
     shown = [one for part in parts if (one := part(job)) is not None]
     return Group(*(one for part in shown for one in (part, Text(""))))
@@ -257,15 +256,6 @@ def _deadlines(job: Mapping[str, Any]) -> Text | None:
     lines = [f"deadlines of timeout='auto', attempt {job['deadlines']['attempt']}:"]
     for one in job["deadlines"]["phases"]:
         lines.append(f"  {one['phase']:<12}{one['seconds']:>8g} s   {one['reason']}".rstrip())
-    return _as_text(lines)
-
-
-def _costs(job: Mapping[str, Any]) -> Text | None:
-    if job["costs"] is None:
-        return None
-    lines = [f"microseconds of a step on rank {job['costs']['rank']}, over {job['costs']['steps']} steps:"]
-    for one in job["costs"]["parts"]:
-        lines.append(f"  {one['name']:<12}{one['microseconds']:>8.0f}     {one['meaning']}")
     return _as_text(lines)
 
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from lightning_distplus.control.exchange import GateRecord, SharedTally, Tally
+from lightning_distplus.control.exchange import Exchange, GateRecord
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError, DivergenceError
@@ -282,11 +282,9 @@ class Points:
         self.name = name or f"run-{next(_runs)}"
         """Of the run, alike on all ranks."""
         self._thread = threading.get_ident()
-        self._tally: Tally | SharedTally = Tally(plane, f"points/{self.name}")
+        self._exchange = Exchange(plane, f"points/{self.name}")
         self.num_calls = 0
         """How many points this rank has begun."""
-        self.passed = 0
-        """How many points all ranks have come to together."""
         self._gates = 0
         self._backward = ("", 0)
         """The backward that this rank has begun last, and the gate before it; replaced at once, for another thread."""
@@ -299,7 +297,7 @@ class Points:
     def begin(self) -> None:
         """Meets all ranks, so that every key is empty before the first point; watches the waits of this process."""
         global _active
-        self._tally = SharedTally.share(self._plane, f"points-{self.name}", self._waits.patience) or self._tally
+        self._exchange.open(self._waits.patience)
         self._plane.watcher = self
         _active = self
 
@@ -332,13 +330,11 @@ class Points:
         """
         self.num_calls += 1
         self._enter(Place.POINT, point)
-        self._tally.enter(self.num_calls, point.digest)
+        self._exchange.post(point.digest)
         try:
-            self._plane.poll(self._all_agree, self._waits.patience, what=str(point), arrived=self._arrived)
+            self._exchange.collect(self._waits.patience, what=str(point), referee=self)
         finally:
             self._place = None
-        self._tally.passed(self.num_calls)
-        self.passed = self.num_calls
 
     def enter_gate(self, record: GateRecord) -> None:
         """This rank is about to wait at a step gate."""
@@ -368,11 +364,7 @@ class Points:
         """This rank has passed the gate, or has given up."""
         self._place = None
 
-    def _all_agree(self) -> bool:
-        num_ranks = self._tally.look()
-        return self._have_all_said_so() if num_ranks is None else num_ranks == self._plane.world.size
-
-    def _arrived(self) -> set[int]:
+    def arrived(self) -> set[int]:
         """The ranks that have come to this rank's point: whoever waits there for long has said so."""
         here = {rank for rank, one in self._places().items() if one.points >= self.num_calls}
         return here | {self._plane.world.rank}
@@ -393,31 +385,22 @@ class Points:
         own = self._publish()
         others = self._some_others()
         if self._place is Place.POINT and any(own.excludes(other) for other in self._in_backwards(others).values()):
-            raise self._decided(self._in_backwards(self._plane.world.ranks) | self._places())
+            self._decide(self._in_backwards(self._plane.world.ranks) | self._places())
         places = (self._read(rank) for rank in others)
         if not any(other is not None and own.excludes(other) for other in places):
             self._excluded_since = None
             return
         self._look_at_s = elapsed_s + _LOOK_EVERY_S
         if self._has_stood(_SETTLE_S):
-            raise self._decided(self._places())
+            self._decide(self._places())
 
-    def _have_all_said_so(self) -> bool:
-        """The digests do not add up: the ranks do different things here, or a stranger has added one of his own.
-
-        What the ranks have signed tells; where they differ, one waits a moment for the others, whose number decides.
-        """
+    def judge(self) -> None:
+        """The ranks do different things here: this one waits a moment for the words of all, whose number decides."""
         self._publish()
-        others = set(self._plane.world.ranks) - {self._plane.world.rank}
         places = self._places()
-        further = {rank for rank, one in places.items() if one.place is Place.POINT and one.points > self.num_calls}
-        further |= self._have_passed(self.num_calls, others - set(places))
-        here = {rank: one for rank, one in places.items() if rank not in further}
-        if len({(one.place, one.point) for one in here.values()}) == 1:
-            return len(here) + len(further) == self._plane.world.size
-        if len(here) == self._plane.world.size or self._has_stood(_SETTLE_S):
-            raise self._decided(here)
-        return False
+        differ = len({(one.place, one.point) for one in places.values()}) > 1
+        if differ and (len(places) == self._plane.world.size or self._has_stood(_SETTLE_S)):
+            self._decide(places)
 
     def _has_stood(self, seconds: float) -> bool:
         now = running_time()
@@ -425,11 +408,12 @@ class Points:
             self._excluded_since = now
         return now - self._excluded_since >= seconds
 
-    def _decided(self, places: dict[int, Whereabouts]) -> DistplusError:
+    def _decide(self, places: dict[int, Whereabouts]) -> NoReturn:
         """One rank's decision holds for all of them: whoever hears of it raises the same."""
         error = disagreement(places, self._plane.world.size)
-        first = self._plane.report_failure(error)
-        return error if first is None or first.rank == self._plane.world.rank else first.as_heard()
+        self._plane.report_failure(error)
+        self._plane.raise_if_peer_failed()
+        raise error
 
     def _places(self) -> dict[int, Whereabouts]:
         """Where the ranks stand, of those who stand somewhere."""
@@ -438,19 +422,11 @@ class Points:
 
     def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
-        told = [beat["whereabouts"] for beat in self._beats(ranks).values() if beat.get("whereabouts") is not None]
-        found = [Whereabouts.from_plain(one) for one in told if one.pop("run") == self.name]
-        return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
-
-    def _have_passed(self, number: int, ranks: Iterable[int]) -> set[int]:
-        """Those that have been at this point with this rank and do not wait any more, by their last beats."""
-        passed = {rank: beat.get("passed") or ["", 0] for rank, beat in self._beats(ranks).items()}
-        return {rank for rank, (name, count) in passed.items() if name == self.name and count >= number}
-
-    def _beats(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         asked = list(ranks)
         beats = self._plane.read_each([beat_key(rank) for rank in asked])
-        return {rank: words_of(beat) for rank, beat in zip(asked, beats, strict=True) if beat is not None}
+        told = [words_of(beat)["whereabouts"] for beat in beats if beat is not None]
+        found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self.name]
+        return {one.rank: one for one in found if one.backward_gate > self._backward[1]}
 
     def _is_present(self, one: Whereabouts) -> bool:
         """Whether a word is of a place that this rank has not passed; every other one may be old."""

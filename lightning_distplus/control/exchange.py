@@ -1,33 +1,29 @@
 """Small records of all ranks: the gate of each step, and the digests of a checked call.
 
-They stand in memory that the ranks of a host share, where all of them are on one; else in the store.
+The ranks of a host show them to each other in memory that they share; one rank of each host speaks to the store.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
 import secrets
 import struct
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
 from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
-from lightning_distplus.control.secret import Entries
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id, open_memory
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # -- the record of a step ----------------------------------------------------------------------------------------------
 
@@ -130,13 +126,12 @@ class StepGate:
     """Exchanges one record per rank and step.
 
     Gates are numbered: a record cannot pair with the gate of another step, the ranks without one are named, and a gate
-    survives a time-out. Up to 64 ranks everybody reads all records; more ranks count equal ones.
+    survives a time-out. Up to 64 ranks everybody reads all records; of more, records that agree are not read.
 
     Args:
         plane: The control plane.
         name: Keeps the gates of several runs in one process apart; alike on all ranks.
         must_agree: The fields in which records that differ are read by all ranks, however many there are.
-        direct_ranks: Up to so many ranks read all records in any case.
         points: Lets those that wait at a point see who waits here, and ends a wait for one of them.
     """
 
@@ -146,37 +141,24 @@ class StepGate:
         *,
         name: str,
         must_agree: Sequence[str] = ("global_step", "micro_batch", "epoch"),
-        direct_ranks: int = DIRECT_RANKS,
         points: GateWatcher | None = None,
     ) -> None:
-        self._plane = plane
+        self._rank = plane.world.rank
         self._points = points
         self._name = name
         self._must_agree = tuple(must_agree)
-        self._number = 0
         self._posted: GateRecord | None = None
-        self.reads_all = plane.world.size <= direct_ranks
-        self._slots: Slots | SharedRecords | CountedGate = (
-            Slots(plane, f"gate/{name}", is_owner=plane.world.rank == 0)
-            if self.reads_all
-            else CountedGate(plane, f"gate/{name}", digest=self._digest)
-        )
+        self.reads_all = plane.world.size <= DIRECT_RANKS
+        self._exchange = Exchange(plane, f"gate/{name}")
 
     def open(self, deadline: timedelta) -> None:
-        """Meets all ranks, so that every key is empty before the first record comes.
-
-        Those of one host show each other their records in memory from now on.
-        """
-        name = f"gate-{self._name}"
-        if isinstance(self._slots, CountedGate):
-            self._plane.barrier(name, deadline)
-        else:
-            self._slots = SharedRecords.share(self._plane, name, deadline) or self._slots
+        """Meets all ranks, so that every key is empty before the first record comes; finds those of this host."""
+        self._exchange.open(deadline)
 
     def exchange(self, record: GateRecord, deadline: timedelta) -> list[GateRecord]:
         """Posts this rank's record and collects everybody's, in rank order.
 
-        Of more than 64 ranks that agree in every field of ``must_agree`` and have the same wishes, each gets its own
+        Of more than 64 ranks that agree in every field of ``must_agree`` and have the same wishes, each may get its own
         record in the place of all others.
 
         Raises:
@@ -184,318 +166,425 @@ class StepGate:
             DivergenceError: A peer runs another version of this package, or waits at a point to which this rank has
                 not come.
         """
-        if self._points is None:
-            self.post(record)
-            return self.collect(deadline)
-        self._points.enter_gate(record)
+        if self._points is not None:
+            self._points.enter_gate(record)
         try:
             self.post(record)
             return self.collect(deadline)
         finally:
-            self._points.leave_gate()
+            if self._points is not None:
+                self._points.leave_gate()
 
     def post(self, record: GateRecord) -> None:
         """Enters the next gate with this rank's record; never waits."""
-        self._number += 1
         self._posted = record
-        self._slots.post(self._number, record.pack())
+        self._exchange.post(record.pack(), None if self.reads_all else self._digest(record))
 
     def collect(self, deadline: timedelta) -> list[GateRecord]:
         """Waits until all ranks have entered the gate, and returns their records; may be called again if it raised."""
-        what = f"step gate {self._number} of {self._name}"
-        if isinstance(self._slots, CountedGate):
-            packed = self._slots.collect(self._number, deadline, what=what)
-        else:
-            packed = self._collect_all(self._slots, self._number, deadline, what)
-        mine = packed[self._plane.world.rank]
+        packed = self._exchange.collect(deadline, what=f"step gate {self._exchange.number} of {self._name}")
+        mine = packed[self._rank]
         if self._posted is not None and packed.count(mine) == len(packed):  # the common case
             return [self._posted] * len(packed)
         return [GateRecord.unpack(data, rank=rank) for rank, data in enumerate(packed)]
 
-    def _collect_all(self, slots: Slots | SharedRecords, number: int, deadline: timedelta, what: str) -> list[bytes]:
-        ranks = self._plane.world.ranks
-        self._plane.raise_if_launcher_gone()
-        posted = slots.linger(number)
-
-        def is_complete() -> bool:
-            posted.update(slots.read(number))
-            return len(posted) == len(ranks)
-
-        if len(posted) < len(ranks):
-            self._plane.poll(is_complete, deadline, what=what, arrived=lambda: set(posted))
-        slots.passed(number)
-        return [posted[rank] for rank in ranks]
-
-    def _digest(self, packed: bytes) -> str:
-        """What must be equal in a record; all of it, where another version of this package packed it."""
-        if not GateRecord.is_readable(packed):
-            return xxhash.xxh3_64_hexdigest(packed)
-        record = GateRecord.unpack(packed, rank=self._plane.world.rank)
-        equal = [record.wishes, *(getattr(record, field) for field in self._must_agree)]
-        return xxhash.xxh3_64_hexdigest(repr(equal).encode())
+    def _digest(self, record: GateRecord) -> bytes:
+        """Of what must be equal in a record."""
+        equal = [RECORD_VERSION, record.wishes, *(getattr(record, field) for field in self._must_agree)]
+        return xxhash.xxh3_64_digest(repr(equal).encode())
 
 
-# -- equal records of many ranks, counted ------------------------------------------------------------------------------
+# -- records of all ranks, over two tiers ------------------------------------------------------------------------------
 
-_LARGEST_GROUP = 64
-_EQUAL, _DIFFERENT = b"equal", b"different"
+_DIGEST_BYTES = 8
+_EQUAL = b"equal"
+# The first rank of a host that waits for other hosts asks the store less and less often, and less the more hosts there
+# are; rank 0, on which the others wait, asks more often.
+_FEW_HOSTS = 8  # all of them read what all say: one way less
+_ASK_FLOOR_S = 20e-6
+_ASK_FLOOR_PER_HOST_S = 100e-6
+_RANK_0_ASKS_PER_HOST_S = 20e-6
+_ASK_SHARE = 0.25
+_ASK_CEILING_S = 0.01
+_ASK_CEILING_PER_HOST_S = 100e-6
+_ALONE_S = 0.1  # after so long a wait every rank asks the store itself: who serves it may be gone
+# Who waits longer reads for itself what all have said; many ranks do so later.
+_LATE_S = 0.25
+_LATE_PER_RANK_S = 5e-3
+_LATE_SHARE = 0.25  # of the deadline at most, so that it is known before who is missing
 
 
-class CountedGate:
-    """Lets all ranks through when all have come; the work of a rank does not grow with their number.
+class Referee(Protocol):
+    """Judges ranks that show different records: ``Points``."""
 
-    The ranks of a node form a group. Its first rank reads the group's records, adds their number to the counter of
-    their digest, and then to that of all; who brings the latter to the number of ranks opens the gate, and says whether
-    one digest has them all. Only where the digests differ does every rank read the records of everybody.
+    def judge(self) -> None:
+        """Called at each look while they differ; what it raises ends the wait."""
+
+    def arrived(self) -> set[int]:
+        """The ranks that have come, for the message."""
+
+
+class Exchange:
+    """One record of each rank at every number: in memory that the ranks of a host share, between hosts in the store.
+
+    The first rank of a host speaks for it: when all of its host have come, it posts their records in one entry. Rank 0
+    reads the entries of all hosts and publishes the outcome: that all agree, or all records. The first rank of each
+    host reads that, or among few hosts the entries themselves, and shows it to its peers in the memory. So a number
+    costs the store one entry and some looks a host, however many ranks it has, and nothing where there is one host.
+
+    Nobody waits for a rank that has come and stopped. Who waits for some time asks the store too; the lowest rank that
+    has come posts those that have; and after a while each reads the entries of all, adds those of its host that are not
+    there, and draws the conclusion itself. So the missing ranks are named, whoever they are. A rank that can share no
+    memory is a host of its own.
+
+    Args:
+        plane: The control plane.
+        name: Of the keys; alike on all ranks. It may be used again by those who meet again.
     """
 
-    def __init__(self, plane: ControlPlane, name: str, *, digest: Callable[[bytes], str]) -> None:
+    def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self._name, self._total, self._opened = name, f"{name}/total", f"{name}/opened"
-        self._digest = digest
-        size = plane.world.size
-        per_group = min(_LARGEST_GROUP, max(1, size // plane.world.num_nodes))
-        self._groups = [range(first, min(first + per_group, size)) for first in range(0, size, per_group)]
-        mine = plane.world.rank // per_group
-        self._group = self._groups[mine]
-        self._leads = plane.world.rank == self._group.start
-        self._slots = [
-            Slots(plane, f"{name}/group{index}", is_owner=self._leads and index == mine)
-            for index in range(len(self._groups))
-        ]
-        self._own_slots = self._slots[mine]
-        self._packed = b""
-        self._is_counted = False
-        if plane.world.rank == 0:
-            plane.delete(self._total)
-            plane.delete(self._opened)
+        self._name = name
+        self._rank, self._size = plane.world.rank, plane.world.size
+        self._roll = Roll(plane, name)
+        self._outcome_key = f"{name}/outcome"
+        self.number = 0
+        if self._rank == 0:
+            plane.delete(self._outcome_key)
+        self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(self._size)))
 
-    def post(self, number: int, packed: bytes) -> None:
-        """Enters the gate with this rank's record; never waits."""
-        self._packed = packed
-        self._is_counted = False
-        self._own_slots.post(number, packed)
+    def open(self, deadline: timedelta) -> None:
+        """Meets all ranks, so that every key is empty before the first record, and finds those that share memory."""
+        self._take_place(*share_memory(self._plane, self._name, deadline))
 
-    def collect(self, number: int, deadline: timedelta, *, what: str) -> list[bytes]:
-        """Waits until all ranks have entered the gate.
+    def _take_place(self, firsts: list[int], memory: mmap.mmap) -> None:
+        self._memory = SharedRecords(memory, self._size)
+        self._host = [rank for rank, first in enumerate(firsts) if first == firsts[self._rank]]
+        self._is_first = self._rank == self._host[0]
+        self._num_hosts = len(set(firsts))
+        self._is_split = self._num_hosts > 1
+        self._bell = _AT_FIRST if self._is_split and self._is_first else _AT_ALL
+
+    def post(self, record: bytes, digest: bytes | None = None) -> None:
+        """Enters the next number with this rank's record; never waits, nor asks the store.
+
+        Where all ranks show the same digest, of 8 bytes, they need not read each other's records; without one, the
+        whole record has to be the same for that.
+        """
+        self.number += 1
+        self._own = (digest or xxhash.xxh3_64_digest(record)) + record
+        self._here: dict[int, bytes] = {}  # of this host
+        self._said: dict[int, bytes] = {}  # of all hosts, as far as this rank has read it
+        self._posted: set[int] = set()
+        self._is_known = False
+        self._asks_since = time.monotonic()
+        self._ask_at, self._late_at = self._asks_since + _ALONE_S, math.inf
+        self._memory.write(self.number, self._rank, self._own)
+
+    def collect(self, deadline: timedelta, *, what: str, referee: Referee | None = None) -> list[bytes]:
+        """Waits until all ranks have come to the number; may be called again if it raised.
 
         Returns:
-            The records in rank order; this rank's own for all, where all digests are equal.
+            The records in rank order; this rank's own for all, where those of several hosts show the same digest.
+
+        Raises:
+            PeerMissing, PeerFailed, PeerLost: A peer is the cause; ``.ranks`` names it.
         """
-        are_equal = False
-        records: dict[int, bytes] = {}
+        self._plane.raise_if_launcher_gone()
+        if self._is_split:
+            self._late_every_s = max(_LATE_S, _LATE_PER_RANK_S * self._size)
+            self._late_every_s = min(self._late_every_s, _LATE_SHARE * deadline.total_seconds())
+            turn, now = self._host.index(self._rank) / len(self._host), time.monotonic()  # one after the other
+            self._late_at = now + self._late_every_s * (1 + turn)
+            self._ask_at = min(self._ask_at, now + self._late_every_s)
 
-        def is_open() -> bool:
-            nonlocal are_equal
-            word = self._word(number)
-            are_equal = word == _EQUAL
-            if word and not are_equal:  # a stranger can count, but not sign
-                records.update(self._read_all(number))
-            return are_equal or len(records) == self._plane.world.size
+        def is_complete() -> bool:
+            have_come = self._look()
+            if referee is not None and self._differ():
+                referee.judge()
+                return False
+            return have_come
 
-        self._plane.poll(is_open, deadline, what=what, arrived=lambda: set(self._read_all(number)))
-        self._own_slots.passed(number)
-        if self._plane.world.rank == 0:
-            for digest in {self._digest(record) for record in records.values()} or {self._digest(self._packed)}:
-                self._plane.delete(self._agreed(number, digest))
-        ranks = self._plane.world.ranks
-        return [self._packed] * len(ranks) if are_equal else [records[rank] for rank in ranks]
+        if not is_complete():
+            self.rest(0.0, _LINGER_S)  # ranks that train in step wait no longer
+            if not is_complete():
+                arrived = self._arrived if referee is None else referee.arrived
+                self._plane.poll(is_complete, deadline, what=what, arrived=arrived, pause=self)
+        if self._is_split and self._rank == 0:
+            self._roll.passed(self.number)
+        records = self._said if self._is_split else self._here
+        return [records[rank][_DIGEST_BYTES:] for rank in range(self._size)]
 
-    def _word(self, number: int) -> bytes:
-        """What opened the gate; nothing while it is closed."""
-        if self._leads and not self._is_counted:
-            records = self._own_slots.read(number)
-            if len(records) < len(self._group):
-                return b""
-            self._is_counted = True
-            self._count(number, records)
-        opened, _, word = (self._plane.read(self._opened) or b"").partition(b",")
-        return word if opened == b"%d" % number else b""
+    def rest(self, elapsed_s: float, at_most_s: float) -> None:
+        """Waits for a ring, or until the store is asked next."""
+        seconds = min(max(_LINGER_S, _LINGER_SHARE * elapsed_s), at_most_s)
+        if self._is_split and not self._is_known:
+            seconds = min(seconds, max(0.0, self._ask_at - time.monotonic()))
+        if len(self._host) > 1:
+            self._memory.wait(seconds)
+        else:
+            time.sleep(seconds)
 
-    def _count(self, number: int, records: dict[int, bytes]) -> None:
-        for digest, num_ranks in Counter(self._digest(record) for record in records.values()).items():
-            self._plane.add(self._agreed(number, digest), num_ranks)
-        # The total is never set back: a gate is full when all gates up to it are.
-        if self._plane.add(self._total, len(records)) == number * self._plane.world.size:
-            agreed = self._plane.add(self._agreed(number, self._digest(self._packed)), 0)
-            word = _EQUAL if agreed == self._plane.world.size else _DIFFERENT
-            self._plane.send(self._opened, b"%d,%s" % (number, word))
+    def _look(self) -> bool:
+        """Whether all have come; asks the store only where there are other hosts, and when it is time to."""
+        self._memory.listen(self._bell)
+        if self._is_known:
+            return True
+        self._read_host()
+        if not self._is_split:
+            self._is_known = len(self._here) == self._size
+            return self._is_known
+        outcome = self._memory.read(self.number, [self._memory.outcome]).get(self._memory.outcome)
+        if outcome is None and (outcome := self._ask_in_time()) is not None:
+            self._memory.write(self.number, self._memory.outcome, outcome)
+            if len(self._host) > 1:
+                self._memory.ring(_AT_ALL, self.number)
+        if outcome is not None:
+            self._is_known = True
+            self._said = dict.fromkeys(range(self._size), self._own) if outcome == _EQUAL else _unpacked(outcome)
+        return self._is_known
 
-    def _read_all(self, number: int) -> dict[int, bytes]:
-        return {rank: packed for slots in self._slots for rank, packed in slots.read(number).items()}
+    def _read_host(self) -> None:
+        """Whoever comes last wakes the others."""
+        if not self._here:
+            self._here = self._memory.read(self.number, self._host)
+            if 1 < len(self._host) == len(self._here):
+                self._memory.ring(_AT_FIRST if self._is_split else _AT_ALL, self.number)
+        elif len(self._here) < len(self._host):
+            self._here |= self._memory.read(self.number, [rank for rank in self._host if rank not in self._here])
 
-    def _agreed(self, number: int, digest: str) -> str:
-        return f"{self._name}/agreed/{number}/{digest}"
+    def _differ(self) -> bool:
+        own = self._own[:_DIGEST_BYTES]
+        return any(one[:_DIGEST_BYTES] != own for one in (*self._here.values(), *self._said.values()))
+
+    # -- the tier between hosts ----------------------------------------------------------------------------------------
+
+    def _ask_in_time(self) -> bytes | None:
+        now = time.monotonic()
+        has_all_to_say = self._is_first and len(self._posted) < len(self._here) == len(self._host)
+        if has_all_to_say:
+            self._asks_since = now
+        elif now < self._ask_at and self._plane.first_error is None:
+            return None
+        outcome = self._ask(now)
+        pause_s = self._plane.longest_pause_s
+        if self._is_first:
+            per_host_s = _ASK_FLOOR_PER_HOST_S if self._rank else _RANK_0_ASKS_PER_HOST_S
+            floor_s = per_host_s * self._num_hosts if self._num_hosts > _FEW_HOSTS else _ASK_FLOOR_S
+            ceiling_s = max(_ASK_CEILING_S, _ASK_CEILING_PER_HOST_S * self._num_hosts)
+            pause_s = min(pause_s, ceiling_s, max(floor_s, _ASK_SHARE * (now - self._asks_since)))
+        self._ask_at = now + pause_s
+        return outcome
+
+    def _ask(self, now: float) -> bytes | None:
+        """Says what has come of this host, where that is this rank's part. The outcome, once it is known."""
+        is_late = now >= self._late_at
+        reads_all = is_late or self._rank == 0 or self._num_hosts <= _FEW_HOSTS
+        unsaid = self._here.keys() - self._posted if self._rank == min(self._here) else set()
+        if unsaid:
+            self._post(unsaid)
+        if not reads_all:
+            # Right after a post nobody can have answered yet.
+            number, _, outcome = (b"" if unsaid else self._plane.read(self._outcome_key) or b"").partition(b" ")
+            return outcome if number == b"%d" % self.number else None
+        if is_late:
+            self._late_at = now + self._late_every_s
+        self._said = self._roll.read(self.number)
+        if unseen := self._here.keys() - self._said.keys():  # their first rank has stopped, or a stranger wrote over it
+            self._post(unseen)
+        records = self._said | self._here
+        if len(records) < self._size:
+            return None
+        outcome = _packed(records) if len({one[:_DIGEST_BYTES] for one in records.values()}) > 1 else _EQUAL
+        if self._rank == 0 and self._num_hosts > _FEW_HOSTS:
+            self._plane.send(self._outcome_key, b"%d " % self.number + outcome)
+        return outcome
+
+    def _post(self, ranks: Iterable[int]) -> None:
+        self._roll.post(self.number, {rank: self._here[rank] for rank in ranks})
+        self._posted.update(ranks)
+
+    def _arrived(self) -> set[int]:
+        self._ask_at = self._late_at = 0.0
+        self._look()
+        return {*self._here, *self._said}
 
 
 # -- records in the store ----------------------------------------------------------------------------------------------
 
-_NUM_SLOTS = 3
-_HEAD = struct.Struct("<II")  # the number of the gate, and the rank
-_NUMBERS = 1 << 32  # one key holds two neighbouring gates at most: their numbers differ in this as well
+_NUM_KEYS = 3
+_NUMBER = struct.Struct("<I")
+_NUMBERS = 1 << 32  # one key holds two neighbouring numbers at most: they differ in this as well
+_HEAD = struct.Struct("<IH")  # the rank, and the length of its record
 HEAD_BYTES = _HEAD.size
 
 
-class Slots:
-    """One key per gate, to which every rank of the group appends its record; a look at all of them is one round trip.
+def _packed(records: Mapping[int, bytes]) -> bytes:
+    return b"".join(_HEAD.pack(rank, len(records[rank])) + records[rank] for rank in sorted(records))
 
-    A record carries its gate's number, so that it cannot pair with that of another gate. A rank enters gate n + 1 only
-    when all have entered gate n, so that three keys are enough: once all have entered gate n, nobody reads the key of
-    gate n - 1 any more, and nobody writes to it before its owner has entered gate n + 1. The owner empties it between.
 
-    Every record is signed: what a stranger writes between them is skipped.
+def _unpacked(data: bytes, start: int = 0) -> dict[int, bytes]:
+    records = {}
+    while start < len(data):
+        rank, length = _HEAD.unpack_from(data, start)
+        start += HEAD_BYTES + length
+        records[rank] = data[start - length : start]
+    return records
+
+
+class Roll:
+    """One key per number, to which each host appends the records of its ranks; a look at all of them is one round trip.
+
+    An entry carries its number, so that its records cannot pair with those of another. A rank enters number n + 1 only
+    when all have entered number n, so that three keys are enough: once all have entered n, nobody reads the key of
+    n - 1 any more, and nobody writes to it before rank 0 has entered n + 1. Rank 0 empties it between.
+
+    Every entry is signed: what a stranger writes between them is skipped.
     """
 
-    def __init__(self, plane: ControlPlane, name: str, *, is_owner: bool) -> None:
+    def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_SLOTS)]
-        self._entries: list[Entries | None] = [None] * _NUM_SLOTS
-        self._is_owner = is_owner
-        self._number = 0
-        self._unpacked: list[bytes] = []
-        self._records: dict[int, bytes] = {}
-        if is_owner:
+        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
+        self._entries = [plane.secret.entries(key) for key in self._keys]
+        if plane.world.rank == 0:
             for key in self._keys:
                 plane.send_unsigned(key, b"")
 
-    def post(self, number: int, packed: bytes) -> None:
-        """Shows this rank's record; never waits."""
-        slot = number % _NUM_SLOTS
-        head = _HEAD.pack(number % _NUMBERS, self._plane.world.rank)
-        self._plane.append(self._keys[slot], self._entries_of(slot).entry(head + packed))
+    def post(self, number: int, records: Mapping[int, bytes]) -> None:
+        """Shows the records of some ranks; never waits."""
+        turn = number % _NUM_KEYS
+        entry = self._entries[turn].entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
+        self._plane.append(self._keys[turn], entry)
 
     def read(self, number: int) -> dict[int, bytes]:
-        """The record of each rank of the group that has entered the gate; never waits."""
-        slot = number % _NUM_SLOTS
-        entries = self._entries_of(slot).read(self._plane.read_unsigned(self._keys[slot]) or b"")
-        if number != self._number or entries[: len(self._unpacked)] != self._unpacked:  # another key, or written anew
-            self._number, self._unpacked, self._records = number, [], {}
-        for entry in entries[len(self._unpacked) :]:  # a rank that waits looks ten times and more
-            posted, rank = _HEAD.unpack_from(entry)
-            if posted == number % _NUMBERS:
-                self._records[rank] = entry[HEAD_BYTES:]
-        self._unpacked = entries[:]
-        return self._records
-
-    def linger(self, number: int) -> dict[int, bytes]:
-        """Nothing wakes this rank when the others have come: it has to ask the store."""
-        return {}
+        """The records that have been posted at the number; never waits."""
+        head, records, turn = _NUMBER.pack(number % _NUMBERS), dict[int, bytes](), number % _NUM_KEYS
+        for entry in self._entries[turn].read(self._plane.read_unsigned(self._keys[turn]) or b""):
+            if entry.startswith(head):
+                records |= _unpacked(entry, len(head))
+        return records
 
     def passed(self, number: int) -> None:
-        """All have entered the gate: the key of the one before it is emptied, for the one after the next."""
-        if self._is_owner:
-            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_SLOTS], b"")
-
-    def _entries_of(self, slot: int) -> Entries:
-        entries = self._entries[slot] = self._entries[slot] or self._plane.secret.entries(self._keys[slot])
-        return entries
+        """All have entered the number: the key of the one before it is emptied, for the one after the next."""
+        self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"")
 
 
 # -- records in memory that the ranks of a host share ------------------------------------------------------------------
 
 _NAME = "distplus-shared"
 _NUM_SETS = 2
-_LINGER_S = 0.02  # longer than ranks that train in step wait for each other
+_PLACE = struct.Struct("<QQI")  # the number, the sum of number and record, the length of the record
+_PLACE_HEAD_BYTES = _PLACE.size
+_PLACE_BYTES = 256
+_LINGER_S = 0.02
+_LINGER_SHARE = 0.1  # of a longer wait
 # A futex: one who waits on it costs no processor, and is awake sooner than the shortest sleep ends.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_FUTEX_BYTES = 8
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
+_sum = xxhash.xxh3_64_intdigest
+_AT_FIRST, _AT_ALL = range(2)  # the bells: for the first rank when its host has come, for the others when all have
+_BELLS = ctypes.c_uint32 * 2
 
 
 class SharedRecords:
-    """The records of ranks that share a host, where ``Slots`` has them in the store: a look asks nobody.
+    """The records of ranks that share a host, and the outcome of all: a look asks nobody.
 
-    Each rank writes into a place of its own, in one of two sets that are used in turn: a rank enters gate n + 1 only
-    when all have entered gate n, so that whoever still looks at n finds its records. One that is read while it is
-    written does not fit its sum, and counts as not there yet. Nobody but this user can write.
+    Each rank has a place in each of two sets, which are used in turn: a rank enters number n + 1 only when all have
+    entered n, so that whoever still looks at n finds its records. What is read while it is written does not fit its
+    sum, and counts as not there yet. Nobody but this user can write.
     """
 
-    PLACE = struct.Struct("<QQH")  # the number of the gate, the sum of number and record, the length of the record
-    PLACE_BYTES = 256
-
-    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
+    def __init__(self, memory: mmap.mmap, num_ranks: int) -> None:
         self._memory = memory
-        self._rank = rank
-        self._size = size
-        self._word = ctypes.c_uint32.from_buffer(memory, _NUM_SETS * size * self.PLACE_BYTES)
-        self._at = ctypes.byref(self._word)
+        self.outcome = num_ranks
+        """The place for the outcome, with room for the records of all."""
+        self._set_bytes = (self.num_bytes(num_ranks) - ctypes.sizeof(_BELLS)) // _NUM_SETS
+        self._bells = _BELLS.from_buffer(memory, _NUM_SETS * self._set_bytes)
+        self._heard = (_AT_ALL, 0)
         self._syscall = ctypes.CDLL(None).syscall
 
-    @classmethod
-    def share(cls, plane: ControlPlane, name: str, deadline: timedelta) -> Self | None:
-        """Meets all ranks; None on all alike, where they are many, on several hosts, or may not look at each other."""
-        memory = _share_memory(plane, name, _NUM_SETS * plane.world.size * cls.PLACE_BYTES + _FUTEX_BYTES, deadline)
-        return None if memory is None else cls(memory, plane.world.rank, plane.world.size)
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int:
+        """What so many ranks need."""
+        return _NUM_SETS * 2 * _PLACE_BYTES * (num_ranks + 1) + ctypes.sizeof(_BELLS)
 
-    def post(self, number: int, packed: bytes) -> None:
-        """Shows this rank's record; never waits."""
-        place = self.PLACE.pack(number, _sum(number, packed), len(packed)) + packed
-        assert len(place) <= self.PLACE_BYTES
-        start = self._start(number, self._rank)
-        self._memory[start : start + len(place)] = place
+    def write(self, number: int, place: int, record: bytes) -> None:
+        """Puts a record into a rank's place, or the outcome into the one behind them; never waits."""
+        assert _PLACE_HEAD_BYTES + len(record) <= _PLACE_BYTES or place == self.outcome
+        start = self._start(number) + place * _PLACE_BYTES
+        record = _PLACE.pack(number, _sum(record, number), len(record)) + record
+        self._memory[start : start + len(record)] = record
 
-    def read(self, number: int) -> dict[int, bytes]:
-        """The record of each rank that has entered the gate; never waits."""
-        found: dict[int, bytes] = {}
-        for rank in range(self._size):
-            start = self._start(number, rank)
-            posted, summed, length = self.PLACE.unpack_from(self._memory, start)
+    def read(self, number: int, places: Iterable[int]) -> dict[int, bytes]:
+        """What stands at the number in those of the places that have been written; never waits."""
+        found = {}
+        memory, first, unpack = self._memory, self._start(number), _PLACE.unpack_from  # every rank does this each step
+        for place in places:
+            start = first + place * _PLACE_BYTES
+            posted, summed, length = unpack(memory, start)
             if posted == number:
-                start += self.PLACE.size
-                packed = self._memory[start : start + length]
-                if summed == _sum(number, packed):
-                    found[rank] = packed
+                start += _PLACE_HEAD_BYTES
+                record = memory[start : start + length]
+                if summed == _sum(record, number):
+                    found[place] = record
         return found
 
-    def linger(self, number: int) -> dict[int, bytes]:
-        """Gives the others a moment to come; the records of those that have. Whoever comes last wakes the others.
+    def _start(self, number: int) -> int:
+        return number % _NUM_SETS * self._set_bytes
 
-        Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the moment
+    def listen(self, bell: int) -> None:
+        """Before a look: a ring from now on ends the next wait at once."""
+        self._heard = (bell, self._bells[bell])
+
+    def ring(self, bell: int, number: int) -> None:
+        """Ends the waits of all who wait for what is there now.
+
+        Two ranks that come together may both ring, or, should neither see the other's record yet, none: then the wait
         passes.
         """
-        until = time.monotonic() + _LINGER_S
-        rung = self._word.value  # before the look: a ring in between ends the wait at once
-        if len(found := self.read(number)) == self._size:
-            self._word.value = number & 0xFFFFFFFF
-            self._syscall(_FUTEX, self._at, _WAKE, _ALL, None, None, 0)
-        while len(found) < self._size and (left := until - time.monotonic()) > 0:
-            at_most = (ctypes.c_long * 2)(int(left), int(left % 1 * 1e9))
-            self._syscall(_FUTEX, self._at, _WAIT, ctypes.c_uint32(rung), at_most, None, 0)
-            rung = self._word.value
-            found = self.read(number)
-        return found
+        self._bells[bell] = number & 0xFFFFFFFF
+        self._syscall(_FUTEX, self._at(bell), _WAKE, _ALL, None, None, 0)
 
-    def passed(self, number: int) -> None:
-        """All have come: nothing has to be emptied."""
+    def wait(self, seconds: float) -> None:
+        """Returns at the next ring after ``listen``, or sooner, or when the time is over."""
+        bell, heard = self._heard
+        at_most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+        self._syscall(_FUTEX, self._at(bell), _WAIT, ctypes.c_uint32(heard), at_most, None, 0)
 
-    def _start(self, number: int, rank: int) -> int:
-        return (number % _NUM_SETS * self._size + rank) * self.PLACE_BYTES
+    def _at(self, bell: int) -> Any:
+        return ctypes.byref(self._bells, bell * ctypes.sizeof(ctypes.c_uint32))
 
 
-def _sum(number: int, packed: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(packed, seed=number)
+def share_memory(plane: ControlPlane, name: str, deadline: timedelta) -> tuple[list[int], mmap.mmap]:
+    """Meets all ranks. The first rank of each host offers memory to the others of its host.
 
+    A rank that may not look at it, as in a container of its own, is a host of its own.
 
-def _share_memory(plane: ControlPlane, name: str, num_bytes: int, deadline: timedelta) -> mmap.mmap | None:
-    """Memory that rank 0 offers; None on all ranks where one of them is on another host, or may not look at it."""
-    if plane.world.size > DIRECT_RANKS:
-        plane.barrier(name, deadline)
-        return None
+    Returns:
+        The first rank of each rank's host, and the memory.
+    """
+    num_bytes = SharedRecords.num_bytes(plane.world.size)
     own, descriptor = f"{_NAME}-{secrets.token_hex(8)}", None
-    if plane.world.rank == 0 and _FUTEX is not None:
+    if _FUTEX is not None:
         with suppress(OSError):
             descriptor = os.memfd_create(own)
             os.ftruncate(descriptor, num_bytes)
     try:
-        offer = {"pid": os.getpid(), "memory": own, "boot": boot_id()}
-        found = plane.gather_json(name, offer, deadline)[0]
-        memory = _map(found, num_bytes) if found["boot"] == boot_id() else None
-        all_have = all(one["has"] for one in plane.gather_json(name, {"has": memory is not None}, deadline))
+        offer = {"pid": os.getpid(), "memory": own, "host": f"{plane.world.host} {boot_id()}"}
+        offers = plane.gather_json(name, offer, deadline)
+        hosts = dict[str, int]()
+        firsts = [hosts.setdefault(offer["host"], rank) for rank, offer in enumerate(offers)]
+        first = firsts[plane.world.rank]
+        memory = _map(offers[first], num_bytes) if boot_id() else None
+        can_map = [one["can_map"] for one in plane.gather_json(name, {"can_map": memory is not None}, deadline)]
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    return memory if all_have else None
+    firsts = [first if can_map[rank] and can_map[first] else rank for rank, first in enumerate(firsts)]
+    if memory is None or firsts[plane.world.rank] != first:
+        memory = mmap.mmap(-1, num_bytes)
+    return firsts, memory
 
 
 def _map(offer: dict[str, Any], num_bytes: int) -> mmap.mmap | None:
@@ -503,67 +592,7 @@ def _map(offer: dict[str, Any], num_bytes: int) -> mmap.mmap | None:
         return None
     try:
         return mmap.mmap(descriptor, num_bytes)
-    except (OSError, ValueError):  # rank 0 could not make it as large
+    except (OSError, ValueError):  # the one who offers it could not make it as large
         return None
     finally:
         os.close(descriptor)
-
-
-# -- digests of all ranks ----------------------------------------------------------------------------------------------
-
-_NUM_KEYS = 3
-_COUNTER_BITS = 63  # the store's counters are signed
-
-
-class Tally:
-    """Counts the ranks that have come to a number with the same digest.
-
-    The sum is this rank's digest times the number of ranks, as long as all say the same; the work of a look does not
-    grow with the ranks. The first look costs nothing: the store answers an addition with the sum.
-
-    A rank enters number n + 1 only when all have entered number n, so that three keys, used in turn, are enough: once
-    all have entered n, nobody looks at the key of n - 1 any more, and nobody adds to it before rank 0 has entered
-    n + 1. Rank 0 empties it between. A ``name`` is used once.
-    """
-
-    def __init__(self, plane: ControlPlane, name: str) -> None:
-        self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._bits = _COUNTER_BITS - plane.world.size.bit_length()
-        self._key = ""
-        self._digest = 1
-        self._sum: int | None = None
-
-    def enter(self, number: int, digest: bytes) -> None:
-        """Says this rank's part, a digest of at least 8 bytes, at a number that grows by one; never waits."""
-        self._key = self._keys[number % _NUM_KEYS]
-        # The highest bit is set: no digest is a multiple of another.
-        self._digest = int.from_bytes(digest[:8], "little") >> (64 - self._bits) | 1 << (self._bits - 1)
-        self._sum = self._plane.add(self._key, self._digest)
-
-    def look(self) -> int | None:
-        """How many ranks have come, this one included; None where they do not all say the same; never waits."""
-        total = self._plane.add(self._key, 0) if self._sum is None else self._sum
-        self._sum = None
-        num_ranks, rest = divmod(total, self._digest)
-        return None if rest else num_ranks
-
-    def passed(self, number: int) -> None:
-        """All have come: the key of the number before is emptied, for the one after the next."""
-        if self._plane.world.rank == 0:
-            self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"0")
-
-
-class SharedTally(SharedRecords):
-    """Counts the ranks that have come to a number with the same digest; what ``Tally`` does over the store."""
-
-    def enter(self, number: int, digest: bytes) -> None:
-        """Says this rank's part at a number that grows by one, and gives the others a moment to say theirs."""
-        self._number, self._digest = number, digest
-        self.post(number, digest)
-        self.linger(number)
-
-    def look(self) -> int | None:
-        """How many ranks have come, this one included; None where they do not all say the same; never waits."""
-        come = self.read(self._number).values()
-        return len(come) if all(digest == self._digest for digest in come) else None

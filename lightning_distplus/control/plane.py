@@ -128,6 +128,13 @@ class Watcher(Protocol):
         """Called between two looks of every wait; what it raises ends the wait."""
 
 
+class Pause(Protocol):
+    """Waits between two looks in the place of a sleep: ``Exchange``."""
+
+    def rest(self, elapsed_s: float, at_most_s: float) -> None:
+        """Called in a wait of so long up to now; waits at most so long."""
+
+
 class Locator(Protocol):
     """Knows where this rank is in its run."""
 
@@ -139,8 +146,7 @@ class ControlPlane:
     """One process's end of the control plane. One thread at a time calls it; the first error is heard on a second one.
 
     Everybody who can reach the port can write to torch's store. What a rank says is signed with the secret of the job,
-    and what nobody of the job has signed counts as not there. Counters, and what the ranks show each other at every
-    step, are not: they end nothing by themselves.
+    and what nobody of the job has signed counts as not there.
 
     The store is prefixed with job and attempt already; where ``host_rank`` is None, a launcher serves it.
     """
@@ -322,10 +328,6 @@ class ControlPlane:
         """Adds to the value of one key; never waits."""
         self._call(f"sending {key!r}", self._store.append, key, value)
 
-    def add(self, key: str, number: int) -> int:
-        """Adds to the counter of one key and returns the sum."""
-        return int(self._call(f"counting {key!r}", self._store.add, key, number))
-
     def _call(self, what: str, method: Callable[..., T], *arguments: Any) -> T:
         """Calls the store; a broken connection is the loss of the rank that serves it."""
         try:
@@ -376,17 +378,27 @@ class ControlPlane:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two looks of one who waits for other ranks."""
+        return min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * self.world.size), _LONGEST_PAUSE_S)
+
     def poll(
-        self, is_complete: Callable[[], bool], deadline: timedelta, *, what: str, arrived: Callable[[], set[int]]
+        self,
+        is_complete: Callable[[], bool],
+        deadline: timedelta,
+        *,
+        what: str,
+        arrived: Callable[[], set[int]],
+        pause: Pause | None = None,
     ) -> None:
         """Asks until the answer is yes; ``arrived`` tells, for the message, which ranks did come.
 
         Raises:
             PeerMissing, PeerFailed, PeerLost: As for a barrier.
         """
-        size = self.world.size
-        floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (size - _FEW_RANKS))
-        ceiling = min(max(_PAUSE_CEILING_S, _PAUSE_CEILING_PER_RANK_S * size), _LONGEST_PAUSE_S)
+        floor = max(_PAUSE_FLOOR_S, _PAUSE_FLOOR_PER_RANK_S * (self.world.size - _FEW_RANKS))
+        ceiling = self.longest_pause_s
         start = running_time()
         look_at_s = _FIRST_LOOK_S
         while not is_complete():
@@ -404,7 +416,10 @@ class ControlPlane:
                 if is_complete():  # the last one came while we looked for it
                     return
                 raise self._missing(missing, deadline, what)
-            time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
+            if pause is None:
+                time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
+            else:
+                pause.rest(elapsed, min(ceiling, left))
 
     def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
         """Raises when the process of a rank that has not ``arrived`` is gone, as far as this host can tell.

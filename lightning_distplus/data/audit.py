@@ -141,6 +141,8 @@ class AuditBatch(NamedTuple):
     positions: Numbers  # int64 of shape (num_samples,)
     ids: Numbers  # what the data set was asked for: int64 of shape (num_samples, numbers per id)
     arrived: Numbers | None  # likewise, as the batch carried them into `training_step`, where the records have them
+    rank: int
+    run: Any = None  # of the report: a _Run
 
     def sum(self) -> int:
         """The ``sum_of_samples`` of what was recorded."""
@@ -172,7 +174,7 @@ def read_audit(path: Path) -> AuditFile:
         positions, ids, arrived = numbers[:count], numbers[count:].reshape(count, width), None
         if found.facts.get("ids") == "arrived":
             ids, arrived = ids[:, : width // 2], ids[:, width // 2 :]
-        found.batches.append(AuditBatch(epoch, step, at, positions, ids, arrived))
+        found.batches.append(AuditBatch(epoch, step, at, positions, ids, arrived, found.facts["rank"]))
     return found
 
 
@@ -246,18 +248,10 @@ class _Run:
         last_steps = [max((batch.step for batch in file.batches), default=-1) for file in files]
         self.last_step = float("inf") if all(file.has_ended for file in files) else min(last_steps) - 1
 
-    def batches(self) -> Iterator["_Kept"]:
+    def batches(self) -> Iterator[AuditBatch]:
         """Of tensor-parallel peers, which get the same samples, those of the first."""
         of_place = {file.facts["data_parallel"][0]: file for file in reversed(self.files)}
-        return (_Kept(self, file.facts["rank"], batch) for file in of_place.values() for batch in file.batches)
-
-
-class _Kept(NamedTuple):
-    """A micro-batch with where it comes from."""
-
-    run: _Run
-    rank: int
-    batch: AuditBatch
+        return (batch._replace(run=self) for file in of_place.values() for batch in file.batches)
 
 
 def audit_folder(folder: str | Path) -> AuditReport:
@@ -274,25 +268,25 @@ def audit_folder(folder: str | Path) -> AuditReport:
         by_name[file.facts["run"]].append(file)
     runs = [_Run(number, by_name[name]) for number, name in enumerate(sorted(by_name))]
     report = AuditReport(num_runs=len(runs), problems=list(_missing_ranks(runs, folder)))
-    kept: list[_Kept] = []
+    kept: list[AuditBatch] = []
     for run in runs:
         first, last = run.facts["first_step"], run.last_step if run is runs[-1] else float("inf")
-        undone = [one for one in kept if one.batch.step >= first]
-        kept = [one for one in kept if one.batch.step < first]
+        undone = [one for one in kept if one.step >= first]
+        kept = [one for one in kept if one.step < first]
         report.problems += _other_sum(run, kept)
         for one in run.batches():
-            (kept if one.batch.step <= last else undone).append(one)
+            (kept if one.step <= last else undone).append(one)
         report.num_undone += _num_samples(undone)
     report.num_samples = _num_samples(kept)
-    report.num_arrived = _num_samples(one for one in kept if one.batch.arrived is not None)
-    report.num_steps = len({one.batch.step for one in kept})
+    report.num_arrived = _num_samples(one for one in kept if one.arrived is not None)
+    report.num_steps = len({one.step for one in kept})
     if runs:
         _check_epochs(runs, kept, report)
     return report
 
 
-def _num_samples(batches: Iterable[_Kept]) -> int:
-    return sum(len(one.batch.positions) for one in batches)
+def _num_samples(batches: Iterable[AuditBatch]) -> int:
+    return sum(len(one.positions) for one in batches)
 
 
 def _missing_ranks(runs: list[_Run], folder: str | Path) -> Iterator[str]:
@@ -307,7 +301,7 @@ def _missing_ranks(runs: list[_Run], folder: str | Path) -> Iterator[str]:
             )
 
 
-def _other_sum(run: _Run, kept: list[_Kept]) -> Iterator[str]:
+def _other_sum(run: _Run, kept: list[AuditBatch]) -> Iterator[str]:
     """The checkpoint from which a run resumed holds the sum of what the runs before it have done."""
     first_step = run.facts["first_step"]
     loaded = next((file.facts["loaded"] for file in run.files if file.facts["loaded"]), None)
@@ -315,7 +309,7 @@ def _other_sum(run: _Run, kept: list[_Kept]) -> Iterator[str]:
         if run.number > 0 and first_step > 0:
             yield f"run {run.number} resumed from a checkpoint that holds no audit"
         return
-    num_samples, total = _num_samples(kept), f"{sum(one.batch.sum() for one in kept) % _MODULUS:016x}"
+    num_samples, total = _num_samples(kept), f"{sum(one.sum() for one in kept) % _MODULUS:016x}"
     if (loaded["sum"], loaded["num_samples"]) != (total, num_samples):
         yield (
             f"run {run.number} resumed at step {first_step} from a checkpoint of {loaded['num_samples']} samples (sum "
@@ -323,16 +317,16 @@ def _other_sum(run: _Run, kept: list[_Kept]) -> Iterator[str]:
         )
 
 
-def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> None:
+def _check_epochs(runs: list[_Run], kept: list[AuditBatch], report: AuditReport) -> None:
     """Each position once is each sample once only if the ids are those of the order."""
-    epochs: dict[int, list[_Kept]] = defaultdict(list)
+    epochs: dict[int, list[AuditBatch]] = defaultdict(list)
     for one in kept:
-        epochs[one.batch.epoch].append(one)
+        epochs[one.epoch].append(one)
     first_epoch, first_position = runs[0].facts["first"]
     last_epoch = max(epochs, default=first_epoch)
     for epoch in range(first_epoch, last_epoch + 1):
         batches, start = epochs[epoch], first_position if epoch == first_epoch else 0
-        positions = np.concatenate([one.batch.positions for one in batches] or [np.empty(0, dtype=np.int64)])
+        positions = np.concatenate([one.positions for one in batches] or [np.empty(0, dtype=np.int64)])
         values, counts = np.unique(positions, return_counts=True)
         end = int(values[-1]) + 1 if len(values) else start
         if epoch < last_epoch:
@@ -345,13 +339,13 @@ def _check_epochs(runs: list[_Run], kept: list[_Kept], report: AuditReport) -> N
         report.repeated += _sightings(batches, "position", values[counts > 1])
         _check_drawn(batches, epoch, report)
         for one in batches:
-            expected = _expected_ids(one.run.facts["identity"], epoch, one.batch.positions)
+            expected = _expected_ids(one.run.facts["identity"], epoch, one.positions)
             if expected is not None:
                 report.num_apart += int(one.run.quarantine.holds(expected).sum())
             report.problems += _other_ids(one, expected)
 
 
-def _check_drawn(batches: list[_Kept], epoch: int, report: AuditReport) -> None:
+def _check_drawn(batches: list[AuditBatch], epoch: int, report: AuditReport) -> None:
     """Where the sampler draws each sample once: those that two places of an epoch hold, and those that none holds.
 
     What pads an epoch does not count; nothing is missed where not all places have been seen.
@@ -359,7 +353,7 @@ def _check_drawn(batches: list[_Kept], epoch: int, report: AuditReport) -> None:
     once = [one for one in batches if one.run.facts["identity"].get("draws_each_once")]
     if not once:
         return
-    place_and_id = np.concatenate([np.stack([one.batch.positions, one.batch.ids[:, 0]], axis=1) for one in once])
+    place_and_id = np.concatenate([np.stack([one.positions, one.ids[:, 0]], axis=1) for one in once])
     num_samples = once[0].run.facts["identity"]["num_samples"]
     pairs = np.unique(place_and_id[place_and_id[:, 0] < num_samples], axis=0)
     ids, counts = np.unique(pairs[:, 1], return_counts=True)
@@ -368,10 +362,10 @@ def _check_drawn(batches: list[_Kept], epoch: int, report: AuditReport) -> None:
         report.missed += [(epoch, -1, (sample,)) for sample in np.setdiff1d(np.arange(num_samples), ids).tolist()]
 
 
-def _sightings(batches: list[_Kept], by: str, doubled: Numbers, end: float = float("inf")) -> list[list[Sighting]]:
+def _sightings(batches: list[AuditBatch], by: str, doubled: Numbers, end: float = float("inf")) -> list[list[Sighting]]:
     """All sightings of each of these positions, or samples, at positions before ``end``."""
     found: dict[int, list[Sighting]] = defaultdict(list)
-    for run, rank, batch in batches if len(doubled) else ():
+    for batch in batches if len(doubled) else ():
         keys = batch.positions if by == "position" else batch.ids[:, 0]
         for row in np.flatnonzero(np.isin(keys, doubled) & (batch.positions < end)).tolist():
             sighting = Sighting(
@@ -379,8 +373,8 @@ def _sightings(batches: list[_Kept], by: str, doubled: Numbers, end: float = flo
                 position=int(batch.positions[row]),
                 sample_id=tuple(batch.ids[row].tolist()),
                 step=batch.step,
-                rank=rank,
-                run=run.number,
+                rank=batch.rank,
+                run=batch.run.number,
                 at=batch.at,
             )
             found[int(keys[row])].append(sighting)
@@ -399,13 +393,13 @@ def _by_phase(runs: list[_Run], positions: Numbers) -> Iterator[tuple[dict[str, 
         yield identity, positions[(positions >= begins) & (positions < end)]
 
 
-def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:
+def _other_ids(batch: AuditBatch, expected: Numbers | None) -> Iterator[str]:
     """What a micro-batch held against its order; a data set, or what collates, may give others than were asked for."""
-    run, rank, batch = one
+    run = batch.run
 
     def at(row: int) -> str:
         place = f"position {batch.positions[row]} of epoch {batch.epoch}"
-        return f"run {run.number}, rank {rank}, step {batch.step}: {place}"
+        return f"run {run.number}, rank {batch.rank}, step {batch.step}: {place}"
 
     if batch.arrived is not None:
         for row in np.flatnonzero((batch.arrived != batch.ids).any(axis=1)).tolist():
@@ -423,9 +417,7 @@ def _other_ids(one: _Kept, expected: Numbers | None) -> Iterator[str]:
 
 def _expected_ids(identity: dict[str, Any], epoch: int, positions: Numbers) -> Numbers | None:
     """The ids that the order assigns to positions, int64 of shape (num_positions, numbers per id); None: not known."""
-    if "draws_each_once" in identity:
-        return None  # a sampler of torch's, or the user's
-    if identity.get("sampling") is not None or identity.get("parts"):
+    if "draws_each_once" in identity or identity.get("sampling") is not None or identity.get("parts"):
         return None  # weights, lengths or sampler are not in the records; several data sets are of earlier versions
     if "sources" in identity:
         return order_of({"order_version": 1, **identity})(positions)

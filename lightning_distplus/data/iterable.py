@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 
 from lightning_distplus.data.batches import AUGMENT, WorkerOptions, as_it_is, isolated, seed_generators
 from lightning_distplus.data.order import derive_key, splitmix64
-from lightning_distplus.data.progress import Position, is_at_end, require_version
+from lightning_distplus.data.progress import Position, differences, is_at_end, require_version
 from lightning_distplus.errors import DatasetMismatch
 from lightning_distplus.world import DataParallel
 
@@ -712,48 +712,46 @@ class IterableTraining:
             yield self._ahead[number]
             number += 1
         while True:
-            if self._state.is_ended:
-                # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
-                if number > first and not self._owner.is_endless:
-                    return
-                if has_begun_again:
-                    raise ValueError(
-                        "The training data yields nothing on this rank, or less than one batch in each worker. Use a "
-                        'smaller batch_size, fewer workers, or uneven="pad".'
-                    )
-                self._state = StreamState(tuple(one.begin_again() for one in self._state.workers))
-                self._items = None
-                if not self._workers.persistent_workers:
-                    self._inner = None
-                has_begun_again = True
-            if self._pull(number):
-                yield self._ahead[number]
-                number += 1
-                has_begun_again = False
+            if self._items is None and not self._state.is_ended:
+                self._items = self._read()
+            for item in self._items or ():
+                self._state = self._state.after(item)
+                if item.kind == "batch":
+                    number, has_begun_again = number + 1, False
+                    self._keep(number, item.batch)
+                    yield item.batch
+            self._items, self._states[number] = None, self._state
+            # An epoch is never empty: where nothing is left for its first batch, the one before it ended there.
+            if number > first and not self._owner.is_endless:
+                return
+            if has_begun_again:
+                raise ValueError(
+                    "The training data yields nothing on this rank, or less than one batch in each worker. Use a "
+                    'smaller batch_size, fewer workers, or uneven="pad".'
+                )
+            self._state = StreamState(tuple(one.begin_again() for one in self._state.workers))
+            if not self._workers.persistent_workers:
+                self._inner = None
+            has_begun_again = True
 
-    def _pull(self, number: int) -> bool:
-        """Fetches batch ``number``; False: the data ends before it."""
+    def _read(self) -> Iterator[Item]:
+        """Goes on where the data stands."""
+        seed = self._owner.sample_seed
+        if self._inner is None:
+            reader = replace(self._reader, begin=self._state)
+            self._inner = _dataloader(reader, self._workers, seed=derive_key(seed or 0, STREAM))
+        # Without workers the data's random numbers are drawn in this process: the model must not notice.
+        return isolated(iter(self._inner), self._num_workers == 0 and seed is not None)
+
+    def _keep(self, number: int, batch: Any) -> None:
+        """Keeps a batch, and the state behind it, with which batch ``number`` follows, while either may be needed."""
+        if not self._is_checked:
+            self._pack(self._state)  # raises where a checkpoint could not hold it
+            self._is_checked = True
+        self._states[number], self._ahead[number - 1] = self._state, batch
         oldest, num_trained = min(self._owner.position().total_batches, number), self._owner.num_trained
         self._states = {one: state for one, state in self._states.items() if one >= oldest}
         self._ahead = {one: batch for one, batch in self._ahead.items() if one >= num_trained}
-        if self._items is None:
-            seed = self._owner.sample_seed
-            if self._inner is None:
-                reader = replace(self._reader, begin=self._state)
-                self._inner = _dataloader(reader, self._workers, seed=derive_key(seed or 0, STREAM))
-            # Without workers the data's random numbers are drawn in this process: the model must not notice.
-            self._items = isolated(iter(self._inner), self._num_workers == 0 and seed is not None)
-        for item in self._items:
-            self._state = self._state.after(item)
-            if item.kind == "batch":
-                self._states[number + 1], self._ahead[number] = self._state, item.batch
-                if not self._is_checked:
-                    self._pack(self._state)  # raises where a checkpoint could not hold it
-                    self._is_checked = True
-                return True
-        self._items = None
-        self._states[number] = self._state
-        return False
 
     # -- what a checkpoint holds
 
@@ -782,25 +780,18 @@ class IterableTraining:
                 "with the data of the checkpoint, or load its weights into a new run."
             )
         require_version("state of iterable data", saved, _VERSION)
-        if saved["has_state"] and self._reader.source.has_state:
-            self._require_same_readers(saved, world_size)
-            self._state = StreamState.closed(unpack(saved["states"][rank]))
-        elif rank == 0:
-            _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
-
-    def _require_same_readers(self, saved: dict[str, Any], world_size: int) -> None:
-        readers = (("ranks", len(saved["states"]), world_size), ("workers", saved["num_workers"], self._num_workers))
-        for what, theirs, ours in readers:
-            if theirs != ours:
-                raise DatasetMismatch(
-                    f"The checkpoint holds the states of iterable data of {theirs} {what}; this run has {ours}. Each "
-                    "rank and each worker has read its own part of an iterable data set, and only the data set knows "
-                    "how it is divided. Resume with as many, load the weights into a new run, or use a map-style data "
-                    "set, which resumes on any number of ranks."
-                )
-        theirs, ours = saved["batch_size"], self._owner.micro_batch
-        if theirs != ours and (self._num_workers > 1 or self._reader.batch_size is None):
+        if not (saved["has_state"] and self._reader.source.has_state):
+            if rank == 0:
+                _log.warning("the training data has no state: it begins anew, because allow_stateless=True")
+            return
+        before = {"ranks": len(saved["states"]), "num_workers": saved["num_workers"]}
+        now = {"ranks": world_size, "num_workers": self._num_workers}
+        if self._num_workers > 1 or self._reader.batch_size is None:  # workers take turns, or the data make batches
+            before, now = before | {"batch_size": saved["batch_size"]}, now | {"batch_size": self._owner.micro_batch}
+        if lines := "\n".join(f"  {line}" for line in differences(before, now)):
             raise DatasetMismatch(
-                f"The checkpoint was written with batch_size={theirs}; this run has {ours}, and workers take turns in "
-                f"batches, or the data makes them itself. Resume with batch_size={theirs}."
+                f"The checkpoint holds states of iterable data that was read in another way:\n{lines}\n"
+                "Each rank and each worker has read its own part, and only the data set knows how it is divided. "
+                "Resume with the same, load the weights into a new run, or use a map-style data set, which takes any."
             )
+        self._state = StreamState.closed(unpack(saved["states"][rank]))

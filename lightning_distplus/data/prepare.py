@@ -27,7 +27,8 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from lightning_distplus.data.token_files import MegatronWriter, dtype_for, sync_folder
+from lightning_distplus.checkpoint.files import sync_folder, write_file
+from lightning_distplus.data.token_files import MegatronWriter, dtype_for
 from lightning_distplus.errors import refuse_unknown_arguments
 
 __all__ = ["END_OF_DOCUMENT", "PreparedTokens", "Progress", "prepare"]
@@ -128,7 +129,7 @@ def prepare(
     with _stage(prefix) as folder:
         codec = _load_tokenizer(Path(tokenizer)) if tokenizer else _train(corpus, vocab_size, on_progress)
         if tokenizer is None:
-            (folder / targets[0].name).write_bytes(codec.to_str().encode())
+            write_file(folder / targets[0].name, codec.to_str().encode(), sync=os.fsync)
         chosen = _choose_dtype(codec.get_vocab_size(), dtype)
         end = [_end_id(codec)] if append_eod else []
         num_bytes = num_tokens = 0
@@ -181,14 +182,11 @@ def _stage(prefix: Path) -> Iterator[Path]:
 
 def _publish(folder: Path, targets: list[Path]) -> None:
     """Moves the finished files to their names; the old index goes first and the new one comes last."""
-    written = [target for target in targets if (folder / target.name).exists()]
-    for target in written:
-        with (folder / target.name).open("rb") as file:
-            os.fsync(file.fileno())
     targets[-1].unlink(missing_ok=True)
-    for target in written:
-        (folder / target.name).replace(target)
-    sync_folder(targets[-1].parent)
+    for target in targets:
+        if (folder / target.name).exists():
+            (folder / target.name).replace(target)
+    sync_folder(targets[-1].parent, sync=os.fsync)
 
 
 class _Shuffle:

@@ -16,6 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_distplus.checkpoint.files import sync_folder, write_file
+
 __all__ = [
     "MegatronTokens",
     "MegatronWriter",
@@ -24,7 +26,6 @@ __all__ = [
     "detect",
     "dtype_for",
     "open_source",
-    "sync_folder",
 ]
 
 Tokens = NDArray[np.integer[Any]]
@@ -581,14 +582,13 @@ class MegatronWriter:
             self.discard()
             raise ValueError(f"No document was written to {self._bin}; the input is empty.")
         with self._stream as stream:
-            _sync(stream)
-        with _aside(self._idx).open("wb") as stream:
-            self._write_index(stream)
-            _sync(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        write_file(_aside(self._idx), self._index(), sync=os.fsync)
         self._refuse_existing()
         for path in (self._bin, self._idx):
             _aside(path).replace(path)
-        sync_folder(self._bin.parent)
+        sync_folder(self._bin.parent, sync=os.fsync)
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -601,16 +601,15 @@ class MegatronWriter:
             if path.exists():
                 raise FileExistsError(f"{path} exists. Remove it, or write to another prefix.")
 
-    def _write_index(self, stream: IO[bytes]) -> None:
+    def _index(self) -> bytes:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
         pointers *= np.dtype(self._dtype).itemsize
         # Every sequence is a document: mark k is the first sequence of document k, and the last mark ends the file.
         marks = np.arange(len(lengths) + 1, dtype=np.int64)
-        stream.write(_MEGATRON_HEADER.pack(_MEGATRON_MAGIC, _MEGATRON_VERSION, self._code, len(lengths), len(marks)))
-        for part in (lengths, pointers, marks):
-            stream.write(part.tobytes())
+        head = _MEGATRON_HEADER.pack(_MEGATRON_MAGIC, _MEGATRON_VERSION, self._code, len(lengths), len(marks))
+        return head + lengths.tobytes() + pointers.tobytes() + marks.tobytes()
 
     def __enter__(self) -> "MegatronWriter":
         return self
@@ -624,20 +623,6 @@ class MegatronWriter:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.part")
-
-
-def _sync(stream: IO[bytes]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Forces the names in a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- raw, .npy, and lit-gpt's ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -21,7 +20,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
-from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
 from lightning_distplus.majority import disagreement, first_difference, is_equal
 from lightning_distplus.run_access import host_of
@@ -30,8 +28,6 @@ from lightning_distplus.watchdog.verdict import Verdict, name_incident
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-__all__ = ["Budget", "Check", "GateMonitor", "MonitoredRun", "OnDivergence", "SkipBudget", "digest"]
 
 log = logging.getLogger(__name__)
 _BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective", "gradient_sum"})
@@ -77,8 +73,7 @@ class MonitoredRun:
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, in rank order; plain JSON values, at most 1 MiB."""
-        packed = json.dumps(value).encode()
-        return [words_of(item) for item in self.plane.gather(f"divergence/{name}", packed, self.patience)]
+        return self.plane.gather_json(f"divergence/{name}", value, self.patience)
 
     def sample_ids(self) -> list[Any] | None:
         """The ids of the samples in the present micro-batch, where our data module delivered it."""
@@ -350,6 +345,23 @@ _REMEDIES = {
 _agreeing = attrgetter(*_REMEDIES)
 
 
+def _hook_of_step(name: str) -> Any:
+    def hook(self: GateMonitor, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        """Hands it on to the checks that have this hook."""
+        self._each(name, *arguments)
+
+    return hook
+
+
+def _hook_of_run(name: str) -> Any:
+    def hook(self: GateMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands it on to the checks."""
+        if not trainer.sanity_checking:
+            self.hand_on(name)
+
+    return hook
+
+
 class GateMonitor(Callback, GateParticipant):
     """Brings checks to the gate of a Resilient strategy, or to one that it opens on any other.
 
@@ -387,20 +399,19 @@ class GateMonitor(Callback, GateParticipant):
         if stage != "fit" or trainer.world_size == 1:
             return
         install_exit_codes()
-        self._run = run = MonitoredRun(trainer, self)
+        self._run = MonitoredRun(trainer, self)
         self.num_divergences = 0
-        strategy: Any = trainer.strategy
-        inner = strategy.setup
+        _compat.wrap_method(trainer.strategy, "setup", self._set_up, "the ranks are not compared")
 
-        def setup(trainer: Trainer) -> None:
-            vars(strategy).pop("setup", None)
-            for check in self.checks:
-                check.run = run
-                check.before_engine()
-            inner(trainer)
-            self._attach(run)
-
-        strategy.setup = setup
+    def _set_up(self, inner: Callable[[Trainer], None], trainer: Trainer) -> None:
+        """In the place of the strategy's ``setup``, once."""
+        assert self._run is not None
+        _compat.restore_method(trainer.strategy, "setup")
+        for check in self.checks:
+            check.run = self._run
+            check.before_engine()
+        inner(trainer)
+        self._attach(self._run)
 
     def _attach(self, run: MonitoredRun) -> None:
         run.gate = run.host.gate(run.trainer)
@@ -483,17 +494,9 @@ class GateMonitor(Callback, GateParticipant):
             call(*arguments)
         self.spent_s += time.perf_counter() - began
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Hands it on to the checks."""
-        self._each("before_backward", loss)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        self._each("after_backward")
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Hands it on to the checks."""
-        self._each("before_optimizer_step", optimizer)
+    on_before_backward = _hook_of_step("before_backward")
+    on_after_backward = _hook_of_step("after_backward")
+    on_before_optimizer_step = _hook_of_step("before_optimizer_step")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -518,27 +521,11 @@ class GateMonitor(Callback, GateParticipant):
             for check in self.checks:
                 getattr(check, hook)()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        self.hand_on("epoch_start")
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        self.hand_on("epoch_end")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        if not trainer.sanity_checking:
-            self.hand_on("validation_start")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        if not trainer.sanity_checking:
-            self.hand_on("validation_end")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands it on to the checks."""
-        self.hand_on("train_end")
+    on_train_epoch_start = _hook_of_run("epoch_start")
+    on_train_epoch_end = _hook_of_run("epoch_end")
+    on_validation_start = _hook_of_run("validation_start")
+    on_validation_end = _hook_of_run("validation_end")
+    on_train_end = _hook_of_run("train_end")
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -553,7 +540,7 @@ class GateMonitor(Callback, GateParticipant):
         """Puts everything back; never raises."""
         self._detach()
         if self._run is not None:
-            vars(trainer.strategy).pop("setup", None)
+            _compat.restore_method(trainer.strategy, "setup")
             self._run.host.close()
         self._run = None
         self._hooks = {hook: [] for hook in _CHECK_HOOKS}

@@ -11,8 +11,6 @@ from lightning_distplus import _compat
 from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.trainer_gate import Flag, Moment, moment_of
 
-__all__ = ["DecisionCheck", "MetricCheck"]
-
 log = logging.getLogger(__name__)
 _CONSEQUENCE = "a stop or a validation by the clock on one rank is not agreed upon"
 

@@ -27,16 +27,6 @@ from lightning_distplus.majority import disagreement
 from lightning_distplus.trainer_gate import Flag, Moment, flags_of
 from lightning_distplus.world import name_ranks
 
-__all__ = [
-    "BucketHook",
-    "FlaggingReduceScatter",
-    "GradientCheck",
-    "LocalFailureCheck",
-    "LocalGradients",
-    "NonFinite",
-    "name_at",
-]
-
 log = logging.getLogger(__name__)
 _SUMMED_AT_ONCE = frozenset({torch.float32, torch.float64})
 _BLOCK = 1 << 18  # elements; a few fit into a core's second cache
@@ -369,7 +359,8 @@ class GradientCheck(Check):
             return
         self._hook = hook
         self._summed = {id(one) for one in model.parameters() if one.requires_grad}
-        vars(model)["register_comm_hook"] = self._make_way
+        # A function, and no bound method: a copy of the model copies what that is bound to.
+        vars(model)["register_comm_hook"] = lambda state, hook: self._make_way(state, hook)
 
     def _make_way(self, state: object, of_user: Callable[[Any, Any], Any]) -> None:
         """In the place of ``register_comm_hook``, which DDP allows once: a hook of the user's that comes after ours."""
@@ -485,7 +476,7 @@ class GradientCheck(Check):
             "look for no_sync, a loss that does not depend on all parameters, or a skipped backward; "
             "find_unused_parameters=True where parameters may go unused"
         )
-        what = ""
+        what, field = "", "gradient_sum"
         if is_whole is None:
             what = "its backward did not take part in the sum of gradients"
         elif not is_whole:
@@ -495,13 +486,14 @@ class GradientCheck(Check):
             unfrozen = {id(one) for one in _parameters(optimizer) if one.requires_grad} - self._summed
             names = [name for name, one in self.run.module.named_parameters() if id(one) in unfrozen]
             if names:
+                field = "unfrozen_parameters"
                 what = "DDP does not sum the gradients of what was frozen when it was built: "
                 what += f"{names[0]} (1 of {len(names)})"
                 remedy = "let all parameters that are trained at some time require gradients when fit begins, and keep "
                 remedy += "them still by a learning rate of 0"
         if what:
             where = f"before optimizer step {self.run.trainer.global_step + 1}; no weight has changed here"
-            self.run.differ("gradient_sum", {self.run.rank: what}, wrong=[self.run.rank], where=where, remedy=remedy)
+            self.run.differ(field, {self.run.rank: what}, wrong=[self.run.rank], where=where, remedy=remedy)
 
     # -- values that are not finite ----------------------------------------------------------------------------------
 

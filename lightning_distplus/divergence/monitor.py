@@ -31,8 +31,6 @@ from lightning_distplus.trainer_gate import GateParticipant, Moment
 from lightning_distplus.watchdog.stacks import stack_of, user_location
 from lightning_distplus.world import ranges
 
-__all__ = ["OnLocalFailure", "RankDivergenceMonitor", "TraceCheck"]
-
 OnLocalFailure = Literal["raise", "skip_all"]
 _STATE_VERSION = 1
 
@@ -349,9 +347,8 @@ class _Lookout:
             run = self.trace.run
             error = _disagreement({run.rank: f"{self.call.text}, at {self.line}", **elsewhere})
             # One rank's decision holds for all of them: whoever hears of it raises the same.
-            first = run.plane.report_failure(error)
-            if first is not None and first.rank != run.rank:
-                raise first.as_heard()
+            run.plane.report_failure(error)
+            run.plane.raise_if_peer_failed()
             run.tell(error)
 
 

@@ -24,47 +24,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distplus import _compat
-from lightning_distplus.checkpoint.tensors import parameters_of, pieces_of_live
+from lightning_distplus.checkpoint.tensors import parameters_of, pieces_of_live, sums_of_run
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, digest
-from lightning_distplus.majority import disagreement, odd_ranks
+from lightning_distplus.majority import disagreement, first_difference, odd_ranks
 from lightning_distplus.world import ranges
-
-__all__ = [
-    "AtRestCheck",
-    "Difference",
-    "Replica",
-    "ReplicaCheck",
-    "Windows",
-    "find_difference",
-    "fingerprint_of_each",
-    "from_reductions",
-    "plain_name",
-    "replicated_state",
-]
 
 # -- fingerprints of tensors -------------------------------------------------------------------------------------------
 
-# 64 bits of the exact bytes, computed on their device at the speed of a sum. On a CPU that is XXH3, which reads as fast
-# as memory delivers. Elsewhere it is made of torch's reductions: the bytes are read as 64-bit words, in blocks of rows
-# of 255. The sums of all rows and of all columns, modulo 2^64, are each mixed with their position and then added up. So
-# a word counts by its row and by its column (Fletcher's idea: a plain sum, and a second one that knows the position),
-# and the mixing keeps two flips of a sign bit from cancelling as they do in a linear sum; those of all sign bits do not
-# cancel either, as 255 is odd. What reductions miss: four changed words at the corners of a rectangle that leave every
-# sum as it is. ``torch.hash_tensor`` is no fingerprint: an XOR is blind to a swap, to the same flip in two elements,
-# and to a constant tensor that turns into NaN. They do not add up over shards, as those of ``checkpoint.tensors`` do,
-# which take twice as long as XXH3.
+# 64 bits of the exact bytes, computed on their device. On a CPU that is XXH3, which reads as fast as memory delivers;
+# elsewhere the sums of ``checkpoint.tensors``, which take twice as long on a CPU.
 
 _WORD_BYTES = 8
-_COLUMNS = 255
-# Rows of a block. On a CPU 512 KiB, so that the second pass comes out of its second cache; elsewhere few launches.
-_ROWS = {True: 256, False: 1 << 16}
-_SMALL_BYTES = 32 << 10  # below, the copy into one buffer costs less than reductions of their own
+_SMALL_BYTES = 32 << 10  # below, the copy into one buffer costs less than sums of their own
 _MASK = (1 << 64) - 1
-# Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_SHIFTS = (30, 27)
 
 
 def fingerprint_of_each(tensors: Sequence[Tensor]) -> Tensor:
@@ -154,7 +127,7 @@ def _is_held(tensor: Tensor) -> bool:
 def _of_pieces(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint of several tensors of one device: a 0-dim int64 there."""
     if tensors[0].device.type != "cpu":
-        return from_reductions(tensors)
+        return from_sums(tensors)
     wholes = [one.detach().contiguous() for one in tensors if _is_held(one)]
     return torch.tensor(_hashed([_bytes_of(whole) for whole in wholes]))  # while they live: some are copies
 
@@ -172,41 +145,16 @@ def _hashed(parts: Sequence[_Bytes]) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def from_reductions(tensors: Sequence[Tensor]) -> Tensor:
-    """The same without XXH3, on any device: a 0-dim int64 there."""
-    held = [tensor.detach() for tensor in tensors if _is_held(tensor)]
-    large = [one for one in held if one.nbytes >= _SMALL_BYTES]
-    small = [one.contiguous().view(-1).view(torch.uint8) for one in held if one.nbytes < _SMALL_BYTES]
-    sums: list[Tensor] = []
-    for part in [torch.cat(small), *large] if small else large:
-        words = _words_of(part)
-        rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-        for block in torch.split(rows, _ROWS[words.device.type == "cpu"]):
-            sums += [block.sum(1), block.sum(0)]
-        sums.append(words[rows.numel() :])
-    return _mixed(torch.cat(sums) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device)).sum()
-
-
-def _words_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as (n,) int64: a view where they are contiguous, aligned and whole words, else a copy."""
-    flat = tensor.contiguous().view(-1)
-    if flat.nbytes % _WORD_BYTES:
-        flat = flat.view(torch.uint8)
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD_BYTES))
-    elif flat.storage_offset() * flat.element_size() % _WORD_BYTES:
-        flat = flat.clone()
-    return flat.view(torch.int64)
-
-
-def _mixed(sums: Tensor) -> Tensor:
-    """What splitmix64's finaliser makes of each number and its position."""
-    mixed = torch.arange(1, sums.numel() + 1, device=sums.device).mul_(_STEP).add_(sums)
-    scratch = torch.empty_like(mixed)
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
-        # A right shift of int64 copies the sign; the mask takes that back.
-        torch.bitwise_right_shift(mixed, shift, out=scratch).bitwise_and_((1 << (64 - shift)) - 1)
-        mixed.bitwise_xor_(scratch).mul_(factor)
-    return mixed.bitwise_xor_(mixed >> 31 & _MASK >> 31)
+def from_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The same without XXH3, on any device: a 0-dim int64 there, without waiting."""
+    held = [one.detach().contiguous().view(-1).view(torch.uint8) for one in tensors if _is_held(one)]
+    large = [raw for raw in held if raw.numel() >= _SMALL_BYTES]
+    small = [raw for raw in held if raw.numel() < _SMALL_BYTES]
+    sums, begin = torch.zeros(2, dtype=torch.int64, device=tensors[0].device), 0
+    for raw in [torch.cat(small), *large] if small else large:
+        sums = sums + sums_of_run(raw, begin)
+        begin += raw.numel()
+    return sums[0] ^ sums[1] << 1
 
 
 # -- what other ranks hold too -----------------------------------------------------------------------------------------
@@ -529,11 +477,9 @@ class ReplicaCheck(Check):
             self._find(when)
         else:
             self._agreed_at = [run.trainer.global_step] * self._windows.count
-        for name in sorted({name for one in told for name in one["facts"]}):
-            facts = {rank: one["facts"].get(name, "none") for rank, one in enumerate(told)}
-            if len(set(facts.values())) > 1:
-                remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
-                run.differ(name, facts, where=when, remedy=remedy)
+        if odd := first_difference([one["facts"] for one in told]):
+            remedy = "look for code that steps it on some ranks only, or with a metric that is not reduced"
+            run.differ(*odd, where=when, remedy=remedy)
 
     def _cut(self) -> None:
         """Makes the windows anew: 16, or more where one is above the budget and large enough."""
@@ -567,13 +513,10 @@ class ReplicaCheck(Check):
 
     def _facts(self) -> dict[str, str]:
         """State that is no tensor: schedulers and the loss scaler, as text."""
-        trainer = self.run.trainer
-        facts = {
-            f"scheduler {number}": _as_text(config.scheduler.state_dict())
-            for number, config in enumerate(trainer.lr_scheduler_configs)
-        }
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        return facts if scaler is None else {**facts, "loss scaler": _as_text(scaler.state_dict())}
+        trainer: Any = self.run.trainer
+        owners = {f"scheduler {number}": one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)}
+        owners["loss scaler"] = getattr(trainer.precision_plugin, "scaler", None)
+        return {name: _as_text(owner.state_dict()) for name, owner in owners.items() if owner is not None}
 
     # -- finding -----------------------------------------------------------------------------------------------------
 

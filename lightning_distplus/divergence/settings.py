@@ -15,17 +15,15 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence.check import Check, digest
 from lightning_distplus.divergence.replicas import fingerprint_of_each
 from lightning_distplus.errors import DivergenceError
+from lightning_distplus.gathering import flatten
 from lightning_distplus.majority import disagreement, first_difference, is_equal
 from lightning_distplus.run_access import rng_state
-
-__all__ = ["BatchCheck", "BatchShapes", "PlanCheck", "RngPolicy", "SettingsCheck"]
 
 log = logging.getLogger(__name__)
 RngPolicy = Literal["same", "distinct", "any"]
@@ -338,7 +336,7 @@ class BatchCheck(Check):
         kwargs = run.trainer.distributed_sampler_kwargs or {"rank": run.rank}
         self._mine = int(kwargs["rank"])
         self._replicas = run.gather("data-parallel rank", self._mine)
-        self._loaders = tree_leaves(run.trainer.train_dataloader)
+        self._loaders = [loader for _, loader in flatten(run.trainer.train_dataloader)[0]]
         self._require_own_shards()
         model: Any = run.trainer.strategy.model
         # With unused parameters allowed, ranks may well have batches of different kinds.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Arrivals", "OnStraggler", "Straggler", "StragglerCheck", "StragglerMonitor"]
-
 _LATE_SHARE = 0.9  # of the steps: noise makes now this rank late and now that one
 _LEAST_WAIT_S = 0.045  # of 50 ms more, a little is lost to what the others take longer
 _SHORT_S = 1e-3  # of a part that takes less, no multiple is told

@@ -264,10 +264,11 @@ def shown(samples: Sequence[Any]) -> str:
 _STOPPED = {ExitCode.PREEMPTED, ExitCode.PEER_LOST, *(-signum for signum in HANDLED)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What ``distplus launch`` starts."""
+@dataclass(kw_only=True)
+class Supervisor:
+    """Runs the attempts of a job: what ``distplus launch`` starts."""
 
+    signals: Signals
     command: Sequence[str]
     """What follows the interpreter."""
     command_after_save: Sequence[str]
@@ -277,34 +278,29 @@ class Job:
     hosts: Hosts
     policy: RestartPolicy
     log_dir: Path
-    run_id: str = ""
-    resumes: bool = True
+    job_id: str
+    """Empty: a name is made."""
+    resumes: bool
     """Whether each attempt goes on from the newest checkpoint that it finds."""
-    quarantine: bool = False
+    quarantine: bool
     """Whether the samples of a batch that ends every attempt are set apart."""
 
-
-class Supervisor:
-    """Runs the attempts of a job."""
-
-    def __init__(self, job: Job, signals: Signals) -> None:
-        self._job = job
-        self._signals = signals
-        self._name_run(job.run_id or uuid.uuid4().hex[:8])
+    def __post_init__(self) -> None:
+        self._name_run(self.job_id or uuid.uuid4().hex[:8])
         self._meeting: Meeting | None = None
         self._has_saved = False
         self._attempt_began_at = 0.0
-        self._poison = Poison(job.hosts.nproc, same_step=job.policy.same_step, sets_apart=job.quarantine)
+        self._poison = Poison(self.hosts.nproc, same_step=self.policy.same_step, sets_apart=self.quarantine)
 
     def run(self) -> int:
         """Runs attempts until one succeeds or the policy refuses another; returns the exit code of the job."""
-        self._job.log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         self._give_secret()
-        hosts, number = self._job.hosts, 0
+        hosts, number = self.hosts, 0
         try:
             if hosts.max_nodes > 1:
-                with self._signals.interrupting():
-                    self._meeting = Meeting(hosts.rdzv, self._job.run_id)
+                with self.signals.interrupting():
+                    self._meeting = Meeting(hosts.rdzv, self.job_id)
                     self._name_run(self._meeting.job)
                     number = self._meeting.join()
             while True:
@@ -316,7 +312,7 @@ class Supervisor:
                     return code
                 number = number + 1 if self._meeting is None else self._meeting.next(number)
         except Stop:
-            return self._end(number, ExitCode.PREEMPTED, f"{self._signals.asked} came while no rank was there")
+            return self._end(number, ExitCode.PREEMPTED, f"{self.signals.asked} came while no rank was there")
         except HostsApart as error:
             return self._end(number, ExitCode.PEER_LOST, f"the hosts are apart: {error}")
         finally:
@@ -324,7 +320,7 @@ class Supervisor:
 
     def _name_run(self, run_id: str) -> None:
         self._run_id = run_id
-        self._home_file = self._job.log_dir / f"home-{run_id}"
+        self._home_file = self.log_dir / f"home-{run_id}"
         env.DISTPLUS_HOME_FILE.set(str(self._home_file))
         env.DISTPLUS_RUN_ID.set(run_id)
 
@@ -332,11 +328,11 @@ class Supervisor:
         """Makes one for the ranks of one host; between hosts only the user can give all launchers the same one."""
         if env.DISTPLUS_SECRET.get() is not None:
             return
-        if self._job.hosts.max_nodes == 1:
+        if self.hosts.max_nodes == 1:
             env.DISTPLUS_SECRET.set(secrets.token_hex(32))
         else:
             say(
-                f"DISTPLUS_SECRET is not set: who can reach {self._job.hosts.rdzv} can end or stop this job. Set it to "
+                f"DISTPLUS_SECRET is not set: who can reach {self.hosts.rdzv} can end or stop this job. Set it to "
                 "the same random text on all hosts (openssl rand -hex 32), a new one for each job"
             )
 
@@ -344,7 +340,7 @@ class Supervisor:
         """The exit code of the job where an attempt was its last; None: another one follows."""
         history = read_history(self._home, number, self._attempt_began_at, self._run_id)
         self._has_saved = self._has_saved or history.has_saved
-        asked = self._signals.asked if self._signals.has_reached_ranks else None
+        asked = self.signals.asked if self.signals.has_reached_ranks else None
         newcomer = None if asked else self._newcomer(number)
         if newcomer is not None and set(failures.values()) <= _STOPPED:
             say(f"attempt {number} ended at step {history.step} to let {newcomer} in; the next one begins")
@@ -358,21 +354,21 @@ class Supervisor:
         if asked is not None:
             return self._end_as_asked(number, failures, culprit, asked)
         self._poison.note(culprit.rank, history)
-        refusal = self._job.policy.refusal(culprit, history, time.monotonic())
+        refusal = self.policy.refusal(culprit, history, time.monotonic())
         if refusal is not None and refusal[0] == ExitCode.NO_PROGRESS and (samples := self._poison.set_apart()):
             say(f"step {history.step} does not move: sets apart samples {shown(samples)}, in hand of {culprit}")
             self._note("quarantine", number + 1, culprit=culprit.rank, samples=samples, global_step=history.step)
-            self._job.policy.begin_anew()
-            refusal = self._job.policy.refusal(culprit, history, time.monotonic())
+            self.policy.begin_anew()
+            refusal = self.policy.refusal(culprit, history, time.monotonic())
         if refusal is not None:
             code, why = refusal
             if code == ExitCode.NO_PROGRESS:
                 why = self._explain_no_progress(why, culprit, history)
             return self._end(number, code, f"{culprit}; {why}")
-        if self._signals.asked is not None:  # by the next attempt at the latest
+        if self.signals.asked is not None:  # by the next attempt at the latest
             raise Stop
         verdict = self._show_verdict()
-        place = self._job.policy.place_of_next()
+        place = self.policy.place_of_next()
         say(f"{culprit}, {history.where}: restarting from {self._describe_resume(history)}, {place}")
         self._note("restart", number + 1, culprit=culprit.rank, exit_code=culprit.exit_code, global_step=history.step)
         self._leave_page(verdict, waits=False)
@@ -380,7 +376,7 @@ class Supervisor:
 
     def _newcomer(self, number: int) -> str | None:
         """The host for which the attempt was ended: where the number of hosts may change, and there was room."""
-        if self._meeting is None or self._job.hosts.min_nodes == self._job.hosts.max_nodes:
+        if self._meeting is None or self.hosts.min_nodes == self.hosts.max_nodes:
             return None
         try:
             return self._meeting.newcomer(number)
@@ -399,15 +395,14 @@ class Supervisor:
     def _run_attempt(self, number: int) -> dict[int, int]:
         env.DISTPLUS_ATTEMPT.set(number)
         self._poison.in_hand.forget()
-        job = self._job
-        command = job.command_after_save if self._has_saved else job.command
+        command = self.command_after_save if self._has_saved else self.command
         return run_attempt(
-            command if job.warm is None else job.warm.command(command),
+            command if self.warm is None else self.warm.command(command),
             number,
-            job.hosts,
+            self.hosts,
             run_id=self._run_id,
-            log_dir=job.log_dir,
-            signals=self._signals,
+            log_dir=self.log_dir,
+            signals=self.signals,
             meeting=self._meeting,
         )
 
@@ -419,7 +414,7 @@ class Supervisor:
 
     def _describe_resume(self, history: History) -> str:
         """Where the next attempt goes on, and what of this one is lost."""
-        if not self._job.resumes:
+        if not self.resumes:
             return "what the script chooses"
         found = self._newest_checkpoint(history)
         step, committed_at = 0, 0.0
@@ -457,7 +452,7 @@ class Supervisor:
             history = read_history(self._home, number, self._attempt_began_at, self._run_id)
             ended_at = history.ended_at or time.time()
             say(f"next: {describe_next(self._home, self._run_id, history.step or 0, ended_at)}")
-        say(f"the logs of all ranks are in {self._job.log_dir}")
+        say(f"the logs of all ranks are in {self.log_dir}")
         return self._part(number, code, self._show_verdict(), reason=why)
 
     def _part(self, number: int, code: int, verdict: Path | None = None, **why: str) -> int:

@@ -243,8 +243,6 @@ class ResilientStrategy(_Base):
     """The class to which the parent passes arguments that it does not know."""
     search: Search | None = None
     """Where the ranks look further, together, when the checkpoint that they were given is damaged."""
-    configuration: str | None = None
-    """A digest of the configuration, for the manifests; it is there from ``setup`` on."""
 
     def __init__(
         self,
@@ -427,7 +425,6 @@ class ResilientStrategy(_Base):
         self._put_into(trainer)
         self._run_lock = start.check_folder(self, trainer)
         start.check_agreement(self, trainer)
-        self.configuration = start.configuration_digest(trainer)
         if trainer.state.fn == "fit":
             self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
             self._gate.add(_AtGate(self))

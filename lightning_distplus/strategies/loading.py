@@ -314,8 +314,7 @@ class LoadHooks:
         if chosen != mine:
             log.warning("rank %d would resume from %s; it follows rank 0: %s", self._world.rank, mine, chosen)
         if first["search"] is not None:  # also on a rank whose host has no such folder: all ranks search, or none
-            passed_over = () if search is None else search.but
-            search = Search(Path(first["search"]["folder"]), first["search"]["allow_fresh"], passed_over)
+            search = search or Search(Path(first["search"]["folder"]), first["search"]["allow_fresh"])
             found = self._search_on(None if chosen is None else Path(chosen), search)
             chosen = None if found is None else str(found)
         local = None if chosen is None else local_path(chosen)

@@ -689,7 +689,6 @@ class SaveHooks:
             strategy=engine_of(type(strategy)),
             data=data,
             layout=layout_of(strategy),
-            configuration=strategy.configuration,
             deadlines_s={} if calibration is None else dict(calibration.deadlines_s),
             parent=strategy.loads.parent,
         )

@@ -397,26 +397,6 @@ def layout_of(strategy: Any) -> dict[str, Any]:
     return layout
 
 
-def configuration_digest(trainer: Any) -> str:
-    """32 hex digits over what decides the course of a run, the same on all ranks and after a restart.
-
-    It covers the Trainer's settings, the names, shapes and types of the parameters, and the hyperparameters that the
-    module and the data module have saved.
-    """
-    module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    parts = {
-        **settings_of_trainer(trainer),
-        "model": model_of(module, 1)["model.parameters"],
-        "module.hyperparameters": _hyperparameters(module),
-        "data.hyperparameters": _hyperparameters(datamodule),
-    }
-    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:32]
-
-
-def _hyperparameters(owner: Any) -> list[tuple[str, str]]:
-    return sorted((str(name), str(value)) for name, value in (getattr(owner, "hparams", None) or {}).items())
-
-
 # -- prepare_data ------------------------------------------------------------------------------------------------------
 
 _SAY_EVERY_S = 10.0

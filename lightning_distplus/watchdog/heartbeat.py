@@ -253,7 +253,6 @@ class Board:
             "printer": None if self._printer is None else asdict(self._printer),
             "posted": self._posted,
             "whereabouts": None if self.points is None else self.points.beat(),
-            "passed": None if self.points is None else [self.points.name, self.points.passed],
             "at": time.monotonic(),
         }
 

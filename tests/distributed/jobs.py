@@ -137,7 +137,7 @@ def trainer(which: Any, world_size: int, folder: Any, **arguments: Any) -> pl.Tr
         folder: Its root.
         **arguments: Of the Trainer, and of a strategy that is named.
     """
-    if isinstance(which, str) and not which.startswith(("resilient_", "auto")):  # which the Trainer knows
+    if isinstance(which, str) and not which.startswith(("resilient_", "auto", "ddp")):  # which the Trainer knows
         which = strategy(which, **{name: arguments.pop(name) for name in arguments.keys() - OF_TRAINER})
     quiet = {
         "logger": False,

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import PreemptionHandler, ResumableDataModule, newest_valid
 from lightning_distplus.testing import weights_digest
 from tests.distributed import jobs
+from tests.distributed.resume_jobs import counters
 
 STEPS = 11  # 8 global batches in an epoch of 34 samples: the last steps lie in the second epoch
 MOMENTS = ("sanity check", "data", "forward", "backward", "optimizer", "validation", "save")
@@ -169,19 +170,6 @@ def train(name: str, folder: str, asks: Asks | None, arguments: dict[str, Any]) 
         "step": trainer.global_step,
         "resumed_at": resumed_at,
         "counters": counters(trainer),
-    }
-
-
-def counters(trainer: Any) -> dict[str, Any]:
-    """Where the Trainer's loops stand."""
-    fit = trainer.fit_loop
-    loop = fit.epoch_loop
-    return {
-        "epochs": fit.epoch_progress.state_dict(),
-        "batches": loop.batch_progress.state_dict(),
-        "steps": loop.automatic_optimization.optim_progress.optimizer.step.total.state_dict(),
-        "validation": loop.val_loop.batch_progress.total.state_dict(),
-        "logged": loop._batches_that_stepped,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Dataset
 
 from lightning_distplus.data import MegatronWriter, ResumableDataModule, TokenDataModule
@@ -117,16 +117,10 @@ class FailsOnce(Callback):
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": any(isinstance(one, Checkpoint) for one in arguments.get("callbacks") or ()),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(**{**settings, **arguments})
+    """`jobs.trainer` for one rank by default, as Lightning has it, but for the sanity check."""
+    settings = {"use_distributed_sampler": True, "num_sanity_val_steps": 0, **arguments}
+    places = (settings.pop("strategy", "auto"), settings.pop("devices", 1), settings.pop("default_root_dir", None))
+    return jobs.trainer(*places, **settings)
 
 
 def fit(
@@ -142,9 +136,9 @@ def fit(
     return model
 
 
-def final_counters(model: Diary) -> dict[str, Any]:
-    """All counters of the Trainer's loops, and the weights, after a fit."""
-    loop = model.trainer.fit_loop
+def counters(trainer: pl.Trainer) -> dict[str, Any]:
+    """Where the Trainer's loops stand."""
+    loop = trainer.fit_loop
     optimizer = loop.epoch_loop.automatic_optimization.optim_progress.optimizer
     return {
         "epochs": loop.epoch_progress.state_dict(),
@@ -152,9 +146,14 @@ def final_counters(model: Diary) -> dict[str, Any]:
         "steps": optimizer.step.total.state_dict(),
         "zero_grads": optimizer.zero_grad.total.state_dict(),
         "validation": loop.epoch_loop.val_loop.batch_progress.total.state_dict(),
-        "consumed": getattr(model.trainer.datamodule, "consumed_samples", None),
-        "weights": weights_digest(model),
+        "logged": loop.epoch_loop._batches_that_stepped,
+        "consumed": getattr(trainer.datamodule, "consumed_samples", None),
     }
+
+
+def final_counters(model: Diary) -> dict[str, Any]:
+    """All counters, and the weights, after a fit."""
+    return {**counters(model.trainer), "weights": weights_digest(model)}
 
 
 def assert_every_save_resumes_exactly(
@@ -188,6 +187,14 @@ def assert_every_save_resumes_exactly(
 def trained(events: list[Any]) -> int:
     """How many of them are micro-batches."""
     return sum(event[0] == "train" for event in events)
+
+
+def ids_by_step(run: Diary) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for name, _, _, ids, _, _, step, *_ in (event for event in run.events if event[0] == "train"):
+        assert name == "train"
+        steps.setdefault(step, []).extend(ids)
+    return steps
 
 
 def map_data(num_samples: int = 17, **arguments: Any) -> ResumableDataModule:

@@ -27,12 +27,13 @@ from tests.distributed.resume_jobs import (
     Diary,
     SaveAt,
     fit,
+    ids_by_step,
     map_data,
     quiet_trainer,
     token_data,
     write_tokens,
 )
-from tests.distributed.test_elastic import ids_by_step
+from tests.distributed.test_elastic import SaveAfter
 from tests.faults.test_r11_manual_windows import Accumulates, TwoOptimizers
 
 
@@ -249,26 +250,17 @@ class DieAt(Callback):
 
 
 def audited_leg(rank: int, prefix: str, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
-    path = Path(folder) / "saved.ckpt"
-    trainer = quiet_trainer(
-        strategy=ResilientDDP(timeout="40s"),
-        devices=world_size,
-        default_root_dir=folder,
-        max_steps=9,
-        accumulate_grad_batches=2,
-        callbacks=[SampleAudit(), SaveOnce(7, str(path)), DieAt(die_at)],
-    )
     data = token_data(sources=prefix, micro_batch_size=micro_batch)
-    trainer.fit(UncheckedTokens(), data, ckpt_path=path if path.exists() else None)
+    fit_leg(UncheckedTokens(), data, world_size, 7, die_at, folder, max_steps=9, accumulate_grad_batches=2)
 
 
-class SaveOnce(Callback):
-    def __init__(self, batch: int, path: str) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batch and not Path(self.path).exists():
-            trainer.save_checkpoint(self.path)
+def fit_leg(model: Diary, data: Any, world_size: int, save_at: int, die_at: int, folder: str, **arguments: Any) -> None:
+    """Goes on from what the leg before it has saved."""
+    path = Path(folder) / "saved.ckpt"
+    callbacks = [SampleAudit(), SaveAfter(save_at, str(path)), DieAt(die_at)]
+    settings = {"devices": world_size, "default_root_dir": folder, "callbacks": callbacks, **arguments}
+    trainer = quiet_trainer(strategy=ResilientDDP(timeout="40s"), **settings)
+    trainer.fit(model, data, ckpt_path=path if path.exists() else None)
 
 
 class UncheckedTokens(Diary):
@@ -295,16 +287,8 @@ def test_killed_run_that_goes_on_on_another_number_of_ranks_audits_clean(
 
 
 def plain_leg(rank: int, world_size: int, micro_batch: int, die_at: int, folder: str) -> None:
-    path = Path(folder) / "saved.ckpt"
-    trainer = quiet_trainer(
-        strategy=ResilientDDP(timeout="40s"),
-        devices=world_size,
-        default_root_dir=folder,
-        max_epochs=2,
-        callbacks=[SampleAudit(), SaveOnce(4, str(path)), DieAt(die_at)],
-    )
     loader = torch.utils.data.DataLoader(Augmented(50), batch_size=micro_batch, shuffle=True, num_workers=2)
-    trainer.fit(UncheckedDiary(), loader, ckpt_path=path if path.exists() else None)
+    fit_leg(UncheckedDiary(), loader, world_size, 4, die_at, folder, max_epochs=2)
 
 
 def test_a_plain_loader_that_goes_on_on_another_number_of_ranks_audits_clean_and_one_that_begins_anew_does_not(

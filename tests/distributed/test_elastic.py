@@ -14,10 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_distplus import ResilientDDP
 from lightning_distplus.testing import spawn
 from tests.distributed.resume_jobs import (
-    Diary,
     SampleDiary,
-    final_counters,
-    fit,
     global_batches,
     map_data,
     quiet_trainer,
@@ -111,33 +108,3 @@ def test_run_goes_on_from_2_to_4_to_3_to_2_ranks_with_the_same_samples_in_each_s
             assert receipt.startswith(f"resumed at sample {first * GLOBAL_BATCH}, step {first}, epoch ")
             assert receipt.endswith(change)
         assert run.logs[0].count("they start afresh") == 2
-
-
-def test_one_process_goes_on_with_any_cut_of_the_same_global_batch(tmp_path: Path) -> None:
-    saver = SaveAfter(5, str(tmp_path / "0.ckpt"))
-    undisturbed = fit(map_data(50, batch_size=4), max_epochs=2, accumulate_grad_batches=3, callbacks=[saver])
-    expected = ids_by_step(undisturbed)
-    for number, (micro_batch, accumulation, save_after) in enumerate([(12, 1, 3), (2, 6, 27), (6, 2, 10), (3, 4, 0)]):
-        saver = SaveAfter(save_after, str(tmp_path / f"{number + 1}.ckpt"))
-        resumed = fit(
-            map_data(50, batch_size=micro_batch),
-            max_epochs=2,
-            accumulate_grad_batches=accumulation,
-            callbacks=[saver],
-            ckpt_path=tmp_path / f"{number}.ckpt",
-        )
-        found = ids_by_step(resumed)
-        assert found == {step: expected[step] for step in found}
-        assert max(found) == max(expected)
-        assert min(found) == [1, 3, 4, 5][number]
-        assert final_counters(resumed)["consumed"] == final_counters(undisturbed)["consumed"]
-        assert final_counters(resumed)["steps"] == final_counters(undisturbed)["steps"]
-        assert set(final_counters(resumed)["batches"]["total"].values()) == {8 * accumulation}
-
-
-def ids_by_step(run: Diary) -> dict[int, list[int]]:
-    steps: dict[int, list[int]] = {}
-    for name, _, _, ids, _, _, step, *_ in (event for event in run.events if event[0] == "train"):
-        assert name == "train"
-        steps.setdefault(step, []).extend(ids)
-    return steps

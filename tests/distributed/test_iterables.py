@@ -217,7 +217,7 @@ def test_other_ranks_or_workers_are_refused_with_the_reason_and_a_stock_strategy
     for rank in (0, 1):
         steps = undisturbed[rank][0]
         assert resumed[rank][0] == {number: steps[number] for number in range(4, 8)}
-    with pytest.raises(DatasetMismatch, match="states of iterable data of 2 ranks; this run has 1"):
+    with pytest.raises(DatasetMismatch, match="ranks: 2 in the checkpoint, 1 in this run"):
         train_on_ranks("auto", folder, saved, 0, {"devices": 1, "accumulate_grad_batches": 4})
 
 
@@ -231,10 +231,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("make_data", "message"),
     [
-        (lambda: iterable_data(Counting(17), num_workers=2), "of 0 workers; this run has 2"),
+        (lambda: iterable_data(Counting(17), num_workers=2), "num_workers: 0 in the checkpoint, 2 in this run"),
         (
             lambda: iterable_data(nodes_of_torchdata("batches"), batched=True, batch_size=1),
-            "written with batch_size=2; this run has 1",
+            "batch_size: 2 in the checkpoint, 1 in this run",
         ),
         (lambda: map_data(17), "num_samples: None in the checkpoint, 17 in this run"),
         (lambda: iterable_data(Counting(17), seed=4), "seed: 3 in the checkpoint, 4 in this run"),

@@ -102,11 +102,13 @@ def struck(
 
 
 def require_named(result: SpawnResult, folder: Path, field: str, rank: int = 1) -> dict[str, Any]:
-    """All ranks end with the same error, and the verdict has it."""
+    """All ranks end with the same error, and the verdict and each ledger have it."""
     assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}, result.logs
     assert result.alive == {}
     verdict = jobs.verdict_in(folder)
     assert (verdict["kind"], verdict["culprits"], verdict["field"]) == ("divergence", [rank], field)
+    told = [event for event in read_events(folder / "distplus") if event["kind"] == "divergence"]
+    assert {event["rank"] for event in told} == set(result.exit_codes)
     return verdict
 
 

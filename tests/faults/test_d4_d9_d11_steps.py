@@ -1,4 +1,4 @@
-"""Rows D4, D9 and D11: decisions, failed batches and sums of gradients; and what a difference leaves behind."""
+"""Rows D4, D9 and D11: decisions, failed batches and sums of gradients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import connected
-from lightning_distplus.errors import DivergenceError, ExitCode
-from lightning_distplus.events import read_events
+from lightning_distplus.errors import DivergenceError
 from lightning_distplus.testing import FaultCallback, FaultPlan, spawn
 from tests.distributed import jobs
 from tests.faults.divergences import own_loader
@@ -40,30 +39,6 @@ def caught(run: Callable[[], Any]) -> dict[str, Any]:
     except DivergenceError as error:
         return {"field": error.field, "ranks": error.ranks, "values": error.values, "message": str(error)}
     return {"field": "nothing was raised"}
-
-
-# -- what a difference leaves behind ----------------------------------------------------------------------------------
-
-
-def train_to_the_end_of_the_process(rank: int, folder: str) -> None:
-    def halve(trainer: pl.Trainer, *_: Any) -> None:
-        trainer.optimizers[0].param_groups[0]["lr"] /= 2
-
-    fit(rank, "ResilientDDP", folder, jobs.At("on_train_batch_end", halve, rank=1, step=STEP))
-
-
-def test_a_difference_leaves_a_verdict_a_line_in_each_ledger_and_its_exit_code(tmp_path: Path) -> None:
-    result = spawn(train_to_the_end_of_the_process, 2, args=(str(tmp_path),), deadline="40s")
-    assert set(result.exit_codes.values()) == {int(ExitCode.DIVERGENCE)}
-    verdict = jobs.verdict_in(tmp_path)
-    assert (verdict["kind"], verdict["field"], verdict["global_step"]) == ("divergence", "learning_rate", STEP)
-    assert verdict["values"] == {"0": 0.01, "1": 0.005}
-    assert "scheduler" in verdict["remedy"]
-    events = [event for event in read_events(tmp_path / "distplus") if event["kind"] == "divergence"]
-    assert {event["rank"] for event in events} == {0, 1}
-    for log in result.logs.values():
-        assert "learning_rate" in log
-        assert "rank 1: 0.005" in log
 
 
 # -- D4: decisions ----------------------------------------------------------------------------------------------------

@@ -42,19 +42,25 @@ def told(folder: Path) -> tuple[str, list[int]]:
     return found["kind"], found["culprits"]
 
 
-@pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["torchrun"]))
-def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
-    script = script_of(HANG, 'timeout="4s"', changes=NO_CHECKPOINT)
-    ended = run_script(tmp_path, script, *LAUNCHERS[launcher], env=TOLD)
+def lines_of(fault: str, says: str, launcher: str, code: int, folder: Path) -> tuple[list[str], list[str]]:
+    """The lines of a script with this fault in front of its verdict, and those of the verdict, which comes last."""
+    script = script_of(fault, 'timeout="4s"', changes=NO_CHECKPOINT)
+    ended = run_script(folder, script, *LAUNCHERS[launcher], env=TOLD)
     lines = terminal_of(ended.stdout)
     block = verdict_at_the_end_of(lines)
-    place = f"in training_step, train.py:{line_of(script, HANG)}"
-    assert re.fullmatch(rf"RANK 1 HANGS \(host \S+, pid \d+\) {place}", block[0])
+    place = f"in training_step, train.py:{line_of(script, fault)}"
+    assert re.fullmatch(rf"RANK 1 {says} \(host \S+, pid \d+\) {place}", block[0])
+    assert ended.returncode == (code if launcher == "python" else 1)
+    return lines[: -len(block)], block
+
+
+@pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["torchrun"]))
+def test_a_hang_ends_with_its_verdict(launcher: str, tmp_path: Path) -> None:
+    lines, block = lines_of(HANG, "HANGS", launcher, ExitCode.HANG, tmp_path)
     assert block[1] == f"    {HANG}"
     assert lines.count("rank 1 stopped, exit 170") == 1
     assert told(tmp_path) == ("hang", [1])
-    assert not any("Traceback" in line for line in lines)
-    assert ended.returncode == (ExitCode.HANG if launcher == "python" else 1)
+    assert not any("Traceback" in line for line in lines + block)
 
 
 @pytest.mark.soak
@@ -65,23 +71,16 @@ def test_a_bar_that_is_redrawn_meanwhile_does_not_come_behind_the_verdict(tmp_pa
 
 @pytest.mark.parametrize("launcher", kept([*LAUNCHERS], ["python"]))
 def test_an_exception_ends_with_its_verdict_and_is_shown_whole_once(launcher: str, tmp_path: Path) -> None:
-    script = script_of(EXCEPTION, 'timeout="4s"', changes=NO_CHECKPOINT)
-    ended = run_script(tmp_path, script, *LAUNCHERS[launcher], env=TOLD)
-    lines = terminal_of(ended.stdout)
-    block = verdict_at_the_end_of(lines)
-    place = f"in training_step, train.py:{line_of(script, EXCEPTION)}"
-    assert re.fullmatch(rf"RANK 1 FAILED \(host \S+, pid \d+\) {place}", block[0])
+    before, block = lines_of(EXCEPTION, "FAILED", launcher, ExitCode.PEER_LOST, tmp_path)
     assert "no checkpoint has been committed yet" in " ".join(block)
-    before = lines[: -len(block)]
     assert before.count("ValueError: a bad sample,") == before.count("  of a long message") == 1
-    assert sum(line.startswith("Traceback") for line in lines) == 1
+    assert sum(line.startswith("Traceback") for line in before + block) == 1
     assert any(re.match(r"    \.\.\. \d+ frames of .*lightning", line) for line in before)
     assert before.count("rank 0 stopped because of rank 1, exit 171") == 1
     assert told(tmp_path) == ("exception", [1])
     assert any(b"RANK 1 FAILED" in path.read_bytes() for path in tmp_path.rglob("events.out.*"))
     for rank in (0, 1):
         assert "Traceback" in (tmp_path / "distplus" / f"rank{rank:05d}.traceback").read_text()
-    assert ended.returncode == (ExitCode.PEER_LOST if launcher == "python" else 1)
 
 
 def test_what_all_ranks_raise_alike_is_shown_once_and_without_frames(tmp_path: Path) -> None:

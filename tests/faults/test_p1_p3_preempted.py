@@ -75,9 +75,11 @@ def assert_continues_exactly(name: str, folder: Path, step: int, **arguments: An
 def test_a_signal_at_any_moment_leaves_one_checkpoint_from_which_the_run_continues_exactly(
     moment: str, asked: int, ranks: tuple[int, ...], stops: set[int], tmp_path: Path
 ) -> None:
-    stop("ResilientDDP", tmp_path, Asks(moment, ranks, asked))
+    run = stop("ResilientDDP", tmp_path, Asks(moment, ranks, asked))
     step = assert_one_checkpoint(tmp_path)
     assert step in stops
+    assert f"goes on from {tmp_path / 'checkpoints' / f'preempt-step={step}.ckpt'}\n" in run.logs[0]
+    assert "weights_only" not in run.logs[0]
     assert_continues_exactly("ResilientDDP", tmp_path, step)
 
 

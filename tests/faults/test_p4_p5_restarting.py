@@ -149,7 +149,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_one_checkpoint(name: str,
 
 
 class Launchers:
-    """One job on several hosts, which this one plays, or which are network namespaces.
+    """One job on several hosts, which this one plays, or which are network namespaces; all are gone behind a block.
 
     Args:
         folder: Of the run, and of a log for each launcher.
@@ -174,6 +174,13 @@ class Launchers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.launchers[name].wait()
+
+    def __enter__(self) -> Launchers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.launchers:
+            self.kill(name)
 
     def end(self, *names: str) -> list[int]:
         return [self.launchers[name].wait(timeout=200) for name in names]
@@ -219,14 +226,10 @@ def launched(
             return True
         return False
 
-    hosts = Launchers(folder, command, planted(plan, folder))
-    try:
+    with Launchers(folder, command, planted(plan, folder)) as hosts:
         hosts.start("first")
         hosts.wait_until(is_served)
         yield hosts
-    finally:
-        for name in hosts.launchers:
-            hosts.kill(name)
 
 
 @pytest.mark.soak
@@ -295,12 +298,8 @@ def torchrun(folder: Path, num_nodes: str, *job: str, **variables: str) -> Itera
             return ["ip", "netns", "exec", spaces.names[node]], program
 
         of_all = {"DISTPLUS_SECRET": "of both hosts", "GLOO_SOCKET_IFNAME": "eth0"}
-        hosts = Launchers(folder, command, {**os.environ, **of_all, **variables})
-        try:
+        with Launchers(folder, command, {**os.environ, **of_all, **variables}) as hosts:
             yield hosts
-        finally:
-            for name in hosts.launchers:
-                hosts.kill(name)
 
 
 @pytest.mark.soak

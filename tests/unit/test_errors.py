@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lightning_distplus import errors
-from lightning_distplus.errors import DistplusError, DivergenceError, ExitCode, PeerError, PeerLost, Preempted
+from lightning_distplus.errors import DistplusError, DivergenceError, ExitCode, PeerError, PeerLost
 
 CLASSES = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
 ALL = [getattr(errors, name) for name in sorted(CLASSES - {"ExitCode"})]
@@ -55,7 +55,3 @@ def test_exit_codes_are_those_of_the_contract_and_three_are_worth_a_retry() -> N
         "NO_PROGRESS": 174,
     }  # fmt: skip
     assert [int(code) for code in ExitCode if code.is_retryable] == [143, 170, 171]
-
-
-def test_preempted_ends_a_process_with_143() -> None:
-    assert Preempted().code == 143

@@ -129,6 +129,19 @@ def learning_rate_is_halved(run: Run) -> None:
     run.strike(halve)
 
 
+@diverges("D8", "scheduler 0", says="steps it on some ranks only", on=OUR_DDP)
+def scheduler_is_ahead(run: Run) -> None:
+    """The rate does not change yet."""
+
+    class Module(jobs.Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    run.module, run.monitor["parameters_every_n_steps"] = Module(), 1
+    run.strike(lambda trainer, module: trainer.lr_scheduler_configs[0].scheduler.step())
+
+
 @diverges("D8", "weight_decay of optimizer 0, group 0")
 def weight_decay_differs(run: Run) -> None:
     def decay(trainer: Any, module: Any) -> None:

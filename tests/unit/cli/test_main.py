@@ -31,7 +31,6 @@ WRONG = {
     "report . --mtbf -1": "argument --mtbf: ",
     "report . --html nowhere/x.html": "there is no folder nowhere",
     "rehearse --world 0": "--world is at least 1",
-    "fit --trainer.max_stepz 3": "did you mean trainer.max_steps?",
 }
 
 

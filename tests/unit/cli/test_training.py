@@ -103,11 +103,8 @@ def test_an_interpolation_that_leads_nowhere_is_named(config: Any, capsys: pytes
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"trainer": {"max_stepz": 3}}, "max_stepz"),
         ({"model": {"class_path": f"{BORING}.BoringModel", "init_args": {"widht": 3}}}, "widht"),
         ({"modle": {"class_path": "x"}}, "modle"),
-        ({"trainer": {"strategy": {**DDP, "init_args": {"timout": "5m"}}}}, "timout"),
-        ({"trainer": {"strategy": {**DDP, "init_args": {"timeout": "5q"}}}}, "5q"),
     ],
 )
 def test_what_is_wrong_in_a_configuration_is_named(
@@ -174,7 +171,7 @@ TOKENS = {"class_path": "lightning_distplus.TokenDataModule", "init_args": {"sou
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"trainer": {"strategy": "resilient_dp"}}, "resilient_dp"),
+        ({"trainer": {"strategy": "resilient_dp"}}, "there is no strategy 'resilient_dp'"),
         ({"trainer": {"strategy": {**DDP, "init_args": {"timeout": "5q"}}}}, "'5q', which is no duration"),
         ({"data": {**TOKENS, "init_args": {**TOKENS["init_args"], "micro_batch_size": 0}}}, "batch size is 0"),
     ],

@@ -17,7 +17,7 @@ JOIN_S = 20.0
 
 
 class Ranks:
-    """The ranks of one job as threads over a store in memory."""
+    """The ranks of one job as threads over a store in memory; ``num_nodes`` hosts."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Ranks:
     ) -> None:
         self.store = store or HashStore()
         worlds = [
-            World(rank=rank, size=size, num_nodes=num_nodes, host=f"host{rank}", pid=1000 + rank)
+            World(rank=rank, size=size, num_nodes=num_nodes, host=f"host{rank * num_nodes // size}", pid=1000 + rank)
             for rank in range(size)
         ]
         self.planes = [ControlPlane(PrefixStore(prefix, self.store), world, secret=Secret(secret)) for world in worlds]

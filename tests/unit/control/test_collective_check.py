@@ -18,6 +18,7 @@ from lightning_distplus.errors import DivergenceError, PeerFailed, PeerMissing
 
 BARRIER = Point(operation="barrier", name="x")
 GATHER = Point(operation="all_gather", structure="float32[2]")
+one_host_or_two = pytest.mark.parametrize("num_nodes", [1, 2])
 
 
 @pytest.fixture
@@ -25,8 +26,10 @@ def make_job(make_ranks: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Runs a function of (points, plane) on every rank, each on a thread of its own."""
     all_points: list[Points] = []
 
-    def make(size: int, patience_s: float = 15.0) -> Callable[[Callable[[Points, ControlPlane], Any]], list[Any]]:
-        ranks = make_ranks(size)
+    def make(
+        size: int, patience_s: float = 15.0, num_nodes: int = 1
+    ) -> Callable[[Callable[[Points, ControlPlane], Any]], list[Any]]:
+        ranks = make_ranks(size, num_nodes=num_nodes)
 
         def call(function: Callable[[Points, ControlPlane], Any]) -> list[Any]:
             def on_rank(plane: ControlPlane) -> Any:
@@ -58,8 +61,11 @@ def record(step: int = 0) -> GateRecord:
     return GateRecord(global_step=step, micro_batch=step, epoch=0)
 
 
-def test_equal_points_pass_however_many_there_are_and_leave_few_keys(make_job: Any, later: timedelta) -> None:
-    job = make_job(3)
+@one_host_or_two
+def test_equal_points_pass_however_many_there_are_and_leave_few_keys(
+    num_nodes: int, make_job: Any, later: timedelta
+) -> None:
+    job = make_job(3, num_nodes=num_nodes)
 
     def pass_many(points: Points, plane: ControlPlane) -> str:
         for number in range(50):
@@ -70,14 +76,15 @@ def test_equal_points_pass_however_many_there_are_and_leave_few_keys(make_job: A
     assert job.num_keys() < 12
 
 
+@one_host_or_two
 def test_another_point_at_the_same_number_is_an_error_on_all_ranks_with_both_sides(
-    make_job: Any, later: timedelta
+    num_nodes: int, make_job: Any, later: timedelta
 ) -> None:
     def differ(points: Points, plane: ControlPlane) -> None:
         points.meet(BARRIER)
         points.meet(GATHER if plane.world.rank == 1 else BARRIER)
 
-    errors = make_job(3)(differ)
+    errors = make_job(3, num_nodes=num_nodes)(differ)
     assert [type(error) for error in errors] == [DivergenceError] * 3
     for error in errors:
         assert (error.ranks, error.field) == ([1], "collective")

@@ -1,4 +1,4 @@
-"""The tallies: who says the same is counted, who says something else is noticed, and what they use is used again."""
+"""The exchange: what ranks of one host show each other in memory, and who shares it."""
 
 from __future__ import annotations
 
@@ -9,106 +9,101 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from lightning_distplus.control import ControlPlane, exchange
-from lightning_distplus.control.exchange import SharedTally, Tally
-from lightning_distplus.world import World
+from lightning_distplus.control.exchange import Exchange, Roll, SharedRecords, share_memory
 
-SAME, OTHER = b"\xff" * 16, b"\x00" * 16
-Make = Callable[[int], list[Any]]
-
-
-def over_a_store(size: int) -> list[Tally]:
-    store = HashStore()
-    return [Tally(ControlPlane(store, World(rank=rank, size=size)), "t") for rank in range(size)]
-
-
-def in_memory(size: int) -> list[SharedTally]:
-    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
-    return [SharedTally(memory, rank, size) for rank in range(size)]
-
-
-both_kinds = pytest.mark.parametrize("make", [over_a_store, in_memory])
-
-
-@both_kinds
-@pytest.mark.parametrize("digest", [SAME, OTHER])
-def test_those_that_have_come_are_counted_at_every_number(digest: bytes, make: Make) -> None:
-    ranks = make(3)
-    for number in range(1, 8):
-        for come, tally in enumerate(ranks, start=1):
-            tally.enter(number, digest)
-            assert tally.look() == come
-        assert [tally.look() for tally in ranks] == [3, 3, 3]
-        for tally in ranks:
-            tally.passed(number)
-
-
-@both_kinds
-def test_a_rank_may_be_one_number_ahead_of_one_that_has_not_looked_yet(make: Make) -> None:
-    owner, late = make(2)
-    owner.enter(1, SAME)
-    for number in range(1, 8):
-        late.enter(number, SAME)
-        assert [owner.look(), owner.look()][-1] == 2
-        owner.passed(number)
-        owner.enter(number + 1, SAME)
-        assert [late.look(), late.look()] == [2, 2]
-        late.passed(number)
-
-
-@pytest.mark.parametrize(("make", "size"), [(over_a_store, 1000), (in_memory, 20)])
-def test_another_digest_is_noticed_on_both_sides_and_by_many_ranks(make: Make, size: int) -> None:
-    ranks = make(size)
-    for tally in ranks[:-1]:
-        tally.enter(1, SAME)
-    assert [ranks[0].look(), ranks[0].look()][-1] == size - 1
-    ranks[-1].enter(1, OTHER)
-    assert [ranks[-1].look(), ranks[0].look()] == [None, None]
+RECORD = b"\xff" * 16
 
 
 def test_a_record_that_is_read_while_it_is_written_counts_as_not_there() -> None:
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    reader, writer = (SharedTally(memory, rank, 2) for rank in range(2))
-    writer.enter(1, OTHER)
-    reader.enter(1, SAME)
-    assert reader.look() is None
-    writer.enter(3, SAME)  # in the place of number 1
+    memory = mmap.mmap(-1, SharedRecords.num_bytes(2))
+    reader, writer = (SharedRecords(memory, 2) for _ in range(2))
+    writer.write(1, 1, b"another one")
+    writer.write(3, 1, RECORD)  # in the place of number 1
+    assert reader.read(1, [0, 1]) == {}
+    assert reader.read(3, [0, 1]) == {1: RECORD}
     whole = memory[:]
-    reader.enter(3, SAME)
-    assert reader.look() == 2
-    place = 3 * SharedTally.PLACE_BYTES  # of rank 1 in the set of odd numbers
-    for torn in range(place, place + SharedTally.PLACE.size + len(SAME)):
+    place = len(whole) // 2 // exchange._PLACE_BYTES * exchange._PLACE_BYTES  # of the set of odd numbers
+    place += exchange._PLACE_BYTES  # of rank 1
+    for torn in range(place, place + exchange._PLACE_HEAD_BYTES + len(RECORD)):
         memory[torn] ^= 0xFF
-        assert reader.look() == 1
+        assert reader.read(3, [0, 1]) == {}
         memory[torn] = whole[torn]
 
 
-def test_the_last_one_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_has_room_for_the_longest_records_of_all() -> None:
+    records = SharedRecords(mmap.mmap(-1, SharedRecords.num_bytes(70)), 70)
+    longest = bytes(exchange._PLACE_BYTES - exchange._PLACE_HEAD_BYTES)
+    outcome = exchange._packed(dict.fromkeys(range(70), longest))
+    for number in (1, 2):
+        records.write(number, records.outcome, outcome)
+    for number in (1, 2):
+        for rank in range(70):
+            records.write(number, rank, longest)
+        assert records.read(number, [records.outcome]) == {records.outcome: outcome}
+    assert exchange._unpacked(outcome) == dict.fromkeys(range(70), longest)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_the_last_one_wakes_those_who_wait(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch, make_ranks: Any, later: timedelta
+) -> None:
     """Nobody would come to an end here who slept through the ring once."""
-    monkeypatch.setattr(exchange, "_LINGER_S", 600.0)
-    ranks = in_memory(3)
+    for name in ("_LINGER_S", "_ALONE_S", "_LATE_S"):
+        monkeypatch.setattr(exchange, name, 600.0)
+    ranks = make_ranks(4, num_nodes=num_nodes)
+    exchanges = [Exchange(plane, "all") for plane in ranks.planes]
+    ranks.run(lambda plane: exchanges[plane.world.rank].open(later))
+    for plane in ranks.planes:
+        monkeypatch.setattr(plane, "poll", _patient(plane))
 
-    def meet_often(tally: SharedTally) -> None:
-        for number in range(1, 201):
-            tally.enter(number, SAME)
-            assert tally.look() == 3
+    def meet_often(one: Exchange) -> None:
+        for number in range(200):
+            one.post(b"%d" % number)
+            assert one.collect(timedelta(hours=1), what="a test") == [b"%d" % number] * 4
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(meet_often, ranks))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(meet_often, exchanges))
 
 
-def test_memory_is_shared_where_all_ranks_can_map_it_and_by_none_where_one_cannot(
+def _patient(plane: ControlPlane) -> Callable[..., None]:
+    """Looks only when it is rung."""
+
+    def poll(is_complete: Callable[[], bool], *_: Any, pause: Exchange, **__: Any) -> None:
+        while not is_complete():
+            pause.rest(0.0, 600.0)
+
+    return poll
+
+
+def test_an_entry_that_is_shown_again_at_a_later_number_does_not_count(make_ranks: Any) -> None:
+    (plane,) = make_ranks(1, secret="of the job").planes
+    roll = Roll(plane, "all")
+    roll.post(1, {0: b"old"})
+    plane.send_unsigned("all/1", (plane.read_unsigned("all/1") or b"") * 2)  # the key of 1 and of 4
+    assert roll.read(1) == {0: b"old"}
+    assert roll.read(4) == {}
+    roll.post(4, {0: b"new"})
+    assert roll.read(4) == {0: b"new"}
+
+
+def test_memory_is_shared_by_the_ranks_of_a_host_and_who_cannot_map_it_is_a_host_alone(
     make_ranks: Any, later: timedelta
 ) -> None:
-    def share(plane: ControlPlane) -> tuple[bool, bool]:
-        tally = SharedTally.share(plane, "all", later)
+    def share(plane: ControlPlane) -> tuple[list[int], bytes]:
         if plane.world.rank == 2:
             plane = _Elsewhere(plane._store, plane.world)
-        return tally is not None, SharedTally.share(plane, "some", later) is not None
+        firsts, memory = share_memory(plane, "some", later)
+        memory[plane.world.rank] = 1
+        plane.barrier("all have written", later)
+        return firsts, memory[:5]
 
-    assert make_ranks(3).run(share) == [(True, False)] * 3
+    found = make_ranks(5, num_nodes=2).run(share)
+    assert [firsts for firsts, _ in found] == [[0, 0, 2, 3, 3]] * 5
+    assert [memory for _, memory in found] == [
+        b"\1\1\0\0\0", b"\1\1\0\0\0", b"\0\0\1\0\0", b"\0\0\0\1\1", b"\0\0\0\1\1"
+    ]  # fmt: skip
 
 
 class _Elsewhere(ControlPlane):

@@ -45,7 +45,7 @@ def test_an_error_wakes_the_ranks_that_wait_and_they_show_its_traceback(listenin
     assert time.monotonic() - begin < 1
     assert [type(error) for error in errors] == [PeerFailed] * 3
     assert [error.ranks for error in errors] == [[2]] * 3
-    assert "Rank 2 (host host2, pid 1002) failed first: LookupError: the disk is gone" in str(errors[0])
+    assert "Rank 2 (host host0, pid 1002) failed first: LookupError: the disk is gone" in str(errors[0])
     assert "in _fail" in str(errors[0])
 
 

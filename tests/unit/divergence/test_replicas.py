@@ -17,7 +17,7 @@ from lightning_distplus.divergence.replicas import (
     Windows,
     find_difference,
     fingerprint_of_each,
-    from_reductions,
+    from_sums,
     replicated_state,
 )
 
@@ -141,7 +141,7 @@ def test_running_statistics_and_unsaved_buffers_are_left_out_and_optimizer_state
     assert {one.kind for one in replicated_state(model, [optimizer], holds_whole_parameters=False)} == {"buffers"}
 
 
-# -- fingerprints see what an XOR and a plain sum miss, in every dtype -------------------------------------------------
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 Fingerprint = Callable[[Tensor], int]
 
@@ -150,102 +150,42 @@ def fingerprint(tensor: Tensor) -> int:
     return int(fingerprint_of_each([tensor]))
 
 
-SIZES = [1, 3, 1000, 70_001]
-LARGE = 300_000
-
-
-def values(dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point:
-        return torch.randn(numel, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=generator).to(dtype)
-
-
-def negate(tensor: Tensor, *indices: int) -> None:
-    for index in indices:
-        tensor[index] = -tensor[index]
-
-
-def swap(tensor: Tensor, one: int, other: int) -> None:
-    tensor[[one, other]] = tensor[[other, one]]
-
-
-def flip(tensor: Tensor, bit: int, *indices: int) -> None:
-    words = tensor.view(torch.int32)
-    for index in indices:
-        words[index] ^= 1 << bit
-
-
-CHANGES: dict[str, Callable[[Tensor], object]] = {
-    "one bit": lambda tensor: flip(tensor, 0, 123_456),
-    "the same flip in two elements": lambda tensor: flip(tensor, 22, 10, 12),
-    "two signs, same column": lambda tensor: negate(tensor, 1, 1 + 2 * 256 * 2),
-    "two signs, same row": lambda tensor: negate(tensor, 1, 5),
-    "two signs, far apart": lambda tensor: negate(tensor, 1, 200_001),
-    "four signs, anywhere": lambda tensor: negate(tensor, 1, 77, 4001, 200_001),
-    "a swap of neighbours": lambda tensor: swap(tensor, 10, 11),
-    "a swap within a row": lambda tensor: swap(tensor, 10, 40),
-    "a swap far apart": lambda tensor: swap(tensor, 10, 250_000),
-    "up and down by one": lambda tensor: tensor.view(torch.int32)[5:7].add_(torch.tensor([1, -1], dtype=torch.int32)),
-    "a swap of two rows": lambda tensor: tensor[:1024].copy_(tensor[:1024].view(2, 512).flip(0).reshape(-1)),
-}
-
-
 @pytest.fixture(params=["on a CPU", "elsewhere"])
 def of(request: pytest.FixtureRequest) -> Fingerprint:
     """Both kinds."""
-    return fingerprint if request.param == "on a CPU" else lambda tensor: int(from_reductions([tensor]))
+    return fingerprint if request.param == "on a CPU" else lambda tensor: int(from_sums([tensor]))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_changes_the_fingerprint(of: Fingerprint, name: str) -> None:
-    before = values(torch.float32, LARGE)
-    after = before.clone()
-    CHANGES[name](after)
-    assert not torch.equal(before, after), "the change is one"
-    assert of(before) != of(after)
-
-
-@pytest.mark.parametrize("numel", [2, 10, 4096, LARGE])
-def test_constant_tensors_differ_from_each_other_and_from_nan(of: Fingerprint, numel: int) -> None:
-    constants = [torch.full((numel,), value) for value in (0.0, -0.0, 1.0, 2.0, torch.nan, torch.inf)]
-    assert len({of(tensor) for tensor in constants}) == len(constants)
-
-
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", [1, 3, 70_001])
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-     torch.float8_e4m3fn],
-    ids=str,
-)  # fmt: skip
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str
+)
 def test_every_byte_counts_in_every_dtype(of: Fingerprint, dtype: torch.dtype, numel: int) -> None:
-    before = values(dtype, numel)
+    before = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert of(before) == of(before.clone())
     for index in {0, numel // 2, numel - 1}:
         after = before.clone()
-        raw = after.view(torch.uint8).view(numel, -1)
-        raw[index, -1] ^= 1
+        after.view(torch.uint8).view(numel, -1)[index, -1] ^= 1
         assert of(before) != of(after)
 
 
+def test_what_an_xor_or_a_plain_sum_misses_is_seen(of: Fingerprint) -> None:
+    before = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+    swapped, of_two_signs, constant = before.clone(), before.clone(), torch.zeros(300_000)
+    swapped[[10, 250_000]] = before[[250_000, 10]]
+    of_two_signs[[1, 200_001]] *= -1
+    others = (swapped, of_two_signs, -before, before.flip(0), constant, constant * -1, constant / 0)
+    assert len({of(before), *map(of, others)}) == 8
+
+
 def test_the_layout_in_memory_does_not_count(of: Fingerprint) -> None:
-    tensor = values(torch.bfloat16, 3 * 1001)
-    whole = tensor.clone()
-    assert of(tensor[1001:2002]) == of(whole[1001:2002].clone()), "an offset that is no whole word"
-    matrix = values(torch.float32, 64 * 48).view(64, 48)
+    tensor = torch.randn(3 * 1001).bfloat16()
+    assert of(tensor[1001:2002]) == of(tensor[1001:2002].clone()), "an offset that is no whole word"
+    matrix = torch.randn(64, 48)
     assert of(matrix.t().contiguous()) == of(matrix.t())
     assert of(torch.nn.Parameter(matrix)) == of(matrix)
-
-
-def test_an_empty_and_a_scalar_tensor_have_a_fingerprint(of: Fingerprint) -> None:
     assert of(torch.empty(0)) == of(torch.empty(0))
     assert of(torch.tensor(1.0)) != of(torch.tensor(2.0))
-
-
-def test_ten_thousand_random_tensors_have_ten_thousand_fingerprints() -> None:
-    tensors = list(torch.randn(10_000, 5, generator=torch.Generator().manual_seed(1)))
-    assert len(set(fingerprint_of_each(tensors).tolist())) == 10_000
 
 
 def state() -> list[Tensor]:
@@ -253,15 +193,6 @@ def state() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     dtypes = [torch.float32, torch.bfloat16]
     return [torch.randn(shape, generator=generator).to(dtypes[i % 2]) for i, shape in enumerate(shapes)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("numel", [4096, 65_536, 1 << 18])
-def test_a_negated_tensor_and_slice_are_other_ones(of: Fingerprint, dtype: torch.dtype, numel: int) -> None:
-    before = values(dtype, numel)
-    half = before.clone()
-    half[: numel // 2] *= -1
-    assert len({of(before), of(-before), of(half)}) == 3
 
 
 def test_windows_cover_every_element_once_and_are_about_equal() -> None:
@@ -296,7 +227,7 @@ def test_small_tensors_are_read_whole_and_their_order_counts() -> None:
     windows = Windows([torch.zeros(1000)] * 3, count=4)
     assert [(one.start, one.stop) for pieces in windows.pieces for one in pieces] == [(0, 1000)] * 3
     one, other = torch.tensor([1]), torch.tensor([2])
-    assert int(from_reductions([one, other])) != int(from_reductions([other, one]))
+    assert int(from_sums([one, other])) != int(from_sums([other, one]))
 
 
 def test_windows_of_nothing_are_empty() -> None:

@@ -9,14 +9,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
+from lightning_distplus import PreemptionHandler, ResilientDDP
 from lightning_distplus.report.health import FIGURES, RunHealth, metric_name
-from lightning_distplus.strategies.defaults import Telemetry, batch_sizes, log_text
+from lightning_distplus.strategies.defaults import Telemetry, batch_sizes, bring_callbacks, log_text
 from tests.distributed import jobs
 
 DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("auto_requeue", "is_ours", "handles"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_lightnings_requeue_keeps_the_signals_of_a_slurm_job_that_we_have_not_submitted(
+    auto_requeue: bool, is_ours: bool, handles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    if is_ours:
+        monkeypatch.setenv("DISTPLUS_HOME_FILE", "home")
+    strategy = ResilientDDP(cluster_environment=SLURMEnvironment(auto_requeue=auto_requeue))
+    trainer = SimpleNamespace(callbacks=[], barebones=False, datamodule=None)
+    assert any(isinstance(one, PreemptionHandler) for one in bring_callbacks(strategy, trainer)) == handles
 
 
 class OwnBar(TQDMProgressBar):

@@ -194,13 +194,14 @@ def _short(text: str, length: int = 300) -> str:
 # -- callbacks of Lightning --------------------------------------------------------------------------------------------
 
 
-def _fires(where: Where) -> Any:
+def _fires(where: Where, when: str) -> Any:
     def hook(self: FaultCallback, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         if where in ("batch_start", "validation", "save"):
             self._step = trainer.global_step
         loss = rest[0] if where == "before_backward" else None
         self.plan.fire(trainer.global_rank, self._step, where, loss=loss, module=trainer.strategy.model)
 
+    hook.__doc__ = f"``{where}``: {when}."
     return hook
 
 
@@ -219,13 +220,13 @@ class FaultCallback(Callback):
         self.plan = FaultPlan.from_environment() if plan is None else plan
         self._step = 0
 
-    on_train_batch_start = _fires("batch_start")  # the batch is fetched, nothing is computed
-    on_before_backward = _fires("before_backward")  # the loss is there
-    on_after_backward = _fires("after_backward")  # the engine has reduced the gradients
-    on_before_optimizer_step = _fires("before_optimizer_step")  # the gradients are final
-    on_train_batch_end = _fires("batch_end")  # the optimizer step is done
-    on_validation_batch_start = _fires("validation")
-    on_save_checkpoint = _fires("save")  # the state is collected, nothing is written
+    on_train_batch_start = _fires("batch_start", "the batch is fetched, nothing is computed")
+    on_before_backward = _fires("before_backward", "the loss is there")
+    on_after_backward = _fires("after_backward", "the engine has reduced the gradients")
+    on_before_optimizer_step = _fires("before_optimizer_step", "the gradients are final")
+    on_train_batch_end = _fires("batch_end", "the optimizer step is done")
+    on_validation_batch_start = _fires("validation", "before a validation batch")
+    on_save_checkpoint = _fires("save", "the state is collected, nothing is written")
 
 
 @dataclass(frozen=True, kw_only=True)

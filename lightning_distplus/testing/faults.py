@@ -253,6 +253,7 @@ class FaultPlan:
 # -- what each kind of fault does to its process -----------------------------------------------------------------------
 
 _FOR_EVER_S = 10 * 365 * 86400.0
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "sigterm": signal.SIGTERM}
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor",
@@ -264,12 +265,8 @@ def commit(fault: Fault, loss: torch.Tensor | None, module: torch.nn.Module | No
     """Lets the fault strike this process now."""
     duration_s = _FOR_EVER_S if fault.duration_s is None else fault.duration_s
     match fault.kind:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
+        case "kill" | "stop" | "sigterm":
+            os.kill(os.getpid(), _SIGNALS[fault.kind])
         case "hang" | "slow":
             time.sleep(duration_s)
         case "hang_gil":

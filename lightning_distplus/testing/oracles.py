@@ -194,6 +194,17 @@ def _short(text: str, length: int = 300) -> str:
 # -- callbacks of Lightning --------------------------------------------------------------------------------------------
 
 
+def _fires(where: Where, when: str) -> Any:
+    def hook(self: FaultCallback, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        if where in ("batch_start", "validation", "save"):
+            self._step = trainer.global_step
+        loss = rest[0] if where == "before_backward" else None
+        self.plan.fire(trainer.global_rank, self._step, where, loss=loss, module=trainer.strategy.model)
+
+    hook.__doc__ = f"``{where}``: {when}."
+    return hook
+
+
 class FaultCallback(Callback):
     """Fires the faults of a plan at the points of the training loop that they name.
 
@@ -209,45 +220,13 @@ class FaultCallback(Callback):
         self.plan = FaultPlan.from_environment() if plan is None else plan
         self._step = 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """``batch_start``: the batch is fetched, nothing is computed."""
-        self._step = trainer.global_step
-        self._fire(trainer, "batch_start")
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """``before_backward``: the loss is there."""
-        self._fire(trainer, "before_backward", loss)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """``after_backward``: the engine has reduced the gradients."""
-        self._fire(trainer, "after_backward")
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """``before_optimizer_step``: the gradients are final."""
-        self._fire(trainer, "before_optimizer_step")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """``batch_end``: the optimizer step is done."""
-        self._fire(trainer, "batch_end")
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """``validation``: before a validation batch."""
-        self._step = trainer.global_step
-        self._fire(trainer, "validation")
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """``save``: the state is collected, nothing is written."""
-        self._step = trainer.global_step
-        self._fire(trainer, "save")
-
-    def _fire(self, trainer: Trainer, where: Where, loss: torch.Tensor | None = None) -> None:
-        self.plan.fire(trainer.global_rank, self._step, where, loss=loss, module=trainer.strategy.model)
+    on_train_batch_start = _fires("batch_start", "the batch is fetched, nothing is computed")
+    on_before_backward = _fires("before_backward", "the loss is there")
+    on_after_backward = _fires("after_backward", "the engine has reduced the gradients")
+    on_before_optimizer_step = _fires("before_optimizer_step", "the gradients are final")
+    on_train_batch_end = _fires("batch_end", "the optimizer step is done")
+    on_validation_batch_start = _fires("validation", "before a validation batch")
+    on_save_checkpoint = _fires("save", "the state is collected, nothing is written")
 
 
 @dataclass(frozen=True, kw_only=True)

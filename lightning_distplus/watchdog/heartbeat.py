@@ -303,15 +303,9 @@ class Board:
 
 
 def _sighting(beat: dict[str, Any], at: float) -> Sighting:
-    return Sighting(
-        mark=Mark(**beat["mark"]),
-        beat=beat["beat"],
-        changed_at=at,
-        place=beat["place"],
-        pace=beat["pace"],
-        moves=beat["moves"],
-        printer=None if beat["printer"] is None else StackPrinter(**beat["printer"]),
-    )
+    told = {name: beat[name] for name in ("beat", "place", "pace", "moves")}
+    printer = None if beat["printer"] is None else StackPrinter(**beat["printer"])
+    return Sighting(mark=Mark(**beat["mark"]), changed_at=at, printer=printer, **told)
 
 
 # -- the last beat in memory of the host -------------------------------------------------------------------------------

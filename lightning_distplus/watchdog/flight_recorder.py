@@ -706,9 +706,11 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     if missed is None:
         return None, False
     ends = {one: (job.signs[one][-1], job.recordings[one].calls[-1].seq) for one in (rank, *job.likes(rank))}
-    if list(ends.values()).count(ends[rank]) > 1:
-        return None, False  # its like has stopped in the same place, which may be one where ranks wait
     calls, is_passed = job.recordings[rank].calls, _is_passed(job, rank)
+    if (
+        list(ends.values()).count(ends[rank]) > 1
+    ):  # its like has stopped there too, where some ranks may be meant to wait
+        return (missed if is_passed else None), False
     gaps = _gaps(calls)
     # In a dump of active calls only, what stands side by side did not follow on each other.
     has_rounds = any(call.peer is None for call in calls if call.is_done)

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -594,6 +594,11 @@ class _Job:
         """Where the sends and receives of each rank go; equal on ranks of the same stage."""
         self.signs = {rank: [_sign(rank, one, call) for call in one.calls] for rank, one in recordings.items()}
         """What each call is: the same at the same place of the program on two ranks that run it."""
+        self.places = {
+            rank: [(*sign, call.seq) for sign, call in zip(self.signs[rank], one.calls, strict=True)]
+            for rank, one in recordings.items()
+        }
+        """The same with its number: the place itself."""
 
     def likes(self, rank: int) -> list[int]:
         """The other ranks of its stage, with a record."""
@@ -705,11 +710,11 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     missed = _missed(job, rank) if job.in_flight[rank] else None
     if missed is None:
         return None, False
-    ends = {one: (job.signs[one][-1], job.recordings[one].calls[-1].seq) for one in (rank, *job.likes(rank))}
-    calls, is_passed = job.recordings[rank].calls, _is_passed(job, rank)
-    if (
-        list(ends.values()).count(ends[rank]) > 1
-    ):  # its like has stopped there too, where some ranks may be meant to wait
+    is_alike = _has_gone_on_alike(job, rank)
+    calls, is_passed = job.recordings[rank].calls, is_alike or _is_passed(job, rank)
+    # Where its like has stopped too, ranks may be meant to wait.
+    is_accompanied = any(job.places[one][-1] == job.places[rank][-1] for one in job.likes(rank))
+    if is_accompanied and not is_alike:
         return (missed if is_passed else None), False
     gaps = _gaps(calls)
     # In a dump of active calls only, what stands side by side did not follow on each other.
@@ -724,7 +729,8 @@ def _stopped_short(job: _Job, rank: int) -> tuple[Collective | None, bool]:
     goes_on = max(mine, default=0) <= at_once  # now and then it took longer: it may print every so often
     # A processor that is slow everywhere does not show where it waits.
     shows_waits = bool(mine) and usual <= _AT_ONCE_NS
-    return missed, is_passed and goes_on and (shows_waits or not _may_be_meant_alone(job, rank))
+    may_be_meant = is_accompanied or _may_be_meant_alone(job, rank)
+    return missed, is_passed and goes_on and (shows_waits or not may_be_meant)
 
 
 def _missed(job: _Job, rank: int) -> Collective | None:
@@ -735,6 +741,24 @@ def _missed(job: _Job, rank: int) -> Collective | None:
                 return replace(call, seq=job.reached[rank, call.group] + 1)
             return replace(call, op="recv" if call.op == "send" else "send", peer=other)
     return None
+
+
+def _has_gone_on_alike(job: _Job, rank: int) -> bool:
+    """Whether a rank of its stage has gone on from the same place of the program with the same calls in flight."""
+    places, own = job.places[rank], _in_flight(job, rank)
+    for other in job.likes(rank):
+        theirs = job.places[other]
+        end = theirs.index(places[-1]) + 1 if places[-1] in theirs[:-1] else 0
+        length = min(_LONGEST_CONTEXT, len(places), end)
+        if length and theirs[end - length : end] == places[-length:] and own <= _in_flight(job, other, end):
+            return True
+    return False
+
+
+def _in_flight(job: _Job, rank: int, end: int | None = None) -> set[tuple[Any, ...]]:
+    """The places of the calls that a rank has in flight, of all or of so many."""
+    calls = zip(job.places[rank], job.recordings[rank].calls, strict=True)
+    return {place for place, call in islice(calls, end) if not call.is_done}
 
 
 def _is_passed(job: _Job, rank: int) -> bool:

@@ -281,14 +281,11 @@ def _signal_thread(pid: int, thread: int, number: int) -> None:
 
 
 def _read_new(path: Path, begin: int) -> str:
-    """What is written from ``begin`` on, once it stops growing."""
-    end, size = time.monotonic() + _ANSWER_S, begin
+    """What is written from ``begin`` on, once a frame is there and it stops growing: it comes in many small pieces."""
+    end, text = time.monotonic() + _ANSWER_S, ""
     while time.monotonic() < end:
         time.sleep(_POLL_S)
-        now = path.stat().st_size
-        if now == size > begin:
+        before, text = text, path.read_bytes()[begin:].decode(errors="replace")
+        if text == before and any(map(_FRAME.match, text.splitlines())):
             break
-        size = now
-    with path.open("rb") as file:
-        file.seek(begin)
-        return file.read().decode(errors="replace")
+    return text

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_distplus import _compat
 from lightning_distplus.process import catches_signal, children, forks, host_answers, is_traced
 from lightning_distplus.testing import faults, spawn
-from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, ask_for_stack, is_fetching_data
+from lightning_distplus.watchdog.stacks import PrintsStacks, StackPrinter, _read_new, ask_for_stack, is_fetching_data
 
 
 def test_a_forked_process_that_holds_the_lock_tells_its_stack_and_goes_on() -> None:
@@ -76,6 +76,17 @@ def asked_while_busy(questions: int) -> int:
 def test_a_process_that_runs_survives_the_question() -> None:
     questions = 40
     assert spawn(asked_while_busy, 1, args=(questions,), deadline="120s").check().results == {0: questions}
+
+
+def test_an_answer_that_stops_between_two_pieces_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    path.write_text("Stack (most recent call first):\n")
+    late = threading.Timer(
+        0.1, path.write_text, ('Stack (most recent call first):\n  File "train.py", line 3 in fit\n',)
+    )
+    late.start()
+    assert _read_new(path, 0).endswith("in fit\n")
+    late.join()
 
 
 def hold_lock_beside_the_main_thread(begun: str) -> None:

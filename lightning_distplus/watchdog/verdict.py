@@ -87,6 +87,7 @@ class Verdict:
     parameter: str | None = None
     run_id: str = ""
     ends_run: bool = True
+    last_seen_s: float | None = None
     version: int = 1
 
     def to_json(self) -> str:
@@ -145,10 +146,12 @@ class Verdict:
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
         is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
         where = f" in {operation}" if is_place else ""
-        if self.location is None:
+        if self.location is not None:
+            file, _, line = self.location.rpartition(":")
+            where += f"{',' if where else ' at'} {Path(file).name}:{line}"
+        if self.last_seen_s is None or not where:
             return where
-        file, _, line = self.location.rpartition(":")
-        return f"{where}, {Path(file).name}:{line}" if where else f" at {Path(file).name}:{line}"
+        return f", last seen{where}, {self.last_seen_s:.1f} s before"
 
     def _source_line(self) -> list[str]:
         """The culprit's line of source, as its stack shows it."""
@@ -338,6 +341,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         location=first.location,
         global_step=known.global_step,
         elapsed_s=first.silence_s,
+        last_seen_s=first.beat_s if first.is_last_seen else None,
         cause=opinion.cause,
         remedy=opinion.remedy,
         hosts={str(rank): one.host for rank, one in everybody.items()},
@@ -666,6 +670,7 @@ def judge_failure(
         culprits=culprits,
         waiting=sorted(set(world.ranks) - set(culprits)),
         **{name: place.get(name, nothing) for name, nothing in _NOWHERE.items()},
+        last_seen_s=place.get("beat_s"),
         cause=cause,
         remedy=remedy,
         hosts={rank: host for rank, (host, _) in known.items()},
@@ -703,7 +708,7 @@ def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
 def _place_in(value: str) -> dict[str, Any]:
     """Of a rank in another call: what stands in ``Whereabouts.describe``."""
     found = _WHEREABOUTS.match(value)
-    return {"operation": found[1], "location": found[2]} if found else {}
+    return {"operation": found[1], "location": found[2], "beat_s": None} if found else {}
 
 
 def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
@@ -711,7 +716,7 @@ def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     is_gone = first.type == errors.PeerLost.__name__
     what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
     where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
-    age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""
+    age = "" if place.get("beat_s") is None else f", {place['beat_s']:.1f} s before"
     return what + where + (f" at {place['location']}" if place.get("location") else "") + age
 
 

@@ -16,11 +16,14 @@ from torch.distributed import HashStore
 from lightning_distplus.checkpoint.formats import refuse_foreign
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.errors import CheckpointMismatch
+from lightning_distplus.control.plane import Peer
+from lightning_distplus.errors import CheckpointMismatch, PeerLost
+from lightning_distplus.process import running_time
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.progress import Marks
+from lightning_distplus.watchdog.heartbeat import Sighting
+from lightning_distplus.watchdog.progress import Mark, Marks
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
 from lightning_distplus.watchdog.watchdog import Watchdog
 from lightning_distplus.world import World
@@ -274,6 +277,20 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
+
+
+def test_the_place_of_a_rank_that_is_gone_is_called_where_it_was_last_seen() -> None:
+    gone = evidence(1, state="gone", answers=False, operation="backward batch 4", location="a/train.py:41", beat_s=0.34)
+    verdict = judged(evidence(0), replace(gone, is_last_seen=True))
+    headline = "RANK 1 IS GONE (host node0, pid 101), last seen in backward, train.py:41, 0.3 s before"
+    assert verdict.render().splitlines()[0] == headline
+    world = World(rank=0, size=2)
+    mark = Mark(number=9, phase="step", operation="backward batch 4", global_step=7, silence_s=0.1)
+    seen = Sighting(mark=mark, beat=2, changed_at=running_time() - 0.34, place="a/train.py:41")
+    first = FirstError.of(PeerLost("rank 1 is gone", [1]), world, {"operation": "the gate", "location": "train.py:9"})
+    lost = judge_failure(first, world, "a", {1: Peer(host="node0", pid=101)}, lambda rank: seen)
+    assert lost is not None
+    assert lost.render().splitlines()[0] == headline
 
 
 class NoLimits:

@@ -33,7 +33,7 @@ from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.watchdog import flight_recorder, stacks
 from lightning_distplus.watchdog.evidence import Evidence, Witness
 from lightning_distplus.watchdog.heartbeat import BEAT_S, NUM_READERS, Board, has_slate
-from lightning_distplus.watchdog.progress import Marks, Progress
+from lightning_distplus.watchdog.progress import Counts, Marks
 from lightning_distplus.watchdog.stacks import StackPrinter
 from lightning_distplus.watchdog.verdict import (
     Verdict,
@@ -75,16 +75,19 @@ class _JudgedTogether(RuntimeError):
     has_verdict = True
 
 
-class Limits(Protocol):
-    """Knows how long a rank may be silent, such as ``run_access.Phases``; None: no verdict is given."""
+class WatchedRun(Counts, Protocol):
+    """The run, as the watchdog asks it; from threads of its own."""
 
     @property
     def deadline(self) -> timedelta | None:
-        """In the present phase."""
+        """How long a rank may be silent in the present phase; None: no verdict is given."""
 
     @property
     def last_deadline(self) -> timedelta | None:
-        """At the end, of a rank that is alone because others have ended their run."""
+        """The same at the end, of a rank that is alone because others have ended their run."""
+
+    def on_verdict_shown(self, path: Path) -> None:
+        """Hears of the file of a verdict that this rank has printed; never raises."""
 
 
 class Watchdog:
@@ -95,42 +98,37 @@ class Watchdog:
     Args:
         plane: The control plane.
         marks: This rank's marks.
-        limits: Knows how long a rank may be silent; asked at every tick.
+        run: The run that is watched.
         report_after: A silence longer than this is reported once; it ends nothing. None: never.
         ends_run: Whether a verdict ends the process.
         folder: Where verdicts are written.
         has_process: Whether this rank has a process of its own; the ranks of a simulation are threads.
-        progress: Tells how far the training thread has come.
-        on_shown: Told the file of the verdict once this rank has printed it; never raises.
     """
 
     def __init__(
         self,
         plane: ControlPlane,
         marks: Marks,
-        limits: Limits,
+        run: WatchedRun,
         *,
         report_after: Duration | None,
         ends_run: bool,
         folder: Path,
         has_process: bool = True,
-        progress: Callable[[], Progress | None] = lambda: None,
-        on_shown: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._plane = plane
         self._world = plane.world
         self._marks = marks
-        self._limits = limits
+        self._run = run
         self._report_after_s = math.inf if report_after is None else parse_duration(report_after).total_seconds()
         self._ends_run = ends_run
         self._has_process = has_process
         self._printer = StackPrinter.arm() if has_process else None
         thread = threading.get_ident()
-        self.board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, progress=progress)
+        self.board = Board(plane.second_line(), marks, thread=thread, printer=self._printer, counts=run)
         """What the ranks tell each other."""
         self._witness = Witness(plane, marks, self.board, thread=thread, printer=self._printer)
-        self._telling = Telling(plane, self.board, folder, on_shown)
-        self._on_shown = on_shown
+        self._telling = Telling(plane, self.board, folder, run)
         self._stopping = threading.Event()
         self._judges_together = threading.Lock()
         self._have_judged_together = threading.Event()
@@ -265,7 +263,7 @@ class Watchdog:
 
         One that is on its way out, in ``on_exception`` or ``finally``, has the deadline of the end of a run.
         """
-        now, last = running_time(), self._limits.last_deadline
+        now, last = running_time(), self._run.last_deadline
         if self._witness.is_on_its_way_out():
             self._on_its_way_at = now
         is_stuck = now - max(heard_at, self._on_its_way_at) > _PEER_GRACE_S
@@ -293,9 +291,9 @@ class Watchdog:
 
     def _deadline_s(self) -> float:
         """Whom nobody awaits any more, because others have ended, may take as long as the end of a run may."""
-        deadline = self._limits.deadline
+        deadline = self._run.deadline
         if deadline is not None and self.board.ended:
-            deadline = max(deadline, self._limits.last_deadline or deadline)
+            deadline = max(deadline, self._run.last_deadline or deadline)
         return math.inf if deadline is None else deadline.total_seconds()
 
     def _look_at_the_end(self, number: int) -> None:
@@ -484,7 +482,8 @@ class Watchdog:
             self._leave(ExitCode.PEER_LOST if verdict.kind == "peer_lost" else ExitCode.HANG)
         elif path is not None:
             print_block(verdict, path)
-            threading.Thread(target=self._on_shown, args=(path,), name="distplus-on-shown", daemon=True).start()
+            tell = self._run.on_verdict_shown
+            threading.Thread(target=tell, args=(path,), name="distplus-on-shown", daemon=True).start()
 
     def _kill_who_cannot_end(self, verdict: Verdict) -> None:
         """Kills culprits of this host, with what was forked from them, of which it is known that they cannot end.
@@ -535,13 +534,13 @@ _at_exit: list[multiprocessing.util.Finalize] = []
 class Telling:
     """Tells verdicts for one rank: one rank of each host writes and prints. It also shows how this process ends."""
 
-    def __init__(self, plane: ControlPlane, board: Board, folder: Path, on_shown: Callable[[Path], None]) -> None:
+    def __init__(self, plane: ControlPlane, board: Board, folder: Path, run: WatchedRun) -> None:
         self._plane = plane
         self._line = plane.second_line()
         self._world = plane.world
         self._board = board
         self._folder = folder
-        self._on_shown = on_shown
+        self._run = run
         self._began_at = time.time()
         self._found: tuple[Verdict, Path] | None = None
         self._is_over = False
@@ -709,7 +708,7 @@ class Telling:
             if not is_of_notebook:
                 shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
                 print_block(*found)
-            self._on_shown(found[1])
+            self._run.on_verdict_shown(found[1])
             return not is_of_notebook
         return False
 

@@ -25,7 +25,7 @@ from lightning_distplus.watchdog.flight_recorder import Collective
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Mark, Marks
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
-from lightning_distplus.watchdog.watchdog import Watchdog
+from lightning_distplus.watchdog.watchdog import Watchdog, WatchedRun
 from lightning_distplus.world import World
 
 
@@ -293,14 +293,14 @@ def test_the_place_of_a_rank_that_is_gone_is_called_where_it_was_last_seen() -> 
     assert lost.render().splitlines()[0] == headline
 
 
-class NoLimits:
+class Endless(WatchedRun):
     deadline: timedelta | None = None
     last_deadline: timedelta | None = None
 
 
 def watchdog_of(rank: int, folder: Path) -> Watchdog:
     plane, marks = ControlPlane(HashStore(), World(rank=rank, size=2, host="node0")), Marks(phase=lambda: "step")
-    return Watchdog(plane, marks, NoLimits(), report_after=None, ends_run=False, folder=folder, has_process=False)
+    return Watchdog(plane, marks, Endless(), report_after=None, ends_run=False, folder=folder, has_process=False)
 
 
 def test_a_verdict_after_which_the_run_went_on_hides_no_later_one(tmp_path: Path) -> None:

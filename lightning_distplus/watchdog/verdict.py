@@ -216,9 +216,7 @@ def find_verdicts(
 _LABEL = re.compile(r"  (\w+): ")
 
 
-def describe_next(
-    folder: Path, run_id: str, global_step: int, ended_at: float, *, is_in_resume: bool = False
-) -> str:  # fmt: skip
+def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, *, phase: str = "") -> str:
     """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
@@ -231,7 +229,7 @@ def describe_next(
             at = event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        again = "loads the same checkpoint again" if is_in_resume else "starts at the beginning"
+        again = "loads the same checkpoint again" if phase == Phase.RESUME else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
     how = 'the same command with fit(..., ckpt_path="auto")'
     if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
@@ -254,9 +252,11 @@ def duration_in_words(seconds: float) -> str:
 def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    of_run = (path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
-    goes_on = describe_next(*of_run, is_in_resume=verdict.phase == Phase.RESUME)
-    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
+    file, ended_at = f"none; {path.parent} takes no file", time.time()
+    with suppress(OSError):
+        file, ended_at = str(path), path.stat().st_mtime
+    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, ended_at, phase=verdict.phase)
+    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {file}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
     if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
         wrapped = lines
@@ -266,6 +266,18 @@ def print_block(verdict: Verdict, path: Path) -> None:
     with suppress(OSError, ValueError):
         console.print(text, end="")
         sys.stderr.flush()
+
+
+def print_once(verdict: Verdict, path: Path) -> bool:
+    """Prints a verdict, unless another process has; returns whether it was this one."""
+    try:
+        shown_mark(path).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better told twice than by nobody
+        pass
+    print_block(verdict, path)
+    return True
 
 
 def shown_mark(verdict: Path) -> Path:

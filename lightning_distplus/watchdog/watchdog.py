@@ -42,6 +42,7 @@ from lightning_distplus.watchdog.verdict import (
     judge_failure,
     name_incident,
     print_block,
+    print_once,
     shown_mark,
 )
 from lightning_distplus.world import name_ranks
@@ -471,10 +472,9 @@ class Watchdog:
         self._telling.has_judged = self._ends_run
         verdict = replace(verdict, ends_run=self._ends_run)
         speaks = self._telling.speaks_for_host(verdict.silent)
-        path = None
         # Where another rank speaks, the end of this process would tear that one out of its verdict.
-        if speaks or (self._ends_run and not self._telling.is_written(_SPOKEN_S)):
-            path = self._telling.tell(verdict)
+        has_to_tell = speaks or (self._ends_run and not self._telling.is_written(_SPOKEN_S))
+        path = self._telling.tell(verdict) if has_to_tell else None
         if self._ends_run:
             self._telling.tell_peers(verdict)
             self._kill_who_cannot_end(verdict)
@@ -560,13 +560,13 @@ class Telling:
 
     # -- to the file and to the peers --------------------------------------------------------------------------------
 
-    def tell(self, verdict: Verdict) -> Path | None:
-        """Writes it; one that ends the run is printed when this process ends. None where the folder takes no file."""
+    def tell(self, verdict: Verdict) -> Path:
+        """Writes it, where the folder takes a file; one that ends the run is printed when this process ends."""
+        path = verdict.path(self._folder, self._world.host)
+        self._found = (verdict, path) if verdict.ends_run else self._found
         with suppress(OSError):
-            path = verdict.write(self._folder, self._world.host)
-            self._found = (verdict, path) if verdict.ends_run else self._found
-            return path
-        return None
+            verdict.write(self._folder, self._world.host)
+        return path
 
     def tell_failure(self, error: FirstError, *, is_told: bool) -> None:
         """Writes the verdict on an error, once on each host; it is printed when this process ends. Never raises.
@@ -584,9 +584,9 @@ class Telling:
             if not is_told and self.is_written(wait_s):
                 return
             if not verdict.path(self._folder, self._world.host).exists():  # two at once write the same
-                self._found = (verdict, verdict.write(self._folder, self._world.host))
+                self.tell(verdict)
         except Exception:  # on the way out: the error itself must be seen
-            log.exception("rank %d: the verdict cannot be written", self._world.rank)
+            log.exception("rank %d: no verdict can be given", self._world.rank)
 
     def _written(self, since: float) -> list[Path]:
         """The verdicts on the end of this run that ranks of this host have written since then, oldest first."""
@@ -695,20 +695,21 @@ class Telling:
 
     def show_block(self, *, waits: bool = True) -> bool:
         """Prints the verdict on the rank that speaks for its host, once; whether it has. Never raises."""
-        if self._is_over or env.DISTPLUS_HOME_FILE.get():  # distplus launch prints it
+        if self._is_over:
             return False
         self._is_over = True
         with suppress(Exception):  # the process ends
-            found = self.find_verdict()
-            if found is None or not self.speaks_for_host(found[0].silent):
+            verdict, path = self.find_verdict() or (None, self._folder)
+            if verdict is None or not self.speaks_for_host(verdict.silent):
+                return False
+            if env.DISTPLUS_HOME_FILE.get() and path.exists():  # distplus launch prints it
                 return False
             if waits:
-                self._await_others(found[0].silent)
+                self._await_others(verdict.silent)
             is_of_notebook = multiprocessing.parent_process() is not None and _notebook() is not None  # which prints it
-            if not is_of_notebook:
-                shown_mark(found[1]).touch(exist_ok=False)  # the first rank that asks prints it
-                print_block(*found)
-            self._run.on_verdict_shown(found[1])
+            if not is_of_notebook and not print_once(verdict, path):
+                return False
+            self._run.on_verdict_shown(path)
             return not is_of_notebook
         return False
 
@@ -804,8 +805,7 @@ def show_after_cells(folder: Path) -> None:
     def end_cell(result: Any) -> None:
         with suppress(Exception):  # the error of the cell has been shown
             for told in [] if result.success else find_verdicts(folder, since=began_at, of_end=True)[-1:]:
-                shown_mark(told["path"]).touch(exist_ok=False)
-                print_block(Verdict.from_json(told["path"].read_bytes()), told["path"])
+                print_once(Verdict.from_json(told["path"].read_bytes()), told["path"])
 
     while _after_cells:  # of an earlier Trainer
         shell.events.unregister("post_run_cell", _after_cells.pop())

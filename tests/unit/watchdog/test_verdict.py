@@ -316,6 +316,18 @@ def test_a_verdict_after_which_the_run_went_on_hides_no_later_one(tmp_path: Path
     assert [one["kind"] for one in find_verdicts(tmp_path, of_end=True)] == ["exception"]
 
 
+def test_a_verdict_for_which_no_file_can_be_made_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").touch()
+    telling = watchdog_of(0, tmp_path / "full" / "distplus")._telling
+    telling.tell(judged(evidence(0), evidence(1, waits=False)))
+    assert telling.show_block(waits=False)
+    text = capsys.readouterr().err
+    assert text.startswith("\nRANK 1 HANGS (host node0, pid 101)")
+    assert f"  file:  none; {tmp_path / 'full' / 'distplus'} takes no file" in text
+
+
 def test_only_a_verdict_of_this_host_and_attempt_is_that_of_another_rank_on_the_same_end(
     tmp_path: Path,
 ) -> None:

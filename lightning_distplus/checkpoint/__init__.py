@@ -4,7 +4,6 @@ from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
     FileFinding,
     Report,
-    is_committed,
     is_last_valid,
     newest_valid,
     read_manifest,
@@ -13,7 +12,7 @@ from lightning_distplus.checkpoint.catalog import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.commit import Gather, gather_alone, info_like
+from lightning_distplus.checkpoint.commit import Gather, info_like
 from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
 
 __all__ = [
@@ -23,9 +22,7 @@ __all__ = [
     "Gather",
     "Manifest",
     "Report",
-    "gather_alone",
     "info_like",
-    "is_committed",
     "is_last_valid",
     "newest_valid",
     "read_manifest",

@@ -461,8 +461,9 @@ class LoadHooks:
     def follow(self, path: Path) -> None:
         """What is saved from now on has this checkpoint before it."""
         if self._world.rank == 0:
-            self.parent = catalog.reference(path)
-            self.parent_committed_at = 0.0 if self.parent is None else catalog.read_manifest(path).committed_at
+            report = catalog.look(path)
+            self.parent = report.reference
+            self.parent_committed_at = report.manifest.committed_at if report.ok and report.manifest else 0.0
 
     @contextmanager
     def _refusing_another_model(self, path: Path | None = None) -> Iterator[None]:

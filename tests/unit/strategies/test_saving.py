@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest, gather_alone
+from lightning_distplus.checkpoint import Manifest
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.saving import BackgroundSave, SaveHooks, Staging
@@ -91,7 +91,7 @@ def test_a_tensor_in_memory_that_another_one_of_the_save_has_left_is_copied_anew
 
 def save(path: Path, step: int) -> None:
     info = Manifest(global_step=step, epoch=0, strategy="ResilientDDP", packages={})
-    commit(path, lambda stage: stage.write_text("weights"), rank=0, gather=gather_alone, info=info, sync=None)
+    commit(path, lambda stage: stage.write_text("weights"), info, sync=None)
 
 
 class Hooks(SaveHooks):

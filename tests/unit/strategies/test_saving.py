@@ -15,10 +15,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distplus import ResilientDDP
-from lightning_distplus.checkpoint import Manifest
+from lightning_distplus.checkpoint import Manifest, read_manifest
 from lightning_distplus.checkpoint.commit import commit
 from lightning_distplus.errors import SaveFailed
 from lightning_distplus.strategies.saving import BackgroundSave, SaveHooks, Staging
+from lightning_distplus.timeouts import Phase, Timeouts
 
 
 def staged(staging: Staging, *states: Any) -> list[Any]:
@@ -203,3 +204,31 @@ def test_a_last_checkpoint_whose_retry_succeeds_keeps_its_name(tmp_path: Path) -
         job.hooks.settle() if step == 3 else None
         assert job.saver.last_model_path == str(tmp_path / "last.ckpt")
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+
+
+def test_a_run_awaits_no_save_of_one_that_has_failed_before_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, failing_steps=(1,))
+    job.step(score=1)
+    job.hooks.end(has_failed=True)
+    assert not job.hooks.has_ended_behind
+    job.hooks.failing.begin(job.trainer)
+    job.hooks.settle()
+    assert job.strategy.num_failed_saves == 0
+
+
+@pytest.mark.parametrize(("validation", "after"), [("2h", Phase.VALIDATION), ("30m", Phase.CHECKPOINT)])
+def test_a_save_amid_a_phase_with_a_longer_deadline_gives_that_back(validation: str, after: Phase) -> None:
+    strategy, during = ResilientDDP(timeout=Timeouts(validation=validation, checkpoint="1h")), []
+    strategy.phases.enter(Phase.VALIDATION)
+    strategy.saves.announced(lambda: during.append(strategy.phases.current))()
+    assert (during, strategy.phases.current) == ([Phase.CHECKPOINT], after)
+
+
+@pytest.mark.parametrize("state", [{"at": 3}, {"at": float("nan")}, {"at": torch.ones(1)}, [3]])
+def test_a_manifest_holds_the_state_of_the_data_where_it_can(state: Any, tmp_path: Path) -> None:
+    job, data = Job(tmp_path, ()), SimpleNamespace()
+    job.strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))
+    job.strategy.loads.parent = None
+    info = job.hooks._info({"SimpleNamespace": state})
+    commit(tmp_path / "a.ckpt", lambda stage: stage.write_text("weights"), info)
+    assert read_manifest(tmp_path / "a.ckpt").data == (state if state == {"at": 3} else None)

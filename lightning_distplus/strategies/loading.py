@@ -82,6 +82,7 @@ def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None
     folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
     if is_ours:
         trainer.strategy.search = Search(folder, allow_fresh)
+        allow_fresh |= trainer.strategy.copy_to is not None  # there may be a copy, which the ranks look for together
     return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
 
 
@@ -343,7 +344,7 @@ class LoadHooks:
             look = partial(catalog.newest_valid, search.folder, verify="size", but=[*passed_over, *search.but])
             found = self.verdicts.agree_on_path("checkpoint-older", look)
         if self._copies is not None:
-            found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search.folder))
+            found = self.verdicts.agree_on_path("checkpoint-copy", partial(_fetched, self._copies, search))
         if found is not None or search.allow_fresh or not passed_over:
             return found
         raise CheckpointCorrupt(
@@ -573,10 +574,12 @@ def _deadlines_in(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _fetched(copies: Copies, folder: Path) -> Path | None:
-    found = copies.fetch_newest(folder)
+def _fetched(copies: Copies, search: Search) -> Path | None:
+    found = copies.fetch_newest(search.folder)
     if found is not None:
-        log.warning("%s holds no valid checkpoint; %s is fetched from %s", folder, found.name, copies.url)
+        log.warning("%s holds no valid checkpoint; %s is fetched from %s", search.folder, found.name, copies.url)
+    else:
+        catalog.newest_in(search.folder, verify="size", allow_fresh=search.allow_fresh)  # refuses what is not sound
     return found
 
 

@@ -2,7 +2,6 @@
 
 from lightning_distplus.checkpoint.catalog import (
     CheckpointState,
-    FileFinding,
     Report,
     is_last_valid,
     newest_valid,
@@ -12,14 +11,11 @@ from lightning_distplus.checkpoint.catalog import (
     verify,
     verify_or_raise,
 )
-from lightning_distplus.checkpoint.commit import Gather, info_like
-from lightning_distplus.checkpoint.manifest import FileEntry, Manifest
+from lightning_distplus.checkpoint.commit import info_like
+from lightning_distplus.checkpoint.manifest import Manifest
 
 __all__ = [
     "CheckpointState",
-    "FileEntry",
-    "FileFinding",
-    "Gather",
     "Manifest",
     "Report",
     "info_like",

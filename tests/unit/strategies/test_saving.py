@@ -206,6 +206,16 @@ def test_a_last_checkpoint_whose_retry_succeeds_keeps_its_name(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
 
 
+def test_the_last_valid_checkpoint_goes_when_another_one_is_committed(tmp_path: Path) -> None:
+    job, paths = Job(tmp_path, ()), [tmp_path / "1.ckpt", tmp_path / "2.ckpt"]
+    for path in paths:
+        job.hooks.save({"global_step": 1}, path, None)
+        job.hooks.settle()
+        job.hooks.remove(paths[0])
+        assert path.exists()
+    assert not paths[0].exists()
+
+
 def test_a_run_awaits_no_save_of_one_that_has_failed_before_it(tmp_path: Path) -> None:
     job = Job(tmp_path, failing_steps=(1,))
     job.step(score=1)

@@ -579,9 +579,8 @@ class SaveHooks:
         before = phases.current
         phases.enter(Phase.CHECKPOINT)
         yield
-        phases.current = max(
-            before, Phase.CHECKPOINT, key=phases.patience_in
-        )  # the next gate, of all ranks, shrinks it
+        # The next gate, where all ranks meet, shrinks it.
+        phases.current = max(before, Phase.CHECKPOINT, key=phases.patience_in)
 
     def _succeeded(self, target: str, step: int | None, began_at: float) -> None:
         """A save is on the disk: what it stands in for can go."""
@@ -642,15 +641,19 @@ class SaveHooks:
         """Not while a save is under way, or has failed; nor what a link leads to, nor the last valid one."""
         if self.failing.failure is not None or self.in_flight is not None:
             return
-        let_go, self._let_go = self._let_go, []
-        for path in let_go:
+        kept = []
+        for path in self._let_go:
             if self._is_linked(path) or is_last_valid(path):
-                log.debug("%s is kept until another checkpoint is committed, or linked", path)
-                self._let_go.append(path)
-            else:
+                kept.append(path)
+                continue
+            try:
                 with self._moves:
                     remove(path)
                 self._strategy.note("removed", path=str(path))
+            except OSError as error:
+                log.warning("%s cannot be removed (%s); the next commit is the retry", path, error)
+                kept.append(path)
+        self._let_go = kept
 
     def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """In the place of ModelCheckpoint's for ``save_last="link"``: there is a link at every moment, to what is."""

@@ -216,6 +216,21 @@ def test_the_last_valid_checkpoint_goes_when_another_one_is_committed(tmp_path: 
     assert not paths[0].exists()
 
 
+def test_what_cannot_be_removed_ends_no_run_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, stuck, obstacle = Job(tmp_path, ()), tmp_path / "other" / "old.ckpt", tmp_path / "other" / ".distplus"
+    stuck.mkdir(parents=True)
+    obstacle.touch()  # in the place of the folder in which a checkpoint lies on its way out
+    job.hooks.remove(stuck)
+    assert stuck.exists()
+    assert f"{stuck} cannot be removed" in caplog.text
+    obstacle.unlink()
+    job.hooks.save({"global_step": 1}, tmp_path / "1.ckpt", None)
+    job.hooks.settle()
+    assert not stuck.exists()
+
+
 def test_a_run_awaits_no_save_of_one_that_has_failed_before_it(tmp_path: Path) -> None:
     job = Job(tmp_path, failing_steps=(1,))
     job.step(score=1)

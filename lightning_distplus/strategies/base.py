@@ -462,7 +462,7 @@ class ResilientStrategy(_Base):
         trainer.callbacks.insert(0, FirstWord(self))
         for callback in trainer.checkpoint_callbacks:
             _compat.replace_checkpoint_link(callback, self.saves.link)
-        trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
+        trainer.save_checkpoint = self.saves.announced(trainer.save_checkpoint)
 
     def _start_watchdog(self, plane: ControlPlane) -> None:
         if self.world_size == 1 or self.watchdog is not None:

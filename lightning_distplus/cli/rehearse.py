@@ -327,7 +327,7 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
     accumulation = int(trainer.accumulate_grad_batches)
     found.batch = {"micro_batch": micro, "data_parallel_ranks": ranks.size, "accumulation": accumulation}
     found.batch["global_batch"] = None if micro is None else micro * ranks.size * accumulation
-    epoch = None if per_rank is None else per_rank // accumulation
+    epoch = None if per_rank is None else -(-per_rank // accumulation)  # the last batches are a step too
     tokens = getattr(data, "seq_len", None)
     found.batch["tokens"] = tokens and found.batch["global_batch"] and tokens * found.batch["global_batch"]
     found.batch["steps_per_epoch"] = epoch
@@ -336,8 +336,7 @@ def _batches(found: Rehearsal, cli: Any) -> int | None:
         limits.append(epoch * trainer.max_epochs)
     found.batch["steps"] = min(limits, default=None)
     if epoch == 0:
-        detail = f"{per_rank} micro-batches a rank, accumulation {accumulation}"
-        found.add("batch", Status.ERROR, "An epoch has no whole step on so many ranks.", detail, "Use smaller batches")
+        found.add("batch", Status.ERROR, "An epoch has no batch on so many ranks.", remedy="Use smaller batches")
     return epoch
 
 
@@ -353,6 +352,8 @@ def _length(found: Rehearsal, trainer: Any, data: Any, micro: int | None) -> tup
         if not isinstance(data, ExactDataModule):  # Lightning cuts a stock loader itself
             micro = micro or getattr(loader, "batch_size", None)
             length = -(-length // data_parallel(trainer).size)
+        limit = trainer.limit_train_batches
+        length = min(length, limit) if isinstance(limit, int) else int(length * limit)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         remedy = "Rehearse where the data is, to know the length of an epoch"

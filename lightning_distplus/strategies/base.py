@@ -32,7 +32,7 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
-from lightning_distplus.preemption import PreemptionHandler
+from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
 from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
@@ -493,6 +493,7 @@ class ResilientStrategy(_Base):
             pid=os.getpid(),
             clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
+            auto_folder=str(checkpoint_folder(self.lightning_module.trainer)),
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),

@@ -131,8 +131,8 @@ class Watcher(Protocol):
 class Pause(Protocol):
     """Waits between two looks in the place of a sleep: ``Exchange``."""
 
-    def rest(self, elapsed_s: float, at_most_s: float) -> None:
-        """Called in a wait of so long up to now; waits at most so long."""
+    def rest(self, seconds: float) -> None:
+        """Waits for about so long, or until there is something to look at."""
 
 
 class Locator(Protocol):
@@ -416,10 +416,8 @@ class ControlPlane:
                 if is_complete():  # the last one came while we looked for it
                     return
                 raise self._missing(missing, deadline, what)
-            if pause is None:
-                time.sleep(min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left))
-            else:
-                pause.rest(elapsed, min(ceiling, left))
+            seconds = min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left)
+            time.sleep(seconds) if pause is None else pause.rest(seconds)
 
     def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
         """Raises when the process of a rank that has not ``arrived`` is gone, as far as this host can tell.

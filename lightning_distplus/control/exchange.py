@@ -17,13 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
-from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id, open_memory
+
+if TYPE_CHECKING:
+    from lightning_distplus.control.plane import ControlPlane
+
+DIRECT_RANKS = 64
+"""So many ranks all read what all others say; of more, a few do."""
 
 # -- the record of a step ----------------------------------------------------------------------------------------------
 
@@ -226,6 +231,7 @@ class Exchange:
         self._leads = self._rank == self._ranks[0]
         self._roll = Roll(plane, name)
         self._outcome_key = f"{name}/outcome"
+        self.keys = [*self._roll.keys, self._outcome_key]
         self.number = 0
         self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(plane.world.size)))
 
@@ -418,26 +424,27 @@ class Roll:
 
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self._plane = plane
-        self._keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
-        self._entries = [plane.secret.entries(key) for key in self._keys]
+        self.keys = [f"{name}/{number}" for number in range(_NUM_KEYS)]
+        self._entries = [plane.secret.entries(key) for key in self.keys]
 
     def post(self, number: int, records: Mapping[int, bytes]) -> None:
         """Shows the records of some ranks; never waits."""
         turn = number % _NUM_KEYS
         entry = self._entries[turn].entry(_NUMBER.pack(number % _NUMBERS) + _packed(records))
-        self._plane.append(self._keys[turn], entry)
+        self._plane.append(self.keys[turn], entry)
 
     def read(self, number: int) -> dict[int, bytes]:
         """The records that have been posted at the number; never waits."""
         head, records, turn = _NUMBER.pack(number % _NUMBERS), dict[int, bytes](), number % _NUM_KEYS
-        for entry in self._entries[turn].read(self._plane.read_unsigned(self._keys[turn]) or b""):
+        for entry in self._entries[turn].read(self._plane.read_unsigned(self.keys[turn]) or b""):
             if entry.startswith(head):
                 records |= _unpacked(entry, len(head))
         return records
 
     def passed(self, number: int) -> None:
         """All have entered the number: the key of the one before it is emptied, for the one after the next."""
-        self._plane.send_unsigned(self._keys[(number + 2) % _NUM_KEYS], b"")
+        if number > 1:
+            self._plane.send_unsigned(self.keys[(number - 1) % _NUM_KEYS], b"")
 
 
 # -- records in memory that the ranks of a host share ------------------------------------------------------------------

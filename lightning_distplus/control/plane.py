@@ -20,8 +20,9 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from lightning_distplus._compat import PrefixStore, Store, clone_store
+from lightning_distplus.control.exchange import DIRECT_RANKS, Exchange
 from lightning_distplus.control.first_error import FirstError, Listener
-from lightning_distplus.control.secret import ENTRY_BYTES, Entries, Secret, SignedStore, words_of
+from lightning_distplus.control.secret import Entries, Secret, SignedStore, words_of
 from lightning_distplus.errors import DistplusError, PeerLost, PeerMissing
 from lightning_distplus.process import (
     ProcessState,
@@ -37,9 +38,6 @@ from lightning_distplus.world import LAUNCHER, World
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-DIRECT_RANKS = 64
-"""So many ranks all read what all others say; of more, a few do."""
 
 # A wait polls, because torch's store writes a warning to stderr for every wait that times out, and because Ctrl-C and a
 # peer's error must end it. The pause grows with the time already waited: the overshoot stays below a tenth.
@@ -61,10 +59,6 @@ _READ_AT_ONCE = 256  # so many small values make a message of some 100 KiB
 _NAMED_RANKS = 16
 
 _RANK = struct.Struct("<I")
-_SIGNED_RANK_BYTES = ENTRY_BYTES + _RANK.size
-# What has been written over is written again by those who wait; many of them look less often.
-_LOOK_AT_ROLL_EVERY_S = 1.0
-_LOOK_AT_ROLL_PER_RANK_S = 0.02
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -175,6 +169,7 @@ class ControlPlane:
         self.secret_file: Path | None = None
         """Where this process has left the secret for the others; removed at the end."""
         self._calls: Counter[str] = Counter()
+        self._waits_for = ""
 
     def store_for(self, name: str) -> Store:
         """A store with keys and a connection of its own, for a process group."""
@@ -215,8 +210,7 @@ class ControlPlane:
         """
         key = self._fresh_key("barrier", name)
         what = f"the barrier {name!r}"
-        self._arrive(key, deadline, what=what)
-        self._leave(key, [f"{key}/{part}" for part in ("arrived", "open")], deadline, what=what)
+        self._leave(key, self._arrive(key, deadline, what=what), deadline, what=what)
 
     def gather(self, name: str, value: bytes, deadline: timedelta) -> list[bytes]:
         """Every rank's value, of at most 1 MiB, in rank order, on every rank.
@@ -303,7 +297,8 @@ class ControlPlane:
 
     def signed_in(self, key: str, entries: Entries | None = None) -> set[int]:
         """The ranks that have signed a key; with its ``entries``, where it is asked for often, each is checked once."""
-        return _ranks_of((entries or self.secret.entries(key)).read(self.read_unsigned(key) or b""))
+        found = (entries or self.secret.entries(key)).read(self.read_unsigned(key) or b"")
+        return {_RANK.unpack(entry)[0] for entry in found}
 
     def delete(self, key: str) -> None:
         """Deletes a key, where it is."""
@@ -337,7 +332,8 @@ class ControlPlane:
             ranks = [LAUNCHER] if self.host_rank is None else [self.host_rank]
             who = "the launcher's agent" if self.host_rank is None else f"rank {self.host_rank}"
             raise PeerLost(
-                f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during {what}. "
+                f"Rank {self.world.rank} lost the connection to {who}, which serves the job's store, during "
+                f"{self._waits_for or what}. "
                 "Its process or its host is gone; look at the last lines of its log.",
                 ranks,
             ) from error
@@ -401,23 +397,27 @@ class ControlPlane:
         ceiling = self.longest_pause_s
         start = running_time()
         look_at_s = _FIRST_LOOK_S
-        while not is_complete():
-            if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
-                self.raise_if_peer_failed()
-            elapsed = running_time() - start
-            if self.watcher is not None:
-                self.watcher.while_waiting(elapsed)
-            if elapsed >= look_at_s:
-                look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
-                self.raise_if_gone(what, arrived)
-            left = deadline.total_seconds() - elapsed
-            if left <= 0:
-                missing = set(self.world.ranks) - arrived()
-                if is_complete():  # the last one came while we looked for it
-                    return
-                raise self._missing(missing, deadline, what)
-            seconds = min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left)
-            time.sleep(seconds) if pause is None else pause.rest(seconds)
+        outer, self._waits_for = self._waits_for, what
+        try:
+            while not is_complete():
+                if self.first_error is not None and not is_complete():  # a peer may have failed over what all have sent
+                    self.raise_if_peer_failed()
+                elapsed = running_time() - start
+                if self.watcher is not None:
+                    self.watcher.while_waiting(elapsed)
+                if elapsed >= look_at_s:
+                    look_at_s = elapsed + min(max(_FIRST_LOOK_S, _LOOK_SHARE * elapsed), _LOOK_AT_LEAST_EVERY_S)
+                    self.raise_if_gone(what, arrived)
+                left = deadline.total_seconds() - elapsed
+                if left <= 0:
+                    missing = set(self.world.ranks) - arrived()
+                    if is_complete():  # the last one came while we looked for it
+                        return
+                    raise self._missing(missing, deadline, what)
+                seconds = min(max(floor, _PAUSE_SHARE * elapsed), ceiling, left)
+                time.sleep(seconds) if pause is None else pause.rest(seconds)
+        finally:
+            self._waits_for = outer
 
     def raise_if_gone(self, what: str, arrived: Callable[[], set[int]] = set) -> None:
         """Raises when the process of a rank that has not ``arrived`` is gone, as far as this host can tell.
@@ -489,34 +489,12 @@ class ControlPlane:
         self._calls[f"{kind}/{name}"] += 1
         return f"{kind}/{name}/{self._calls[f'{kind}/{name}']}"
 
-    def _arrive(self, key: str, deadline: timedelta, *, what: str) -> None:
-        """Says that this rank has come, and waits until all have; whoever comes last lets all through."""
-        arrived, opened = f"{key}/arrived", f"{key}/open"
-        entries = self.secret.entries(arrived)
-        own = entries.entry(_RANK.pack(self.world.rank))
-        self.append(arrived, own)
-        complete_bytes = self.world.size * _SIGNED_RANK_BYTES
-        look_every_s = max(_LOOK_AT_ROLL_EVERY_S, _LOOK_AT_ROLL_PER_RANK_S * self.world.size)
-        look_at: float | None = None
-
-        def is_open() -> bool:
-            nonlocal look_at
-            if look_at is not None and self._call(what, self._signed.read, opened) is not None:
-                return True
-            if look_at is not None and running_time() < look_at:
-                return False
-            is_first, look_at = look_at is None, running_time() + look_every_s
-            roll = self._call(what, self._signed.read_raw, arrived) or b""
-            if is_first and len(roll) < complete_bytes:
-                return False
-            come = _ranks_of(entries.read(roll))
-            if len(come) == self.world.size:
-                self.send(opened, b"")
-            elif not is_first and self.world.rank not in come:  # a stranger has written over it
-                self.append(arrived, own)
-            return len(come) == self.world.size
-
-        self.poll(is_open, deadline, what=what, arrived=lambda: self.signed_in(arrived))
+    def _arrive(self, key: str, deadline: timedelta, *, what: str) -> list[str]:
+        """Says that this rank has come, and waits until all have; the keys of that."""
+        exchange = Exchange(self, key)
+        exchange.post(b"")
+        exchange.collect(deadline, what=what)
+        return exchange.keys
 
     def _present(self, keys: Sequence[str]) -> set[int]:
         """Which of the keys, one per rank, are there."""
@@ -528,7 +506,7 @@ class ControlPlane:
         values: list[bytes] = []
 
         def is_complete() -> bool:
-            if not self._call(what, self._store.check, list(keys)):
+            if not self._call(f"reading {keys[0]!r}", self._store.check, list(keys)):
                 return False
             signed = [value for value in self._receive(keys) if value is not None]
             values[:] = signed
@@ -584,10 +562,6 @@ class ControlPlane:
         chunks = [chunk for chunk, _ in _chunks(key, sum(json.loads(self.read(f"{key}/sizes") or b"[]")))]
         for used in (*keys, *chunks, f"{key}/sizes", left):
             self.delete(used)
-
-
-def _ranks_of(entries: Iterable[bytes]) -> set[int]:
-    return {_RANK.unpack(entry)[0] for entry in entries}
 
 
 def _chunks(key: str, num_bytes: int) -> list[tuple[str, int]]:

@@ -487,11 +487,18 @@ class SharedRecords:
         return _NUM_SETS * 2 * _PLACE_BYTES * (num_ranks + 1) + ctypes.sizeof(_BELLS)
 
     def write(self, number: int, place: int, record: bytes) -> None:
-        """Puts a record into a rank's place, or the outcome into the one behind them; never waits."""
-        assert _PLACE_HEAD_BYTES + len(record) <= _PLACE_BYTES or place == self.outcome
-        start = self._start(number) + place * _PLACE_BYTES
+        """Puts a record into a rank's place, or the outcome into the one behind them; never waits.
+
+        An outcome with records longer than places, which another version of this package has posted, is left out: who
+        waits for it reads the entries, and names that version.
+        """
+        first = place * _PLACE_BYTES
+        room = self._set_bytes - first if place == self.outcome else _PLACE_BYTES
         record = _PLACE.pack(number, _sum(record, number), len(record)) + record
-        self._memory[start : start + len(record)] = record
+        assert len(record) <= room or place == self.outcome
+        if len(record) <= room:
+            start = self._start(number) + first
+            self._memory[start : start + len(record)] = record
 
     def read(self, number: int, places: Iterable[int]) -> dict[int, bytes]:
         """What stands at the number in those of the places that have been written; never waits."""

@@ -81,6 +81,16 @@ def test_a_rank_with_another_version_is_named(make_ranks, later) -> None:
     )
 
 
+@between_hosts
+def test_a_rank_with_another_version_is_named_however_long_its_record_is(num_nodes, make_ranks, later) -> None:
+    ranks = make_ranks(4, num_nodes=num_nodes)
+    gates = _opened(ranks, later)
+    for rank in (2, 3):
+        gates[rank]._exchange._roll.post(1, {rank: bytes(8) + b"\2" + bytes(10_000)})
+    errors = _exchange(ranks, gates, [_record()] * 4, timedelta(seconds=2), only=[0, 1])
+    assert {(type(error), tuple(error.ranks)) for error in errors} == {(DivergenceError, (2,))}
+
+
 def test_missing_ranks_are_named_and_the_gate_goes_on_after_the_time_out(num_nodes, make_ranks, soon, later) -> None:
     ranks = make_ranks(4, num_nodes=num_nodes)
     gates = _opened(ranks, later)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -524,17 +525,10 @@ class ControlPlane:
                 self.send(chunk, whole[start : start + _CHUNK_BYTES])
             self.send(f"{key}/sizes", json.dumps([len(value) for value in values]).encode())
             return values
-        told = b""
-
-        def is_complete() -> bool:
-            nonlocal told
-            told = self.read(f"{key}/sizes") or b""
-            return bool(told)
-
-        self.poll(is_complete, deadline, what=what, arrived=lambda: self._relayed(keys))
-        sizes = json.loads(told)
+        arrived = partial(self._relayed, keys)
+        sizes = json.loads(*self._read_all([f"{key}/sizes"], deadline, what, arrived))
         parts = [chunk for chunk, _ in _chunks(key, sum(sizes))]
-        whole = b"".join(self._read_all(parts, deadline, what, arrived=lambda: self._relayed(keys)) if parts else ())
+        whole = b"".join(self._read_all(parts, deadline, what, arrived) if parts else ())
         return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
     def _relayed(self, keys: Sequence[str]) -> set[int]:

@@ -96,7 +96,8 @@ def forge(link, keys):
             value = json.dumps(value).encode()
             link.sendall(b"\1" + text(prefix + key) + text(random.choice([value, value, b"\0" * 16 + value, *copies])))
         for key in keys:
-            if key.startswith(prefix + b"gate/") or key.endswith((b"/arrived", b"/left", b"heard-by")):
+            of_all = (prefix + b"gate/", prefix + b"barrier/", prefix + b"points/")
+            if key.startswith(of_all) or key.endswith((b"/arrived", b"/left", b"heard-by")):
                 link.sendall(b"\x09" + text(key) + text(b"1,forged,\xff"))
     for key in keys:
         if key.endswith((b"distplus/run-id", b"distplus/card", b"/attempt", b"/knock/1", b"/answer/1")):

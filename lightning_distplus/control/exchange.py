@@ -458,6 +458,7 @@ _LINGER_S = 0.02
 # A futex: one who waits on it costs no processor, and is awake sooner than the shortest sleep ends.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
+_syscall = ctypes.CDLL(None).syscall
 _ALL = 0x7FFFFFFF
 _sum = xxhash.xxh3_64_intdigest
 _AT_FIRST, _AT_ALL = range(2)  # the bells: for the first rank when its host has come, for the others when all have
@@ -479,7 +480,6 @@ class SharedRecords:
         self._set_bytes = (self.num_bytes(num_ranks) - ctypes.sizeof(_BELLS)) // _NUM_SETS
         self._bells = _BELLS.from_buffer(memory, _NUM_SETS * self._set_bytes)
         self._heard = (_AT_ALL, 0)
-        self._syscall = ctypes.CDLL(None).syscall
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
@@ -528,13 +528,13 @@ class SharedRecords:
         passes.
         """
         self._bells[bell] = number & 0xFFFFFFFF
-        self._syscall(_FUTEX, self._at(bell), _WAKE, _ALL, None, None, 0)
+        _syscall(_FUTEX, self._at(bell), _WAKE, _ALL, None, None, 0)
 
     def wait(self, seconds: float) -> None:
         """Returns at the next ring after ``listen``, or sooner, or when the time is over."""
         bell, heard = self._heard
         at_most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-        self._syscall(_FUTEX, self._at(bell), _WAIT, ctypes.c_uint32(heard), at_most, None, 0)
+        _syscall(_FUTEX, self._at(bell), _WAIT, ctypes.c_uint32(heard), at_most, None, 0)
 
     def _at(self, bell: int) -> Any:
         return ctypes.byref(self._bells, bell * ctypes.sizeof(ctypes.c_uint32))

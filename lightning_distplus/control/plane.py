@@ -229,14 +229,15 @@ class ControlPlane:
         keys = [f"{key}/{rank}" for rank in self.world.ranks]
         what = f"the gather {name!r}"
         self.send(keys[self.world.rank], value)
+        relayed: list[str] = []
         if self.world.size <= DIRECT_RANKS:
             values = self._read_all(keys, deadline, what)
         else:
-            values = self._read_relayed(key, keys, deadline, what)
+            values, relayed = self._read_relayed(key, keys, deadline, what)
         # Everything is here. A peer that draws a conclusion from it and raises is heard at the next wait: until then
         # this rank comes to the same conclusion by itself, with values and evidence of its own.
         with suppress(DistplusError):
-            self._leave(key, keys, deadline, what=what)
+            self._leave(key, [*keys, *relayed], deadline, what=what)
         return values
 
     def gather_json(self, name: str, value: dict[str, Any], deadline: timedelta) -> list[dict[str, Any]]:
@@ -516,20 +517,30 @@ class ControlPlane:
         self.poll(is_complete, deadline, what=what, arrived=arrived or (lambda: self._present(keys)))
         return values
 
-    def _read_relayed(self, key: str, keys: Sequence[str], deadline: timedelta, what: str) -> list[bytes]:
-        """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N."""
+    def _read_relayed(
+        self, key: str, keys: Sequence[str], deadline: timedelta, what: str
+    ) -> tuple[list[bytes], list[str]]:
+        """Above 64 ranks rank 0 reads all values and the others read its collection: N messages instead of N * N.
+
+        Returns:
+            The values, and the keys of the collection.
+        """
+        sizes_key, arrived, values = f"{key}/sizes", partial(self._relayed, keys), list[bytes]()
         if self.world.rank == 0:
             values = self._read_all(keys, deadline, what)
+            sizes = [len(value) for value in values]
+        else:
+            sizes = json.loads(*self._read_all([sizes_key], deadline, what, arrived))
+        chunks = {f"{key}/chunk/{start}": start for start in range(0, sum(sizes), _CHUNK_BYTES)}
+        if self.world.rank == 0:
             whole = b"".join(values)
-            for chunk, start in _chunks(key, len(whole)):
+            for chunk, start in chunks.items():
                 self.send(chunk, whole[start : start + _CHUNK_BYTES])
-            self.send(f"{key}/sizes", json.dumps([len(value) for value in values]).encode())
-            return values
-        arrived = partial(self._relayed, keys)
-        sizes = json.loads(*self._read_all([f"{key}/sizes"], deadline, what, arrived))
-        parts = [chunk for chunk, _ in _chunks(key, sum(sizes))]
-        whole = b"".join(self._read_all(parts, deadline, what, arrived) if parts else ())
-        return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+            self.send(sizes_key, json.dumps(sizes).encode())
+        else:
+            whole = b"".join(self._read_all([*chunks], deadline, what, arrived) if chunks else ())
+            values = [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        return values, [*chunks, sizes_key]
 
     def _relayed(self, keys: Sequence[str]) -> set[int]:
         """The ranks that have done their part; where all values are there, rank 0 has not passed them on."""
@@ -553,14 +564,8 @@ class ControlPlane:
             what=what,
             arrived=lambda: {0, *self.signed_in(left, entries)},
         )
-        chunks = [chunk for chunk, _ in _chunks(key, sum(json.loads(self.read(f"{key}/sizes") or b"[]")))]
-        for used in (*keys, *chunks, f"{key}/sizes", left):
+        for used in (*keys, left):
             self.delete(used)
-
-
-def _chunks(key: str, num_bytes: int) -> list[tuple[str, int]]:
-    """The keys of what rank 0 passes on, each with the byte at which it begins."""
-    return [(f"{key}/chunk/{start}", start) for start in range(0, num_bytes, _CHUNK_BYTES)]
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------

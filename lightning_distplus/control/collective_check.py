@@ -130,6 +130,11 @@ class Whereabouts:
             return self.waits_for(other) or other.waits_for(self)
         return self.waits_for(other) and other.waits_for(self)
 
+    def is_there_beside(self, other: Whereabouts) -> bool:
+        """Whether this is no old word, as the other is none: this rank waits for it, stands with it, or has ended."""
+        is_with_it = self.sequence == other.sequence and self.begun[self.sequence] == other.begun[self.sequence]
+        return is_with_it or self.sequence == END or self.waits_for(other)
+
     def describe(self) -> str:
         """The place, as it follows the name of the rank."""
         if self.point.has_ended:
@@ -426,10 +431,14 @@ class Points:
         raise error
 
     def _places(self) -> dict[int, Whereabouts]:
-        """Where the ranks that this one waits for stand, and itself, of those who stand somewhere."""
+        """Where this rank and those that it waits for stand, of those who stand somewhere."""
+        own = self._publish()
         words = self._plane.read_each([self._at(rank) for rank in self._ranks])
         places = [Whereabouts.from_plain(words_of(word)) for word in words if word is not None]
-        return {one.rank: one for one in places if self._is_present(one)}
+        here = {own.rank: own}
+        while near := [one for one in places if one.rank not in here and any(map(one.is_there_beside, here.values()))]:
+            here |= {one.rank: one for one in near}
+        return here
 
     def _in_backwards(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Those that are in the backward of a step of which this rank has not begun its own, by their last beats."""
@@ -437,13 +446,6 @@ class Points:
         told = [words_of(beat)["whereabouts"] for beat in beats if beat is not None]
         found = [Whereabouts.from_plain(one) for one in told if one is not None and one.pop("run") == self.name]
         return {one.rank: one for one in found if one.begun[BACKWARDS] > self._backward[1]}
-
-    def _is_present(self, one: Whereabouts) -> bool:
-        """Whether a word is of a place that this rank has not passed; every other one may be old."""
-        if one.sequence == END:
-            return True
-        passed = self._begun.get(one.sequence, 0) - (one.sequence == self._sequence)
-        return (not one.ranks or self._plane.world.rank in one.ranks) and one.begun[one.sequence] > passed
 
     def ended(self, line: ControlPlane) -> dict[int, str]:
         """Peers that have ended their run, or wait for this rank at the end of an epoch, and which.

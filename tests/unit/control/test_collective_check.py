@@ -128,13 +128,32 @@ def test_the_points_of_groups_are_counted_apart_and_compared_by_their_ranks(make
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_found(make_job: Any, later: timedelta) -> None:
+    """Rank 0 waits in a group without rank 2, which is at the gate."""
+
     def cross(points: Points, plane: ControlPlane) -> None:
-        group = {0: (0, 1), 1: (0, 1, 2), 2: (0, 1, 2)}[plane.world.rank]
-        points.meet(BARRIER, group)
+        gate = Gate(points, plane, later)
+        if plane.world.rank < 2:
+            points.meet(BARRIER, (0, 1) if plane.world.rank == 0 else (0, 1, 2))
+        gate.exchange(record(), later)
 
     for error in make_job(3)(cross):
-        assert isinstance(error, DivergenceError)
+        assert (type(error), error.ranks) == (DivergenceError, [0, 1])
         assert error.values.keys() >= {0, 1}
+
+
+def test_a_word_of_a_call_among_others_is_not_taken_for_where_a_rank_stands_now(make_job: Any) -> None:
+    """Ranks 2-3 have said where they wait for each other; rank 2 comes late to the call in which rank 3 differs."""
+
+    def differ(points: Points, plane: ControlPlane) -> None:
+        if plane.world.rank >= 2:
+            time.sleep(0.2 * (plane.world.rank - 2))
+            points.meet(Point(operation="all_reduce"), (2, 3))
+        time.sleep(0.4 * (plane.world.rank == 2))
+        points.meet(GATHER if plane.world.rank == 3 else BARRIER)
+
+    for error in make_job(4)(differ):
+        assert (type(error), error.ranks) == (DivergenceError, [3])
+        assert error.values[2] == "in barrier 'x' at user.py:2"
 
 
 def test_a_rank_that_does_not_come_to_a_call_of_its_group_is_named_and_nobody_else(make_job: Any) -> None:
@@ -233,6 +252,9 @@ def test_a_contradiction_that_dissolves_within_a_moment_raises_no_alarm(make_job
 def test_a_rank_that_has_failed_takes_part_no_more_and_the_others_hear_of_it(make_job: Any, later: timedelta) -> None:
     def fail(points: Points, plane: ControlPlane) -> bool | None:
         if plane.world.rank == 0:
+            assert points.are_due
+            with points.covering():
+                assert not points.are_due, "what a compared call takes inside is not compared"
             assert points.are_due
             plane.report_failure(ValueError("mine"))
             return points.are_due

@@ -194,18 +194,19 @@ def name_incident(kind: str, run_id: str, at: float | None = None) -> str:
 
 
 def find_verdicts(
-    folder: Path, *, run_id: str | None = None, since: float = 0.0, of_end: bool = False
+    folder: Path, *, run_id: str | None = None, host: str = "*", since: float = 0.0, of_end: bool = False
 ) -> list[dict[str, Any]]:
     """Reads the verdicts of a folder, oldest first, each with its ``path``; of any version.
 
     Args:
         folder: Where the artefacts are.
         run_id: The run whose verdicts are wanted; None: those of all runs.
+        host: The host whose ranks have written them; by default all hosts.
         since: Unix time; older ones are left out.
         of_end: Whether those are left out after which the run went on: a difference that is a warning, a hang that is
             only reported. Of the others the first one tells the cause, and what came after it is its consequence.
     """
-    times = sorted((path.stat().st_mtime, path) for path in folder.glob("verdict-*.json"))
+    times = sorted((path.stat().st_mtime, path) for path in folder.glob(f"verdict-*-{host}.json"))
     found = [{**json.loads(path.read_text()), "path": path} for at, path in times if at >= since]
     found = [one for one in found if run_id in (None, one.get("run_id", ""))]
     return [one for one in found if one.get("ends_run", True)] if of_end else found

@@ -25,6 +25,7 @@ from lightning_distplus.process import catches_signal, open_memory
 
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_STANDARD_ELSEWHERE = re.compile(r"/lib/python3\.\d+/")  # on another host, in a dump
 _INSTALLED = ("site-packages", "dist-packages")
 # Where a frame of these stands, the code that called it is looked for; every other package may be the user's own.
 _LIBRARIES = {
@@ -102,7 +103,7 @@ def is_library(filename: str) -> bool:
         return True
     parts = Path(filename).parts
     if (place := next((name for name in _INSTALLED if name in parts[:-1]), None)) is None:
-        return filename.startswith(_STANDARD)
+        return filename.startswith(_STANDARD) or _STANDARD_ELSEWHERE.search(filename) is not None
     return parts[parts.index(place) + 1].removesuffix(".py") in _LIBRARIES
 
 

@@ -34,7 +34,7 @@ from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective, Ends, Mismatch, Recording
 from lightning_distplus.watchdog.heartbeat import Sighting
 from lightning_distplus.watchdog.progress import Marks
-from lightning_distplus.watchdog.stacks import fold_traceback, stack_of, user_location
+from lightning_distplus.watchdog.stacks import fold_traceback, is_library, stack_of, user_location
 from lightning_distplus.world import World, name_ranks
 
 MOST_LINES = 30
@@ -573,8 +573,6 @@ def _elsewhere(evidence: Mapping[int, Evidence]) -> _Opinion:
 
 # -- the same rules on dumps that torch's recorder has left ------------------------------------------------------------
 
-_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<")
-
 
 def judge_dumps(folder: Path) -> Verdict:
     """Gives the verdict on the job that has left these dumps; see ``load_dumps`` for what it holds, and the errors."""
@@ -610,7 +608,7 @@ def _evidence(rank: int, recording: Recording | None, dump: Mapping[str, Any] | 
 def _location(dump: Mapping[str, Any]) -> str | None:
     """Where the rank made its last call; dumps in JSON hold no frames."""
     frames = dump["entries"][-1].get("frames", []) if dump["entries"] else []
-    own = (one for one in frames if not any(part in one["filename"] for part in _LIBRARIES))
+    own = (one for one in frames if not is_library(one["filename"]))
     return next((f"{one['filename']}:{one['line']}" for one in own), None)
 
 

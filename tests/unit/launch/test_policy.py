@@ -37,6 +37,10 @@ def test_a_culprit_that_its_agent_terminated_on_the_way_out_has_the_code_of_its_
     assert find_culprit({0: 171, 1: -15}, History(codes={1: 1})) == Culprit(rank=0, code=171)
 
 
+def test_a_hang_ends_with_its_code_however_the_rank_that_hung_was_ended() -> None:
+    assert find_culprit({0: 171, 1: -9}, History(culprits=[1], is_hang=True)) == Culprit(rank=1, code=170)
+
+
 def refuse(
     policy: RestartPolicy, code: int = -9, *, step: int | None = 5, at: float = 0.0, has_started: bool = True
 ) -> tuple[int, str] | None:

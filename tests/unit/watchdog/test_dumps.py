@@ -110,11 +110,12 @@ def test_groups_of_one_name_and_other_ranks_are_two(tmp_path: Path) -> None:
 def test_the_verdict_is_that_of_a_live_job_with_the_line_of_the_call(tmp_path: Path) -> None:
     frames = [
         {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 3},
-        {"name": "train", "filename": "/home/me/train.py", "line": 12},
+        {"name": "run", "filename": "/x/lib/python3.14/threading.py", "line": 7},  # of the host of the dump
+        {"name": "train", "filename": "/x/lib/python3.14/site-packages/their_package/train.py", "line": 12},
     ]
     verdict = judge_dumps(written(tmp_path, dump(entry("7", 1, frames=frames)), dump()))
     assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.is_decided) == ("hang", [1], [0], True)
-    assert verdict.locations["0"] == "/home/me/train.py:12"
+    assert verdict.locations["0"] == "/x/lib/python3.14/site-packages/their_package/train.py:12"
     assert "rank 1 has an empty record" in verdict.render()
     assert "step 0" not in verdict.render()
 

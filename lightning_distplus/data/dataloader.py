@@ -152,6 +152,7 @@ class _Pass:
     skip: int  # its batches that a resume leaves out
     saved: Mapping[str, Any] | None  # this pass in the checkpoint, if it began in an earlier process
     key: int | None  # of the seeds of its samples
+    has_ended: bool  # whether it has given all its batches
     at_iter: States = field(default_factory=dict)  # when torch asks the sampler for an iterator, where some draw
     at_draw: States | None = None  # and when it asks for the first index, where others do
     source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, gives behind what is
@@ -234,8 +235,29 @@ class MapOrder:
 
         It begins with its first batch: Lightning makes iterators that it does not use.
         """
-        fit, loader = self.fit, self.loader
-        starts, epoch = fit.begin(self), fit.epoch
+        if (this := self._next_pass()) is None:
+            yield from iterate()
+        elif not this.has_ended:
+            if this.saved is None and this.number == 0 and self.fit.has_unused_iterators(self.loader):
+                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            with generators_kept() if this.saved is not None else nullcontext():
+                batches = iterate_with(self._shown(this), self.loader, iterate)
+                self._draw(this)
+            for batch in batches:
+                self.delivered = this.epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
+                yield batch
+            this.has_ended = True
+
+    def _next_pass(self) -> _Pass | None:
+        """The pass that begins; None where somebody else looks at the data while the Trainer is in a pass."""
+        fit = self.fit
+        starts, epoch, batch = fit.begin(self), fit.epoch, fit.batch
+        before = next((one for one in self._passes[-1:] if one.epoch == epoch and not one.has_ended), None)
+        if before is not None and batch > before.first_batch + before.skip:
+            return None
+        if before is not None:  # somebody else has looked at them before the Trainer began
+            self._passes.remove(before)
+            starts.extendleft([] if before.saved is None else [before.saved])
         saved = starts.popleft() if starts and starts[0]["epoch"] == epoch else None
         number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
         number, skip = (number, 0) if saved is None else (saved["number"], saved["batch"])
@@ -243,23 +265,19 @@ class MapOrder:
             while len(self._passes) > 1 and self._passes[1].place <= (position.epoch, position.batches):
                 self._passes.pop(0)  # no checkpoint can stand there any more
         key = None if (key := fit.key_of(self)) is None else derive_key(key, epoch, number)
-        this = _Pass(epoch, number, fit.batch - skip, skip, saved, key)
-        self._passes.append(this)
-        if skip and skip >= len(loader):
-            return
+        has_ended = 0 < len(self.loader) <= skip
+        self._passes.append(_Pass(epoch, number, batch - skip, skip, saved, key, has_ended))
+        return self._passes[-1]
+
+    def _shown(self, this: _Pass) -> dict[str, Any]:
+        """What torch's iterator reads in the place of the loader's attributes."""
+        loader = self.loader
         used: dict[str, Any] = {"sampler" if self._batches is None else "batch_sampler": self}
-        if key is not None:
+        if this.key is not None:
             used["dataset"] = _SeededDataset(loader.dataset)
-        if loader.persistent_workers and (epoch, number) != (0, 0):
+        if loader.persistent_workers and (this.epoch, this.number) != (0, 0):
             used["generator"] = torch.Generator()  # the seed of such workers is drawn once in a run
-        elif saved is None and number == 0 and fit.has_new_loaders:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        with generators_kept() if saved is not None else nullcontext():
-            batches = iterate_with(used, loader, iterate)
-            self._draw(this)
-        for batch in batches:
-            self.delivered = epoch, *this.asked.popleft()  # torch delivers in the order in which it has asked
-            yield batch
+        return used
 
     def __len__(self) -> int:
         return len(self.sampler if self._batches is None else self._batches)
@@ -449,11 +467,10 @@ class LoaderResume(InStep):
         here = self._position
         return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) if here is None else here.batches
 
-    @property
-    def has_new_loaders(self) -> bool:
-        """Whether Lightning makes the loaders of this epoch anew, and an iterator of them that it does not use."""
+    def has_unused_iterators(self, loader: DataLoader[Any]) -> bool:
+        """Whether Lightning has made an iterator of a new loader that it does not use, with a seed of its own."""
         every = self.trainer.reload_dataloaders_every_n_epochs
-        return bool(every > 0 and self.epoch > 0 and self.epoch % every == 0)
+        return bool(every > 0 and self.epoch > 0 and self.epoch % every == 0 and not loader.persistent_workers)
 
     def position(self) -> Position | None:
         """Where a run that is resumed now would go on; None before training starts."""
@@ -463,7 +480,7 @@ class LoaderResume(InStep):
         """The passes of a checkpoint that a loader begins again; called when the first batch of a pass is due."""
         if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
-        if self.cursor is not None and self.epoch != self._begun_epoch:
+        if self.cursor is not None and (self.batch == 0 or self.epoch != self._begun_epoch):
             self._begun_epoch = self.epoch
             self.cursor.begin_epoch()
         if self.timer is not None:

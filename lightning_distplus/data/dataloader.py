@@ -155,8 +155,8 @@ class _Pass:
     has_ended: bool  # whether it has given all its batches
     at_iter: States = field(default_factory=dict)  # when torch asks the sampler for an iterator, where some draw
     at_draw: States | None = None  # and when it asks for the first index, where others do
-    source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, gives behind what is
-    drawn: list[Any] = field(default_factory=list)  # with the first index, or again
+    source: Iterator[Any] = field(init=False)  # what the sampler, or batch sampler, still gives
+    drawn: list[Any] = field(default_factory=list)  # what it has given: the first index, or those of the checkpoint
     num_drawn: int = 0  # how often one whose indices are looked at has been asked for more
     digest: int = 0  # of what it gave
     asked: deque[tuple[Any, int]] = field(default_factory=deque)  # not delivered yet: an index, the samples before it
@@ -435,7 +435,7 @@ class LoaderResume(InStep):
         self._loaded: dict[str, Any] | None = None  # a state at which the Trainer has not been placed yet
         self._position: Position | None = None  # and where it will be
         self._starts: dict[int, deque[Mapping[str, Any]]] | None = {}  # passes to begin again; None: not found yet
-        self._begun_epoch = -1
+        self._has_begun = False  # an epoch; behind a checkpoint without a place it may begin inside
         self._has_warned = False  # of a state that no checkpoint can hold
         self._num_seeds = 0  # of workers, drawn before the generators are those of the checkpoint
         self._has_foreign_states = False  # of a StatefulDataLoader, in a checkpoint that Lightning wrote alone
@@ -480,8 +480,8 @@ class LoaderResume(InStep):
         """The passes of a checkpoint that a loader begins again; called when the first batch of a pass is due."""
         if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
-        if self.cursor is not None and (self.batch == 0 or self.epoch != self._begun_epoch):
-            self._begun_epoch = self.epoch
+        if self.cursor is not None and (self.batch == 0 or not self._has_begun):
+            self._has_begun = True
             self.cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
@@ -568,8 +568,7 @@ class LoaderResume(InStep):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the loops at a loaded position, or refuses other data; warns where a later resume would not be exact."""
-        self.cursor, self._begun_epoch = None, -1
-        loaded, self._loaded = self._loaded, None
+        self.cursor, loaded, self._loaded = None, self._loaded, None
         if (why := self._why_not()) is not None:
             if loaded is not None and loaded["position"]["batches"]:
                 _refuse(why)

@@ -82,14 +82,25 @@ class WaitsForPlateau(Diary):
 
 
 class Peeks(Diary):
-    """Looks at the first batch of the loader by itself, before the training and in it."""
+    """Looks at a batch of the loader by itself, before the training, in it, and between two epochs."""
+
+    def look(self) -> None:
+        next(iter(self.trainer.train_dataloader), None)
 
     def on_train_start(self) -> None:
-        next(iter(self.trainer.train_dataloader), None)
+        self.look()
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.look()
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+        super().on_train_epoch_end()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3:
-            next(iter(self.trainer.train_dataloader), None)
+            self.look()
         return super().training_step(batch, batch_idx)
 
 

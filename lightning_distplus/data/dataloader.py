@@ -91,10 +91,8 @@ def why_not(loader: Any) -> str | None:
         return f"{name} iterates in a way of its own. {_TWO_LINES}"
     data, data_name = loader.dataset, type(loader.dataset).__qualname__
     is_stream = isinstance(data, IterableDataset)
-    if is_stream and takes_the_position(data):
-        return f"The state_dict() of {data_name} takes arguments: only its own loader can ask for it. {_TWO_LINES}"
-    if is_stream and not has_state(data) and not _is_stateful(loader):
-        return f"{data_name} is iterable and has no state_dict() with a load_state_dict(). {_TWO_LINES}"
+    if is_stream and (takes_the_position(data) or not (has_state(data) or _is_stateful(loader))):
+        return f"{data_name} is iterable, without a load_state_dict() and a state_dict() of no arguments. {_TWO_LINES}"
     if not loader.in_order:
         return "With in_order=False workers deliver batches in any order. Leave it out."
     for sampler in () if is_stream else (loader.batch_sampler, loader.sampler):
@@ -251,13 +249,14 @@ class MapOrder:
     def _next_pass(self) -> _Pass | None:
         """The pass that begins; None where somebody else looks at the data while the Trainer is in a pass."""
         fit = self.fit
-        starts, epoch, batch = fit.begin(self), fit.epoch, fit.batch
+        starts, (epoch, batch) = fit.begin(self), fit.here
         before = next((one for one in self._passes[-1:] if one.epoch == epoch and not one.has_ended), None)
         if before is not None and batch > before.first_batch + before.skip:
             return None
         if before is not None:  # somebody else has looked at them before the Trainer began
             self._passes.remove(before)
-            starts.extendleft([] if before.saved is None else [before.saved])
+            if before.saved is not None:
+                starts.appendleft(before.saved)
         saved = starts.popleft() if starts and starts[0]["epoch"] == epoch else None
         number = max((one.number + 1 for one in self._passes if one.epoch == epoch), default=0)
         number, skip = (number, 0) if saved is None else (saved["number"], saved["batch"])
@@ -456,21 +455,17 @@ class LoaderResume(InStep):
     # -- what a loader asks for
 
     @property
-    def epoch(self) -> int:
-        """The epoch that runs, or comes next."""
-        here = self._position
-        return int(self.trainer.fit_loop.epoch_progress.current.processed) if here is None else here.epoch
-
-    @property
-    def batch(self) -> int:
-        """The batch of the epoch that is fetched now."""
-        here = self._position
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready) if here is None else here.batches
+    def here(self) -> tuple[int, int]:
+        """The epoch that runs, or comes next, and the batch of it that is fetched now."""
+        if self._position is not None:
+            return self._position.epoch, self._position.batches
+        loop = self.trainer.fit_loop
+        return int(loop.epoch_progress.current.processed), int(loop.epoch_loop.batch_progress.current.ready)
 
     def has_unused_iterators(self, loader: DataLoader[Any]) -> bool:
         """Whether Lightning has made an iterator of a new loader that it does not use, with a seed of its own."""
-        every = self.trainer.reload_dataloaders_every_n_epochs
-        return bool(every > 0 and self.epoch > 0 and self.epoch % every == 0 and not loader.persistent_workers)
+        every, (epoch, _) = self.trainer.reload_dataloaders_every_n_epochs, self.here
+        return bool(every > 0 and epoch > 0 and epoch % every == 0 and not loader.persistent_workers)
 
     def position(self) -> Position | None:
         """Where a run that is resumed now would go on; None before training starts."""
@@ -480,13 +475,14 @@ class LoaderResume(InStep):
         """The passes of a checkpoint that a loader begins again; called when the first batch of a pass is due."""
         if self._loaded is not None and self._why_not() is None:
             self._find_starts(self._loaded)
-        if self.cursor is not None and (self.batch == 0 or not self._has_begun):
+        epoch, batch = self.here
+        if self.cursor is not None and (batch == 0 or not self._has_begun):
             self._has_begun = True
             self.cursor.begin_epoch()
         if self.timer is not None:
             self.timer.go_on()
         starts = (self._starts or {}).get(self._place_of(order), deque())
-        while starts and starts[0]["epoch"] < self.epoch:
+        while starts and starts[0]["epoch"] < epoch:
             starts.popleft()
         return starts
 

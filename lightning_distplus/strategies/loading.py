@@ -65,25 +65,27 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    is_fit = trainer.state.fn == "fit"
-    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and is_fit)):
+    function = trainer.state.fn.value
+    if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and function == "fit")):
         return ckpt_path
-    found = newest_checkpoint(trainer) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
-    if found is None and not is_fit:
-        raise ValueError(f"ckpt_path auto found no checkpoint to {trainer.state.fn.value}. Name one by its path.")
+    found = newest_checkpoint(trainer, function) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
     return None if found is None else str(found)
 
 
-def newest_checkpoint(trainer: Any, *, allow_fresh: bool = False) -> Path | None:
-    """The newest valid checkpoint of a run's folder; None where there is none yet.
+def newest_checkpoint(trainer: Any, function: str = "fit", *, allow_fresh: bool = False) -> Path | None:
+    """The newest valid checkpoint of a run's folder; None where there is none yet to fit from.
 
     For a Resilient strategy its sizes are right; its bytes are read by all ranks together when they start.
     """
     folder, is_ours = settle_checkpoint_folder(trainer), _is_ours(trainer)
     if is_ours:
         trainer.strategy.search = Search(folder, allow_fresh)
-        allow_fresh |= trainer.strategy.copy_to is not None  # there may be a copy, which the ranks look for together
-    return catalog.newest_in(folder, verify="size" if is_ours else "full", allow_fresh=allow_fresh)
+    may_be_copied = is_ours and function == "fit" and trainer.strategy.copy_to is not None  # all ranks look for it
+    verify: catalog.Mode = "size" if is_ours else "full"
+    found = catalog.newest_in(folder, verify=verify, allow_fresh=allow_fresh or may_be_copied)
+    if found is None and function != "fit":
+        raise ValueError(f"ckpt_path auto found no checkpoint to {function}. Name one by its path.")
+    return found
 
 
 def settle_checkpoint_folder(trainer: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -155,6 +156,7 @@ def _save_on(trainer: Any, saves: catalog.JobSaves) -> None:
 
 _OTHER_COPY = "Resume from another checkpoint, or restore the file from a copy."
 _SHOWN_FINDINGS = 3
+_NUM_LOOKS, _LOOK_S = 32, 1.0  # a client of NFS may see a folder as it was 30 s ago
 _REFUSALS: dict[str, type[DistplusError]] = {
     error.__name__: error for error in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe)
 }
@@ -217,9 +219,13 @@ class SharedVerdicts:
         Raises:
             CheckpointMismatch: A node lacks it, on all ranks, and there is nowhere to fetch it from.
         """
-        places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
-        mine, first = places[self._rank], places[0]
-        lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
+        for _ in range(_NUM_LOOKS):
+            places = [one["place"] for one in self.gather("checkpoint-places", {"place": catalog.place_of(path)})]
+            mine, first = places[self._rank], places[0]
+            lacking = [rank for rank, place in enumerate(places) if first and (not place or place[0] != first[0])]
+            if not lacking or copies is not None:
+                break
+            time.sleep(_LOOK_S)
         if lacking and copies is None:
             raise CheckpointMismatch(
                 f"The checkpoint {path} that rank 0 sees is not there for {name_ranks(lacking)}, or another one is. "

@@ -66,10 +66,10 @@ def choose_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
         CheckpointCorrupt: There are checkpoints to choose from, and none is valid.
         ValueError: There is none, and the run is no fit.
     """
-    function = trainer.state.fn.value
+    function = trainer.state.fn
     if not _is_ours(trainer) or (ckpt_path != catalog.AUTO and not (ckpt_path is None and function == "fit")):
         return ckpt_path
-    found = newest_checkpoint(trainer, function) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
+    found = newest_checkpoint(trainer, function.value) if ckpt_path == catalog.AUTO else _newest_of_job(trainer)
     return None if found is None else str(found)
 
 

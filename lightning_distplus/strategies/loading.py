@@ -274,13 +274,7 @@ Verification = Literal["full", "size", "off"]
 KEY = "lightning_distplus"
 """Where a checkpoint holds what this package adds."""
 VERSION = 1
-_SIGNS_OF_ANOTHER_MODEL = (
-    "Missing key",
-    "Unexpected key",
-    "size mismatch",
-    "does not exist in the loaded",
-    "Size mismatch",
-)
+_SIGNS_OF_ANOTHER_MODEL = ("missing key", "unexpected key", "size mismatch", "does not exist in the loaded")
 _DIFFERENCES_CHARACTERS = 1000
 _WEIGHTS, _MOMENTS = "weights/", "optimizer "
 _TRUE = ("1", "y", "yes", "true")  # to torch
@@ -489,7 +483,7 @@ class LoadHooks:
         except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
             # The lines that name tensors, without the frames of the ranks on which they were found.
             lines = [line.strip() for line in str(error).splitlines()]
-            named = [line for line in lines if any(sign in line for sign in _SIGNS_OF_ANOTHER_MODEL)]
+            named = [line for line in lines if any(sign in line.lower() for sign in _SIGNS_OF_ANOTHER_MODEL)]
             if isinstance(error, DistplusError) or not named:
                 raise
             differences = "; ".join(dict.fromkeys(named))[:_DIFFERENCES_CHARACTERS]

@@ -25,7 +25,6 @@ from lightning_distplus.checkpoint import (
     CheckpointState,
     Manifest,
     Report,
-    gather_alone,
     info_like,
     state,
     verify,
@@ -262,7 +261,7 @@ def _export(arguments: argparse.Namespace) -> None:
             else:
                 formats.write_whole(source, stage)
 
-        commit(target, write, rank=0, gather=gather_alone, info=info_like(source))
+        commit(target, write, info_like(source))
 
 
 def _check(source: Path) -> None:
@@ -358,7 +357,7 @@ def run_import(argv: Sequence[str]) -> int:
         return 0
     step = int(checkpoint["global_step"])
     info = Manifest(global_step=step, epoch=int(checkpoint.get("epoch", 0)), strategy="unknown")
-    commit(target, lambda stage: torch.save(checkpoint, stage), rank=0, gather=gather_alone, info=info)
+    commit(target, lambda stage: torch.save(checkpoint, stage), info)
     print(f"{source} -> {target}")
     if config:
         print("model.init_args.config of the run:")

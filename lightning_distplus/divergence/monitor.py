@@ -22,7 +22,14 @@ from lightning_distplus.divergence.check import Check, GateMonitor, OnDivergence
 from lightning_distplus.divergence.decisions import DecisionCheck, MetricCheck
 from lightning_distplus.divergence.gradients import GradientCheck, LocalFailureCheck
 from lightning_distplus.divergence.replicas import AtRestCheck, ReplicaCheck
-from lightning_distplus.divergence.settings import BatchCheck, BatchShapes, PlanCheck, RngPolicy, SettingsCheck
+from lightning_distplus.divergence.settings import (
+    BatchCheck,
+    BatchShapes,
+    GeneratorCheck,
+    RngPolicy,
+    SettingsCheck,
+    StartCheck,
+)
 from lightning_distplus.divergence.stragglers import OnStraggler, StragglerCheck
 from lightning_distplus.errors import CheckpointMismatch, DivergenceError, refuse_unknown_arguments, require_choice
 from lightning_distplus.gathering import describe
@@ -95,7 +102,8 @@ class RankDivergenceMonitor(GateMonitor):
         require_choice("batch_shapes", batch_shapes, BatchShapes)
         checks = [
             *([AtRestCheck()] if state_at_rest else []),
-            PlanCheck(rng_policy),
+            StartCheck(),
+            *([GeneratorCheck(rng_policy)] if rng_policy else []),
             SettingsCheck(),
             BatchCheck(every_n_steps, batch_shapes),
             DecisionCheck(),

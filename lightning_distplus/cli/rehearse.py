@@ -402,15 +402,12 @@ def _checkpoint(found: Rehearsal, cli: Any, states: float) -> None:
         seconds = size / 1e6 / mb_per_s
         found.checkpoint.update({"folder": str(folder), "mb_per_s": round(mb_per_s, 1), "seconds": round(seconds, 1)})
         if size > free:
-            yield Finding(
-                status=Status.ERROR,
-                subject=f"One checkpoint has {_gib(size)} GiB, and its folder has room for {_gib(free)}.",
-                detail=str(folder),
-                remedy="Save to another folder, or rehearse where the run will save (--off checkpoint)",
-            )
+            subject = f"One checkpoint has {_gib(size)} GiB, and its folder has room for {_gib(free)}."
+            remedy = "Save to another folder, or rehearse where the run will save (--off checkpoint)"
+            yield Finding.error(subject, detail=str(folder), remedy=remedy)
         elif 2 * size > free:
             subject = "The folder has room for one checkpoint only; the next is written beside it."
-            yield Finding(status=Status.WARNING, subject=subject, detail=f"{folder}: {_gib(free)} GiB free")
+            yield Finding.warning(subject, detail=f"{folder}: {_gib(free)} GiB free")
 
     found.findings += run_checks({"checkpoint": speed}, Facts(variables={}))
 

@@ -31,7 +31,6 @@ __all__ = [
 
 VERSION = 1
 """Of the data that ``describe_job`` returns."""
-_VERDICT_VERSION = 1
 _MOST_CHECKPOINTS = 50
 _MOST_STACKS = 16
 _MOST_NOTICES = 50
@@ -128,11 +127,11 @@ def read_ledgers(home: Path, run_id: str | None = None, rank: int | None = None)
     found.events.sort(key=lambda event: (event["time"], event["rank"], event["seq"]))
     for told in find_verdicts(home, run_id=run_id):
         path: Path = told.pop("path")
-        if told.get("version") == _VERDICT_VERSION:
+        if told.get("version") == Verdict.version:
             found.verdicts.append({**told, "at": path.stat().st_mtime, "path": str(path)})
         else:
             found.strange.append(
-                f"{path}: version {told.get('version')} of a verdict; this program reads version {_VERDICT_VERSION}."
+                f"{path}: version {told.get('version')} of a verdict; this program reads version {Verdict.version}."
             )
     return found
 

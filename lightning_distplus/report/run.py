@@ -344,7 +344,10 @@ def step_parts(windows: Sequence[Window]) -> dict[str, float]:
 
 
 def _stragglers(ledgers: Ledgers) -> list[dict[str, Any]]:
-    """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows."""
+    """The ranks that the run has named, or whose own part of a step is longer than the others' in the last windows.
+
+    The run itself names none above 64 ranks, and none where no monitor is there.
+    """
     if not ledgers.windows:
         return []
     ranks, hosts = ledgers.newest, ledgers.hosts

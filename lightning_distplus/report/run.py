@@ -42,7 +42,7 @@ _NOTICES = (
     "difference", "step_skipped", "not_finite", "repaired", "straggler", "save_failed", "copy_failed",
     "preemption_late", "run_lock_taken_over", "quarantine",
 )  # fmt: skip
-_HARMLESS = "initial weights"  # differ where no seed is set, and the strategy makes them equal
+_HARMLESS = "initial_weights"  # differ where no seed is set, and the strategy makes them equal
 COSTS = {
     "gate": "the exchange of each step, when nobody is late",
     "monitor": "the hooks of the divergence monitor",

@@ -51,7 +51,7 @@ class StartCheck(Check):
         self._compare(state_before_training(self.run.trainer))
 
     def _compare(self, mine: Statement) -> None:
-        if not self.run.host.is_stock:  # the strategy has compared
+        if not self.run.is_stock:  # the strategy has compared
             return
         for found in disagreements(self.run.plane, mine, self.run.patience, {}):
             assert isinstance(found, Disagreement)
@@ -430,7 +430,7 @@ def _probe(tensor: torch.Tensor) -> bytes:
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key in value:
+        for key in sorted(value, key=repr):  # ranks may have filled them in another order
             yield from _leaves(value[key], f"{path}[{key!r}]")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):

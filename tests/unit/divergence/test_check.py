@@ -11,6 +11,7 @@ import torch
 
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import GateRecord
+from lightning_distplus.divergence import settings
 from lightning_distplus.divergence.check import Budget, GateMonitor
 from lightning_distplus.divergence.replicas import ReplicaCheck, Windows
 from lightning_distplus.divergence.settings import BatchCheck
@@ -40,6 +41,13 @@ def test_place_and_structure_are_said_in_each_step_and_samples_as_often_as_the_b
     said = [check.say(torch.ones(2), step) for step in range(8)]
     assert all(one["data_fingerprint"] and one["batch_structure"] for one in said)
     assert ["batch_content" in one for one in said] == [True, False, False, False] * 2
+
+
+def test_a_batch_has_its_structure_and_content_in_whatever_order_a_rank_has_filled_it() -> None:
+    batch = {"tokens": torch.ones(2), "names": ["a"], 3: {"b": torch.zeros(1), "a": 1}}
+    turned = {3: {"a": 1, "b": torch.zeros(1)}, "names": ["a"], "tokens": torch.ones(2)}
+    assert BatchCheck(1)._structure_of(batch) == BatchCheck(1)._structure_of(turned)
+    assert settings._content(batch) == settings._content(turned)
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])

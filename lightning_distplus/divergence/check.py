@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective", "gradient_sum"})
 """The ranks stand at different points: to go on would be to hang."""
+_STOCK_PATIENCE = group_timeout(Timeouts().deadline(Phase.SETUP))
 
 
 def digest(value: Any) -> int:
@@ -175,7 +176,7 @@ class _StockRun(MonitoredRun):
 
     @property
     def patience(self) -> timedelta:
-        return group_timeout(Timeouts().deadline(Phase.SETUP))
+        return _STOCK_PATIENCE
 
     def note(self, kind: str, **fields: Any) -> None:
         self._events.write(kind, **fields)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -50,7 +51,8 @@ from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Write
 from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Phase, Timeouts, resolve_timeouts
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
 from lightning_distplus.watchdog import Marks, PlaceOfFailure, Transfer, Watchdog
-from lightning_distplus.watchdog.watchdog import show_after_cells
+from lightning_distplus.watchdog.progress import Progress
+from lightning_distplus.watchdog.watchdog import WatchedRun, show_after_cells
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -150,6 +152,28 @@ class _AtGate(GateParticipant):
     def on_met(self, records: list[GateRecord]) -> None:
         """A good moment to shrink the deadline to that of a step."""
         self._strategy.pass_gate(records)
+
+
+class _AsWatched(WatchedRun):
+    """The run, as the watchdog asks it."""
+
+    def __init__(self, strategy: ResilientStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def deadline(self) -> timedelta | None:
+        return self._strategy.phases.deadline
+
+    @property
+    def last_deadline(self) -> timedelta | None:
+        return self._strategy.phases.last_deadline
+
+    def progress(self) -> Progress | None:
+        module = self._strategy.lightning_module
+        return self._strategy.transfer.progress() or progress_of(getattr(module, "_trainer", None))
+
+    def on_verdict_shown(self, path: Path) -> None:
+        after_verdict(path, self._strategy.on_verdict)
 
 
 class MeasuredDeadlines:
@@ -438,7 +462,7 @@ class ResilientStrategy(_Base):
         trainer.callbacks.insert(0, FirstWord(self))
         for callback in trainer.checkpoint_callbacks:
             _compat.replace_checkpoint_link(callback, self.saves.link)
-        trainer.save_checkpoint = self.collectives.announcing(trainer.save_checkpoint)
+        trainer.save_checkpoint = self.saves.announced(trainer.save_checkpoint)
 
     def _start_watchdog(self, plane: ControlPlane) -> None:
         if self.world_size == 1 or self.watchdog is not None:
@@ -446,12 +470,10 @@ class ResilientStrategy(_Base):
         self.watchdog = Watchdog(
             plane,
             self.marks,
-            self.phases,
+            _AsWatched(self),
             report_after=(self.timeouts or _DEFAULT_TIMEOUTS).report_after,
             ends_run=self.on_hang == "abort",
             folder=self.home,
-            on_shown=lambda path: after_verdict(path, self.on_verdict),
-            progress=lambda: self.transfer.progress() or progress_of(getattr(self.lightning_module, "_trainer", None)),
         )
         self.watchdog.start()
 

@@ -59,7 +59,7 @@ def cause_of(plane: ControlPlane | None, error: BaseException) -> DistplusError 
 
 T = TypeVar("T")
 
-_SAVE, _END = Point(operation="barrier", name="Trainer.save_checkpoint"), Point.at_end("run")
+_END = Point.at_end("run")
 
 
 class Collectives:
@@ -163,15 +163,6 @@ class Collectives:
             lambda: parent(tensor, group=group, sync_grads=sync_grads),
             group,
         )
-
-    def announcing(self, save: Callable[..., None]) -> Callable[..., None]:
-        """``Trainer.save_checkpoint``, once all ranks save: what it collects first may be a collective already."""
-
-        def save_checkpoint(*arguments: Any, **named: Any) -> None:
-            self.together(lambda: _SAVE, lambda: None)
-            save(*arguments, **named)
-
-        return save_checkpoint
 
     def end(self, point: Point = _END) -> None:
         """Compares nothing any more; peers hear where this rank has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 from collections import defaultdict, deque
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
-_BLOCKING = frozenset({"moment", "epoch", "global_step", "micro_batch", "last_batch", "collective", "gradient_sum"})
+_BLOCKING = frozenset(
+    {"moment", "epoch", "global_step", "micro_batch", "last_batch", "gradient_sum"}
+    | {"collective", "structure", "arguments", "end"}  # of two calls that do not belong together
+)
 """The ranks stand at different points: to go on would be to hang."""
 _STOCK_PATIENCE = group_timeout(Timeouts().deadline(Phase.SETUP))
+_REMEDY = re.compile(r"do: |Nothing was exchanged\. ")
 
 
 def digest(value: Any) -> int:
@@ -149,8 +154,8 @@ class MonitoredRun:
             incident=f"{name_incident('divergence', self.plane.run_id)}-step{step}", run_id=self.plane.run_id,
             kind="divergence", culprits=error.ranks, waiting=sorted(set(world.ranks) - set(error.ranks)),
             phase="step", operation=error.field, location=None, global_step=step, elapsed_s=0.0,
-            cause=message.splitlines()[0], remedy=message.rpartition("do: ")[2].strip(), field=error.field,
-            values=values, parameter=parameter, ends_run=ends_run,
+            cause=message.splitlines()[0], remedy=_REMEDY.split(message)[-1].strip(), field=error.field, values=values,
+            parameter=parameter, ends_run=ends_run,
         )  # fmt: skip
         with suppress(OSError):
             verdict.write(self.folder, world.host)

@@ -32,19 +32,13 @@ from lightning_distplus.errors import (
     require_type,
 )
 from lightning_distplus.events import LEDGER_VERSION, EventLog, folder_of_run
-from lightning_distplus.preemption import PreemptionHandler
+from lightning_distplus.preemption import PreemptionHandler, checkpoint_folder
 from lightning_distplus.process import age_of_process, introduce_starter
 from lightning_distplus.report import after_verdict, leave_page
 from lightning_distplus.report.health import RunHealth
 from lightning_distplus.run_access import Phases
 from lightning_distplus.strategies import defaults, start
-from lightning_distplus.strategies.collectives import (
-    Collectives,
-    cause_of,
-    is_of_a_collective,
-    line_of_the_caller,
-    point_of,
-)
+from lightning_distplus.strategies.collectives import Collectives, cause_of, is_of_a_collective, point_of
 from lightning_distplus.strategies.loading import LoadHooks, Search, Verification, choose_checkpoint, last_ones_aside
 from lightning_distplus.strategies.marking import MarkingProfiler, ProtectionCosts, StepTimes, last_batch, progress_of
 from lightning_distplus.strategies.saving import OnSaveFailure, SaveHooks, Writes
@@ -52,6 +46,7 @@ from lightning_distplus.timeouts import AUTO, Calibration, Duration, OnHang, Pha
 from lightning_distplus.trainer_gate import BatchGate, GateParticipant, Moment
 from lightning_distplus.watchdog import Marks, PlaceOfFailure, Transfer, Watchdog
 from lightning_distplus.watchdog.progress import Progress
+from lightning_distplus.watchdog.stacks import line_of_the_caller
 from lightning_distplus.watchdog.watchdog import WatchedRun, show_after_cells
 
 if TYPE_CHECKING:
@@ -450,7 +445,7 @@ class ResilientStrategy(_Base):
         self._run_lock = start.check_folder(self, trainer)
         start.check_agreement(self, trainer)
         if trainer.state.fn == "fit":
-            self._gate = BatchGate(trainer, self.plane, waits=self.phases, points=self.collectives.points)
+            self._gate = BatchGate(trainer, self.plane, waits=self.phases)
             self._gate.add(_AtGate(self))
         with _compat.default_group_timeout(self.phases.group_timeout):
             super().setup(trainer)
@@ -493,6 +488,7 @@ class ResilientStrategy(_Base):
             pid=os.getpid(),
             clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
+            auto_folder=str(checkpoint_folder(self.lightning_module.trainer)),
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),

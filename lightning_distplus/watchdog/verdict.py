@@ -25,7 +25,7 @@ from lightning_distplus.control.collective_check import sides
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.events import ledger_files, read_ledger
+from lightning_distplus.events import ckpt_path_for, ledger_files, read_ledger
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.timeouts import Phase
@@ -221,23 +221,25 @@ def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, 
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
-    path, step, at = "", 0, events[0]["time"] if events else time.time()
+    path, auto_folder, step, at = "", None, 0, events[0]["time"] if events else time.time()
     for event in events:
         if event["kind"] in ("saved", "loaded"):
             path, step, at = event["path"], event["global_step"] or 0, event["time"]
-        elif event["kind"] == "start" and not path:
-            at = event["time"]
+        elif event["kind"] == "start":
+            auto_folder, at = event.get("auto_folder"), at if path else event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
         again = "loads the same checkpoint again" if phase == Phase.RESUME else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
-    how = 'the same command with fit(..., ckpt_path="auto")'
+    ckpt_path = ckpt_path_for(path, auto_folder)
+    how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'
     if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
         if sys.argv[1:2] != ["launch"]:
-            how = "the same command with --ckpt_path auto"
+            how = f"the same command with --ckpt_path {ckpt_path}"
         elif " -- fit" in " ".join(sys.argv):  # to which the launcher adds it; of a script, only to what it restarts
             how = "the same command"
-    return f"{how} goes on from {path} (step {step}; {lost})"
+    where = "" if path in how else f" from {path}"
+    return f"{how} goes on{where} (step {step}; {lost})"
 
 
 def duration_in_words(seconds: float) -> str:

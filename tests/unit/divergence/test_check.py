@@ -12,7 +12,7 @@ import torch
 from lightning_distplus import RankDivergenceMonitor
 from lightning_distplus.control import GateRecord
 from lightning_distplus.divergence import settings
-from lightning_distplus.divergence.check import Budget, GateMonitor
+from lightning_distplus.divergence.check import Budget, Check, GateMonitor
 from lightning_distplus.divergence.replicas import ReplicaCheck, Windows
 from lightning_distplus.divergence.settings import BatchCheck
 
@@ -98,6 +98,24 @@ def test_what_a_rank_shows_are_medians_of_many_steps() -> None:
 def test_a_share_that_is_none_is_refused(budget: float) -> None:
     with pytest.raises(ValueError, match=r"budget is .* above 0 and at most 1, or None"):
         RankDivergenceMonitor(budget=budget)
+
+
+def test_training_without_the_callbacks_starts_no_comparison() -> None:
+    started: list[str] = []
+    monitor: Any = GateMonitor([Noting(started)])
+    trainer = SimpleNamespace(callbacks=[], loggers=[])
+    monitor._run = SimpleNamespace(trainer=trainer, is_attached=True, is_stock=False)
+    for trainer.callbacks in ([], [monitor]):  # a LearningRateFinder takes them away
+        monitor._start(lambda: started.append("the strategy"))
+    assert started == ["the strategy", "the strategy", "the check"]
+
+
+class Noting(Check):
+    def __init__(self, started: list[str]) -> None:
+        self.started = started
+
+    def start(self) -> None:
+        self.started.append("the check")
 
 
 def test_a_trainer_that_never_logs_is_no_division_by_zero() -> None:

@@ -136,6 +136,23 @@ def test_the_flag_of_a_bucket_is_taken_away_also_where_its_first_gradient_lies_c
     dist.destroy_process_group()
 
 
+def test_a_sparse_gradient_that_is_not_finite_is_found_before_the_sum() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.Embedding(5, 2, sparse=True)
+    model = DistributedDataParallel(module)
+    check: Any = GradientCheck()
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=3))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), precision_plugin=None, fit_loop=loops)
+    check.run = SimpleNamespace(trainer=trainer, rank=0, sample_ids=lambda: None)
+    check.attach()
+    (model(torch.tensor([1, 4])).sum() * math.inf).backward()
+    assert check._gradients.found.text == "gradient of weight is inf in micro-batch 3"
+    assert module.weight.grad.to_dense().count_nonzero() == 0
+    check.detach()
+    del model, check, trainer
+    dist.destroy_process_group()
+
+
 def test_all_gradients_go_with_a_step_that_is_left_out() -> None:
     """Optimizers that step after one backward, each with its own parameters."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))

@@ -175,5 +175,7 @@ def test_a_rank_states_its_settings_its_model_in_order_and_what_may_differ() -> 
     assert [line.partition(":")[0] for line in state["initial_weights"]] == ["net.weight", "net.bias"]
     assert state["hyperparameters.lr of the module"] == 0.5
     statements = [state, {**state, "hyperparameters.lr of the module": 0.1, "initial_weights": ["net.weight: x"]}]
-    told = {one.check: one.status for one in found_by_all(statements, {"devices": "off"})}
-    assert told == {"initial_weights": Status.NOTE, "hyperparameters": Status.WARNING}
+    weights, rate = found_by_all(statements, {"devices": "off"})
+    assert isinstance(weights, Disagreement)
+    assert (weights.check, weights.status, weights.values[1]) == ("initial_weights", Status.NOTE, "net.weight: x")
+    assert (rate.check, rate.status) == ("hyperparameters", Status.WARNING)

@@ -27,6 +27,7 @@ __all__ = [
     "EventLog",
     "InHand",
     "SampleNote",
+    "ckpt_path_for",
     "folder_of_run",
     "ledger_files",
     "parse_event",
@@ -48,6 +49,14 @@ _RESERVED = _REQUIRED | {"run_id"}  # older ledgers have none
 def folder_of_run(root: str) -> Path:
     """Where the artefacts of a run go: below its root, or below the working directory where that is a URL."""
     return Path("distplus") if "://" in root else Path(root) / "distplus"
+
+
+def ckpt_path_for(path: str | Path, auto_folder: str | Path | None) -> str:
+    """The ``ckpt_path`` that goes on from a checkpoint: its path, or "auto" where that looks in its folder.
+
+    The ``start`` of a run names that folder; older ledgers do not.
+    """
+    return "auto" if auto_folder is None or Path(path).parent == Path(auto_folder) else str(path)
 
 
 class EventLog:

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_distplus import _compat
 from lightning_distplus.control import GateRecord, StepGate, Wish
 from lightning_distplus.errors import Preempted, refuse_other_trainer
+from lightning_distplus.events import ckpt_path_for
 from lightning_distplus.process import end_workers
 from lightning_distplus.timeouts import Duration, parse_duration
 from lightning_distplus.trainer_gate import GateParticipant
@@ -182,6 +183,7 @@ class PreemptionHandler(Callback, GateParticipant):
         self._evaluation: StepGate | None = None
         self._trainer: Any = None
         self._first_step = 0
+        self._auto_folder: Path | None = None  # where ckpt_path="auto" looks, before Lightning names one for this run
         self._is_ending = False
         self._logged_steps: int | None = None
 
@@ -208,6 +210,7 @@ class PreemptionHandler(Callback, GateParticipant):
         if self._stopping is not None:
             return
         self._trainer = trainer
+        self._auto_folder = checkpoint_folder(trainer)
         self._logged_steps = None
         self._is_ending = False
         _compat.restore_step_hooks(self)
@@ -304,7 +307,8 @@ class PreemptionHandler(Callback, GateParticipant):
         )
         path = self._save()
         if path is not None and trainer.is_global_zero:
-            log.warning('saved: the same command with ckpt_path="auto" goes on from %s', path)
+            how = ckpt_path_for(path, self._auto_folder)
+            log.warning('saved: the same command with ckpt_path="%s" goes on from %s', how, path)
         self._end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
 
     def _save(self) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_distplus.checkpoint.catalog import CheckpointState, read_manifest, state
 from lightning_distplus.errors import DistplusError
-from lightning_distplus.events import ledger_files, read_ledger
+from lightning_distplus.events import ckpt_path_for, ledger_files, read_ledger
 from lightning_distplus.report.goodput import Attempt, Window, find_attempts, split_wall_time
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts
 from lightning_distplus.world import name_ranks
@@ -190,7 +190,7 @@ def describe_job(ledgers: Ledgers, *, now: float | None = None, mtbf_s: float | 
         "began": attempts[0].began if attempts else None,
         "last": max((one.last for one in attempts), default=None),
         "step": max((one.last_step for one in attempts), default=0),
-        **_last_word(attempts, verdicts, checkpoints, now),
+        **_last_word(attempts, verdicts, checkpoints, starts[-1].get("auto_folder") if starts else None, now),
         "attempts": [_attempt(one, follower) for one, follower in zip(attempts, [*attempts[1:], None], strict=True)],
         "goodput": split_wall_time(attempts, stalls_s, mtbf_s),
         "verdicts": verdicts,
@@ -231,18 +231,18 @@ def _verdict(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _last_word(
     attempts: Sequence[Attempt], verdicts: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]],
-    now: float,
+    auto_folder: str | None, now: float,
 ) -> dict[str, str]:  # fmt: skip
     """What happened last, and what to do."""
     if not attempts:
         return {"state": "unknown", "headline": "No rank has begun.", "todo": ""}
     last = attempts[-1]
     kept = next((one for one in reversed(checkpoints) if one["state"] == CheckpointState.COMMITTED.value), None)
-    go_on = (
-        f'The same command with ckpt_path="auto" goes on from {kept["path"]} (step {kept["step"]}).'
-        if kept
-        else "No committed checkpoint is there: the same command starts at the beginning."
-    )
+    again = "loads the same checkpoint again" if last.phase == "resume" else "starts at the beginning"
+    go_on = f"No committed checkpoint is there: the same command {again}."
+    if kept is not None:
+        ckpt_path = ckpt_path_for(kept["path"], auto_folder)
+        go_on = f'The same command with ckpt_path="{ckpt_path}" goes on from {kept["path"]} (step {kept["step"]}).'
     where = f"at step {last.last_step}"
     kinds = ("no_progress", last.end)  # of the launcher, after that of the ranks
     judged = next((one for one in reversed(verdicts) if one["at"] >= last.began and one["kind"] in kinds), None)

@@ -25,7 +25,7 @@ from lightning_distplus.control.collective_check import sides
 from lightning_distplus.control.first_error import FirstError
 from lightning_distplus.control.plane import Peer
 from lightning_distplus.control.secret import words_of
-from lightning_distplus.events import ledger_files, read_ledger
+from lightning_distplus.events import ckpt_path_for, ledger_files, read_ledger
 from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import HostLoad, ProcessState, running_time
 from lightning_distplus.timeouts import Phase
@@ -87,6 +87,7 @@ class Verdict:
     parameter: str | None = None
     run_id: str = ""
     ends_run: bool = True
+    last_seen_s: float | None = None
     version: int = 1
 
     def to_json(self) -> str:
@@ -145,10 +146,12 @@ class Verdict:
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
         is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
         where = f" in {operation}" if is_place else ""
-        if self.location is None:
+        if self.location is not None:
+            file, _, line = self.location.rpartition(":")
+            where += f"{',' if where else ' at'} {Path(file).name}:{line}"
+        if self.last_seen_s is None or not where:
             return where
-        file, _, line = self.location.rpartition(":")
-        return f"{where}, {Path(file).name}:{line}" if where else f" at {Path(file).name}:{line}"
+        return f", last seen{where}, {self.last_seen_s:.1f} s before"
 
     def _source_line(self) -> list[str]:
         """The culprit's line of source, as its stack shows it."""
@@ -213,30 +216,30 @@ def find_verdicts(
 _LABEL = re.compile(r"  (\w+): ")
 
 
-def describe_next(
-    folder: Path, run_id: str, global_step: int, ended_at: float, *, is_in_resume: bool = False
-) -> str:  # fmt: skip
+def describe_next(folder: Path, run_id: str, global_step: int, ended_at: float, *, phase: str = "") -> str:
     """Tells how to go on, from which checkpoint, and what is lost of a run that ended at this step and Unix time."""
     files = ledger_files(folder, has_launcher=False)
     lowest = [file for file in files if file.name[:16] == files[0].name[:16]]  # the ranks commit together
     events = [one for file in lowest for one in read_ledger(file) if one["run_id"] == run_id]
-    path, step, at = "", 0, events[0]["time"] if events else time.time()
+    path, auto_folder, step, at = "", None, 0, events[0]["time"] if events else time.time()
     for event in events:
         if event["kind"] in ("saved", "loaded"):
             path, step, at = event["path"], event["global_step"] or 0, event["time"]
-        elif event["kind"] == "start" and not path:
-            at = event["time"]
+        elif event["kind"] == "start":
+            auto_folder, at = event.get("auto_folder"), at if path else event["time"]
     lost = f"{max(global_step - step, 0)} steps, {duration_in_words(ended_at - at)} of work lost"
     if not path:
-        again = "loads the same checkpoint again" if is_in_resume else "starts at the beginning"
+        again = "loads the same checkpoint again" if phase == Phase.RESUME else "starts at the beginning"
         return f"no checkpoint has been committed yet; the same command {again} ({lost})"
-    how = 'the same command with fit(..., ckpt_path="auto")'
+    ckpt_path = ckpt_path_for(path, auto_folder)
+    how = f'the same command with fit(..., ckpt_path="{ckpt_path}")'
     if Path(sys.argv[0]).name in ("distplus", "__main__.py"):
         if sys.argv[1:2] != ["launch"]:
-            how = "the same command with --ckpt_path auto"
+            how = f"the same command with --ckpt_path {ckpt_path}"
         elif " -- fit" in " ".join(sys.argv):  # to which the launcher adds it; of a script, only to what it restarts
             how = "the same command"
-    return f"{how} goes on from {path} (step {step}; {lost})"
+    where = "" if path in how else f" from {path}"
+    return f"{how} goes on{where} (step {step}; {lost})"
 
 
 def duration_in_words(seconds: float) -> str:
@@ -251,9 +254,11 @@ def duration_in_words(seconds: float) -> str:
 def print_block(verdict: Verdict, path: Path) -> None:
     """Prints a verdict and what to do next, 30 lines at most; coloured and as wide as the terminal, where one is."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    of_run = (path.parent, verdict.run_id, verdict.global_step, path.stat().st_mtime)
-    goes_on = describe_next(*of_run, is_in_resume=verdict.phase == Phase.RESUME)
-    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {path}"]
+    file, ended_at = f"none; {path.parent} takes no file", time.time()
+    with suppress(OSError):
+        file, ended_at = str(path), path.stat().st_mtime
+    goes_on = describe_next(path.parent, verdict.run_id, verdict.global_step, ended_at, phase=verdict.phase)
+    lines = [*verdict.render().splitlines(), f"  next:  {goes_on}", f"  file:  {file}"]
     wrapped = [part for line in lines for part in _wrap(line, console.width)] if console.is_terminal else lines
     if len(wrapped) > MOST_LINES:  # long paths: better broken by the terminal than cut off here
         wrapped = lines
@@ -263,6 +268,18 @@ def print_block(verdict: Verdict, path: Path) -> None:
     with suppress(OSError, ValueError):
         console.print(text, end="")
         sys.stderr.flush()
+
+
+def print_once(verdict: Verdict, path: Path) -> bool:
+    """Prints a verdict, unless another process has; returns whether it was this one."""
+    try:
+        shown_mark(path).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better told twice than by nobody
+        pass
+    print_block(verdict, path)
+    return True
 
 
 def shown_mark(verdict: Path) -> Path:
@@ -338,6 +355,7 @@ def judge(evidence: Mapping[int, Evidence], incident: str, run_id: str = "") -> 
         location=first.location,
         global_step=known.global_step,
         elapsed_s=first.silence_s,
+        last_seen_s=first.beat_s if first.is_last_seen else None,
         cause=opinion.cause,
         remedy=opinion.remedy,
         hosts={str(rank): one.host for rank, one in everybody.items()},
@@ -666,6 +684,7 @@ def judge_failure(
         culprits=culprits,
         waiting=sorted(set(world.ranks) - set(culprits)),
         **{name: place.get(name, nothing) for name, nothing in _NOWHERE.items()},
+        last_seen_s=place.get("beat_s"),
         cause=cause,
         remedy=remedy,
         hosts={rank: host for rank, (host, _) in known.items()},
@@ -703,7 +722,7 @@ def _newer(place: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
 def _place_in(value: str) -> dict[str, Any]:
     """Of a rank in another call: what stands in ``Whereabouts.describe``."""
     found = _WHEREABOUTS.match(value)
-    return {"operation": found[1], "location": found[2]} if found else {}
+    return {"operation": found[1], "location": found[2], "beat_s": None} if found else {}
 
 
 def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
@@ -711,7 +730,7 @@ def _state(rank: int, first: FirstError, place: Mapping[str, Any]) -> str:
     is_gone = first.type == errors.PeerLost.__name__
     what = f"raised {first.type}" if is_own else "its process is gone" if is_gone else f"named by rank {first.rank}"
     where = f", {'' if is_own else 'last seen '}in {place['operation']!r}" if place.get("operation") else ""
-    age = f", {place['beat_s']:.1f} s before" if "beat_s" in place else ""
+    age = "" if place.get("beat_s") is None else f", {place['beat_s']:.1f} s before"
     return what + where + (f" at {place['location']}" if place.get("location") else "") + age
 
 

@@ -58,6 +58,7 @@ def test_a_fault_in_a_strangers_script_ends_it_as_the_table_says(fault: str, nam
     if fault == SIGTERM:
         (saved,) = tmp_path.glob("lightning_logs/version_*/checkpoints/preempt-step=8.ckpt")
         assert verify(saved).ok
+        assert f'the same command with ckpt_path="{saved}" goes on' in ended.stdout  # "auto" does not look there
     else:
         (verdict,) = (tmp_path / "distplus").glob("verdict-*.json")
         assert json.loads(verdict.read_text())["culprits"] == [1]

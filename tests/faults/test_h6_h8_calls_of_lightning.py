@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning_distplus.errors import DivergenceError, ExitCode
 from lightning_distplus.testing import SpawnResult, spawn
 from tests.distributed import jobs
+from tests.faults.divergences import own_loader
 from tests.faults.side_by_side import Runs, side_by_side
 from tests.pairs import kept
 
@@ -105,8 +107,9 @@ BY_NAME = {fault.__name__: fault for fault in (*FAULTS, order, lonely_log)}
 
 
 def fit(
-    fault: str, strategy: str, world_size: int, folder: str, in_step: bool, timeout: Any, reached: list[float]
-) -> None:
+    fault: str, strategy: str, world_size: int, folder: str, in_step: bool, timeout: Any, reached: list[float],
+    monitor: bool = False,
+) -> None:  # fmt: skip
     """The ranks come to the fault in one batch, in its step or behind it; the moment is kept."""
 
     def strike(module: Any, batch_idx: int) -> None:
@@ -120,7 +123,10 @@ def fit(
 
     behind = jobs.At("on_train_batch_end", lambda trainer, module, _, __, batch_idx: strike(module, batch_idx))
     model, callbacks = jobs.Model(change=strike_in_step if in_step else None), [] if in_step else [behind]
-    named = {"timeout": timeout, "max_epochs": 1, "limit_train_batches": 6, "callbacks": callbacks}
+    options: dict[str, Any] = {"monitor": monitor, "max_epochs": 1, "limit_train_batches": 6}
+    if monitor:  # which sees that ranks train on the same samples
+        options["data"] = own_loader(int(os.environ["RANK"]))
+    named = {"timeout": timeout, "callbacks": callbacks, **options}
     jobs.fit(strategy, world_size, folder, model, **named)
 
 
@@ -229,9 +235,9 @@ def test_a_rank_that_is_slow_on_the_way_or_in_its_backward_is_waited_for(tmp_pat
 
 
 def saved_alone(strategy: str, world_size: int, folder: Path) -> tuple[SpawnResult, Path]:
-    """Behind the gate of the batch."""
+    """Behind the gate of the batch, with all that the one line brings."""
     timeout = {"step": 3.0, "setup": "60s"}
-    arguments = ("lonely_save", strategy, world_size, str(folder), True, timeout, [])
+    arguments = ("lonely_save", strategy, world_size, str(folder), True, timeout, [], True)
     return spawn(fit, world_size, args=arguments, deadline="50s"), folder
 
 

@@ -109,6 +109,23 @@ def test_what_goes_on_is_the_checkpoint_of_the_ranks_whatever_the_launcher_has_w
     assert "goes on from a.ckpt (step 50; 20 steps" in describe_next(tmp_path, "a", 70, time.time())
 
 
+@pytest.mark.parametrize(
+    ("typed", "how"),
+    [("train.py", 'with fit(..., ckpt_path="{}") goes on ('), ("distplus fit", "with --ckpt_path {} goes on (")],
+)
+def test_a_checkpoint_that_auto_does_not_look_for_is_named_by_its_path(
+    typed: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a ModelCheckpoint without a folder saves below the logger's version, or the run began from an import."""
+    monkeypatch.setattr(sys, "argv", typed.split())
+    for run_id, path in (("a", "runs/checkpoints/x.ckpt"), ("b", "lightning_logs/version_0/checkpoints/x.ckpt")):
+        with EventLog(tmp_path, 0, run_id=run_id) as log:
+            log.write("start", auto_folder="runs/checkpoints")
+            log.write("saved", path=path, global_step=50)
+    assert "auto" in describe_next(tmp_path, "a", 70, time.time())
+    assert how.format(path) in describe_next(tmp_path, "b", 70, time.time())
+
+
 def test_a_run_that_was_refused_its_checkpoint_is_not_told_to_begin_anew(tmp_path: Path) -> None:
     for is_in_resume, what in ((True, "loads the same checkpoint again"), (False, "starts at the beginning")):
         assert f"the same command {what}" in describe_next(tmp_path, "a", 0, time.time(), is_in_resume=is_in_resume)

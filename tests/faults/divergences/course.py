@@ -75,7 +75,7 @@ def clock_of_saves_runs_ahead(run: Run) -> None:
     run.strike(lambda trainer, module: setattr(saver, "_last_time_checked", saver._last_time_checked - 100))
 
 
-@diverges("D4", "moment", says="a save")
+@diverges("D4", "moment", says="a save", on=("DDPStrategy",))  # of ours it is a checked call, row H6
 def checkpoint_is_saved_alone(run: Run) -> None:
     run.strike(lambda trainer, module: trainer.save_checkpoint(f"{trainer.default_root_dir}/alone.ckpt"))
 

@@ -50,9 +50,10 @@ class Counting(IterableDataset):
         return torch.tensor([float(self.passes * EPOCH + number), torch.rand(()).item() + random.random()])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "passes": self.passes}
+        return {"done": self.done, "passes": self.passes, "reader": place()[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["reader"] == place()[0], "the state of another rank or worker"
         self.done, self.passes = state["done"], state["passes"]
 
 
@@ -79,7 +80,8 @@ class Resuming(Counting):
             yield self.sample(own[place_in_own])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.resume_at = self.done = state["done"]
+        super().load_state_dict(state)
+        self.resume_at = self.done
 
 
 class Endless(Counting):

@@ -115,8 +115,8 @@ def train(name: str, kind: str, folder: str, is_augmented: bool, loaders: dict[s
     saver = ModelCheckpoint(dirpath=checkpoints, every_n_train_steps=3, save_top_k=2, monitor="step", mode="max")
     found = newest_valid(checkpoints) if ours else None
     callbacks = [jobs.At("on_train_batch_end", note), saver, FaultCallback()]
-    arguments = {"max_steps": STEPS, "use_distributed_sampler": True, "callbacks": callbacks, **ours}
-    trainer = jobs.fit(name, 2, folder, model := Net(), loader, ckpt_path=found, **arguments)
+    arguments = {"max_steps": STEPS, "use_distributed_sampler": True, "callbacks": callbacks}
+    trainer = jobs.fit(jobs.strategy(name, **ours), 2, folder, model := Net(), loader, ckpt_path=found, **arguments)
     return {"weights": weights_digest(model), "step": trainer.global_step, "resumed_from": found and found.name}
 
 

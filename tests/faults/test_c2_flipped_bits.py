@@ -118,9 +118,7 @@ def test_a_bit_that_flips_between_memory_and_disk_is_refused_by_the_tensors_name
 class Rounding(jobs.Model):
     """A model that changes its weights while it loads them."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
-
+    def grow(self) -> None:
         def round_weights(net: Any, keys: Any) -> None:
             net[0].weight.data.round_(decimals=2)
 

@@ -712,7 +712,8 @@ class ResilientStrategy(_Base):
         if self._plane is not None:
             told = self._plane.report_failure(exception)
             if self.watchdog is not None:
-                self.watchdog.tell_failure(told or self._plane.own_error(exception), is_told=told is not None)
+                first, ends_others = told or self._plane.own_error(exception), isinstance(exception, PeerError)
+                self.watchdog.tell_failure(first, is_told=told is not None, ends_others=ends_others)
             for telemetry in (one for one in self._brought if isinstance(one, defaults.Telemetry)):
                 telemetry.log_verdicts(since=self._began_at)
 

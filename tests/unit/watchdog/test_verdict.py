@@ -16,11 +16,12 @@ from torch.distributed import HashStore
 from lightning_distplus.checkpoint.formats import refuse_foreign
 from lightning_distplus.control import ControlPlane
 from lightning_distplus.control.first_error import FirstError
-from lightning_distplus.errors import CheckpointMismatch
+from lightning_distplus.errors import CheckpointMismatch, PeerLost
 from lightning_distplus.watchdog import stacks
 from lightning_distplus.watchdog.evidence import Evidence
 from lightning_distplus.watchdog.flight_recorder import Collective
-from lightning_distplus.watchdog.progress import Marks
+from lightning_distplus.watchdog.heartbeat import Sighting
+from lightning_distplus.watchdog.progress import Mark, Marks
 from lightning_distplus.watchdog.verdict import Verdict, find_verdicts, judge, judge_failure, name_incident
 from lightning_distplus.watchdog.watchdog import Watchdog
 from lightning_distplus.world import World
@@ -274,6 +275,47 @@ def test_the_step_of_a_rank_that_is_gone_is_what_the_others_know() -> None:
     verdict = judged(evidence(0, global_step=79, phase="step"), replace(gone, is_last_seen=True))
     assert (verdict.global_step, verdict.phase) == (79, "step")
     assert "last seen in 'x', 0.8 s before" in verdict.lines[0]
+    assert "in x" not in verdict.render().partition("\n")[0], "it has left that place"
+
+
+@pytest.mark.parametrize(("phase", "place"), [("setup", ""), ("step", " in x")])
+def test_the_headline_on_a_rank_that_is_gone_names_no_place_of_an_earlier_phase(phase: str, place: str) -> None:
+    world = World(rank=0, size=2, host="node0")
+    first = FirstError.of(PeerLost("gone", [1]), world, {"phase": "step", "global_step": 7, "operation": "gate"})
+    mark = Mark(number=1, operation="x", phase=phase, global_step=6, silence_s=0.5)
+    seen = Sighting(mark=mark, beat=3, changed_at=0.0)
+    verdict = judge_failure(first, world, "a", peers={}, last_seen=lambda rank: seen)
+    assert verdict is not None
+    assert verdict.render().startswith(f"RANK 1 IS GONE{place}\n")
+
+
+def failed(error: BaseException, *, ends_others: bool = True) -> Verdict | None:
+    world = World(rank=1, size=2, host="node0")
+    peers: dict[int, Any] = {}
+    return judge_failure(FirstError.of(error, world), world, "a", peers, lambda rank: None, ends_others=ends_others)
+
+
+def test_a_rank_that_exits_in_order_is_an_incident_where_the_others_do_not() -> None:
+    assert failed(SystemExit(0), ends_others=False) is None
+    assert failed(KeyboardInterrupt()) is None
+    verdict = failed(SystemExit(0))
+    assert verdict is not None
+    assert (verdict.culprits, verdict.cause) == ([1], "SystemExit: 0")
+    assert "trainer.should_stop" in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("told", "remedy"),
+    [
+        ("DataLoader worker (pid 23870) is killed by signal: Killed. ", "look at dmesg"),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "look at dmesg"),
+        ("Expected to have finished reduction in the prior iteration before starting", "find_unused_parameters=True"),
+    ],
+)
+def test_an_error_that_tells_more_than_its_line_is_answered(told: str, remedy: str) -> None:
+    verdict = failed(RuntimeError(told))
+    assert verdict is not None
+    assert remedy in verdict.remedy
 
 
 class NoLimits:

@@ -301,6 +301,8 @@ class ResilientStrategy(_Base):
         self.watchdog: Watchdog | None = None
         self._gate: BatchGate | None = None
         self._events: EventLog | None = None
+        self.auto_folder: str | None = None
+        """Where ``ckpt_path="auto"`` looks, from the first run on: Lightning then names a folder for this process."""
         self._run_lock: RunLock | None = None
         self._brought: list[Callback] = []
         self._loaders: LoaderResume | None = None
@@ -460,6 +462,7 @@ class ResilientStrategy(_Base):
         assert self.lightning_module is not None
         if self._events is not None:
             self._events.close()  # an event that came behind the end of an earlier run has opened it again
+        self.auto_folder = self.auto_folder or str(checkpoint_folder(self.lightning_module.trainer))
         self._events = EventLog(self.home, self.global_rank, attempt=self.plane.attempt, run_id=self.plane.run_id)
         if self.local_rank == 0:
             start.tell_launcher(self.home, self.on_verdict)
@@ -471,7 +474,7 @@ class ResilientStrategy(_Base):
             pid=os.getpid(),
             clock_offset_s=start.clock_offset(self.plane, self.phases.patience_in(Phase.RENDEZVOUS)),
             function=self.lightning_module.trainer.state.fn,
-            auto_folder=str(checkpoint_folder(self.lightning_module.trainer)),
+            auto_folder=self.auto_folder,
             strategy=type(self).__name__,
             world_size=self.world_size,
             backend=self._get_process_group_backend(),

@@ -145,7 +145,8 @@ class Verdict:
         """Where the first culprit stands; a batch is named by the step below."""
         operation = _BATCH.sub("", self.operation).rpartition("]")[2].lstrip(".") if self.operation else ""
         is_place = operation not in ("", "start") and len(operation) <= _LONGEST_OPERATION  # "start": not heard of yet
-        where = f" in {operation}" if is_place else ""
+        where = f" {operation}" if operation.startswith("after ") else f" in {operation}"
+        where = where if is_place else ""
         if self.location is not None:
             file, _, line = self.location.rpartition(":")
             where += f"{',' if where else ' at'} {Path(file).name}:{line}"
@@ -626,6 +627,14 @@ _REMEDY = re.compile(r"(?<=[.;:]) (?=[Ll]ook at |Nothing was exchanged)")
 _TEXT_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _WHEREABOUTS = re.compile(r"in (.+?)(?: at (\S+:\d+))?$", re.DOTALL)
 _OF_WORKER = "in DataLoader worker process"
+_REMEDIES = {
+    "OutOfMemory": "take a smaller batch, or find out what made this one larger on this rank",
+    "SystemExit": "end on all ranks in the same step, by trainer.should_stop = True",
+    "DataLoader worker (pid": "look at dmesg: a data worker is killed where memory is short; try fewer num_workers",
+    "finished reduction in the prior iteration": "where some parameters are not used in each step, on purpose: "
+    "ResilientDDP(find_unused_parameters=True)",
+}
+"""Of errors whose line of code tells less than they do, by a part of their text."""
 _NOWHERE: Mapping[str, Any] = {"phase": "", "operation": "", "location": None, "global_step": 0, "elapsed_s": 0.0}
 
 
@@ -655,10 +664,20 @@ def _in_worker(message: str) -> str | None:
 
 
 def judge_failure(
-    first: FirstError, world: World, run_id: str, peers: Mapping[int, Peer], last_seen: Callable[[int], Sighting | None]
+    first: FirstError,
+    world: World,
+    run_id: str,
+    peers: Mapping[int, Peer],
+    last_seen: Callable[[int], Sighting | None],
+    *,
+    ends_others: bool = False,
 ) -> Verdict | None:
-    """Gives the verdict on the first error of the job; None where that is no incident."""
-    if first.has_verdict or first.type in _NO_INCIDENT or (first.type == "SystemExit" and first.message in ("", "0")):
+    """Gives the verdict on the first error of the job; None where that is no incident.
+
+    A ``sys.exit(0)`` is one only where it ``ends_others``, which do not end by themselves.
+    """
+    is_wish = first.type == "SystemExit" and first.message in ("", "0") and not ends_others
+    if first.has_verdict or first.type in _NO_INCIDENT or is_wish:
         return None
     culprits = list(world.ranks) if first.is_shared else sorted(first.ranks) or [first.rank]
     values = {str(rank): value for rank, value in first.differs.get("values", {}).items()}
@@ -745,6 +764,7 @@ def _explain(first: FirstError, location: str | None) -> tuple[str, str]:
     if _OF_WORKER in message:
         told = f"{told} {message.splitlines()[-1]}"
     cause = f"{first.type}: {told}" if told else first.type
-    if "OutOfMemory" in first.type:
-        return cause[:_CAUSE_CHARACTERS], "take a smaller batch, or find out what made this one larger on this rank"
+    known = next((remedy for sign, remedy in _REMEDIES.items() if sign in f"{first.type}: {message}"), None)
+    if known is not None:
+        return cause[:_CAUSE_CHARACTERS], known
     return cause[:_CAUSE_CHARACTERS], f"look at {location or 'the stack'}; the whole traceback is in the file"

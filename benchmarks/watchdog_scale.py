@@ -129,7 +129,7 @@ def _await_verdict(folder: Path, silent_at: float, deadline_s: float, seen: Outc
 
 @dataclass
 class _Limits(WatchedRun):
-    deadline: timedelta | None
+    deadline: timedelta | None = None
     last_deadline: timedelta | None = None
 
 

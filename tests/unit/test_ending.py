@@ -127,5 +127,5 @@ def test_a_checkpoint_that_auto_does_not_look_for_is_named_by_its_path(
 
 
 def test_a_run_that_was_refused_its_checkpoint_is_not_told_to_begin_anew(tmp_path: Path) -> None:
-    for is_in_resume, what in ((True, "loads the same checkpoint again"), (False, "starts at the beginning")):
-        assert f"the same command {what}" in describe_next(tmp_path, "a", 0, time.time(), is_in_resume=is_in_resume)
+    for phase, what in (("resume", "loads the same checkpoint again"), ("step", "starts at the beginning")):
+        assert f"the same command {what}" in describe_next(tmp_path, "a", 0, time.time(), phase=phase)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, connect_over, connected, part
+from lightning_distplus.control import ControlPlane, connect_over, connected
 from lightning_distplus.control.plane import MAX_MESSAGE_BYTES
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.process import running_time
@@ -111,7 +111,7 @@ class _Stock(Host):
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
-        part(self.plane, self.patience, has_failed=self._has_failed)
+        self.plane.part(self.patience, has_failed=self._has_failed)
         self._events.close()
 
 

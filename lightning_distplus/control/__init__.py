@@ -7,7 +7,7 @@ of Lightning in which all ranks take part), ``first_error``, and ``secret`` (who
 
 from lightning_distplus.control.collective_check import Point, Points, Waits, active_points, beat_key
 from lightning_distplus.control.exchange import GateRecord, StepGate, Wish
-from lightning_distplus.control.plane import ControlPlane, Watcher, end_together, part
+from lightning_distplus.control.plane import ControlPlane, Watcher
 from lightning_distplus.control.rendezvous import Address, connect, connect_over, connected, disconnect, has_own_store
 
 __all__ = [
@@ -26,7 +26,5 @@ __all__ = [
     "connect_over",
     "connected",
     "disconnect",
-    "end_together",
     "has_own_store",
-    "part",
 ]

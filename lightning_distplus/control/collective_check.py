@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from lightning_distplus.control.exchange import Exchange, GateRecord
 from lightning_distplus.control.plane import ControlPlane
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import DistplusError, DivergenceError
+from lightning_distplus.majority import odd_ranks
 from lightning_distplus.process import running_time
 from lightning_distplus.world import name_ranks, ranks_by_text
 
@@ -147,18 +147,17 @@ class Whereabouts:
 def disagreement(places: Mapping[int, Whereabouts], ranks: Iterable[int]) -> DivergenceError:
     """The error for ranks that stand where they cannot meet; those in ``places`` have come.
 
-    The majority is right. In a tie the step gate or the backward is: every step comes to it, the other call is the
-    odd one. With nothing to decide, all that have come are named.
+    The majority is right. Without one the step gate or the backward is: every step comes to it, the other calls are the
+    odd ones. With nothing to decide, all that have come are named.
     """
     ended = {rank: one.point.has_ended for rank, one in places.items() if one.point.has_ended}
     if 0 < len(ended) < len(places):
         return ended_early(ended, {rank: one.describe() for rank, one in places.items() if rank not in ended})
     kinds = {rank: (one.sequence, one.point) for rank, one in places.items()}
-    (common, count), *others = Counter(kinds.values()).most_common()
-    leading = [common, *(kind for kind, number in others if number == count)]
-    if len(leading) > 1:
-        leading = [kind for kind in leading if kind[0] in (GATES, BACKWARDS)]
-    wrong = sorted(rank for rank, kind in kinds.items() if len(leading) != 1 or kind != leading[0])
+    wrong, right = odd_ranks(kinds)
+    of_step = {kind for kind in kinds.values() if kind[0] in (GATES, BACKWARDS)}
+    if right is None and len(of_step) == 1:
+        wrong = sorted(rank for rank, kind in kinds.items() if kind not in of_step)
     absent = sorted(set(ranks) - set(places))
     late = f"; {name_ranks(absent)} elsewhere" if absent else ""
     blame = f"wrong: {name_ranks(wrong)}" if len(wrong) < len(places) else "no majority decides who is wrong"

@@ -17,18 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from lightning_distplus.control.plane import DIRECT_RANKS, ControlPlane
 from lightning_distplus.errors import DivergenceError
 from lightning_distplus.process import boot_id, open_memory
-
-if TYPE_CHECKING:
-    from lightning_distplus.control.plane import ControlPlane
-
-DIRECT_RANKS = 64
-"""So many ranks all read what all others say; of more, a few do."""
 
 # -- the record of a step ----------------------------------------------------------------------------------------------
 
@@ -231,8 +226,6 @@ class Exchange:
         self._leads = self._rank == self._ranks[0]
         self._roll = Roll(plane, name)
         self._outcome_key = f"{name}/outcome"
-        self.first_keys = [self._roll.keys[1], self._outcome_key]
-        """Those of its first number."""
         self.number = 0
         self._take_place(list(plane.world.ranks), mmap.mmap(-1, SharedRecords.num_bytes(plane.world.size)))
 

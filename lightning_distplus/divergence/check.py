@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat
-from lightning_distplus.control import ControlPlane, GateRecord, connect_over, part
+from lightning_distplus.control import ControlPlane, GateRecord, connect_over
 from lightning_distplus.errors import DivergenceError, install_exit_codes, refuse_other_trainer
 from lightning_distplus.events import EventLog, folder_of_run
 from lightning_distplus.majority import disagreement, first_difference, is_equal
@@ -197,7 +197,7 @@ class _StockRun(MonitoredRun):
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
-        part(self.plane, self.patience, has_failed=self._has_failed)
+        self.plane.part(self.patience, has_failed=self._has_failed)
         self._events.close()
 
 

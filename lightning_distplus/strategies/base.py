@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_distplus import _compat, env
-from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish, end_together, part
+from lightning_distplus.control import ControlPlane, GateRecord, Point, Points, Wish
 from lightning_distplus.data.dataloader import LoaderResume
 from lightning_distplus.divergence import RankDivergenceMonitor
 from lightning_distplus.errors import (
@@ -781,8 +781,7 @@ class ResilientStrategy(_Base):
             return
         self._say_that_it_has_ended()
         watchdog = self.watchdog
-        are_there = end_together(
-            self.plane,
+        are_there = self.plane.end_together(
             self.phases.patience_in(Phase.TEARDOWN),
             have_ended=lambda ranks: watchdog is not None and watchdog.has_ended(ranks),
         )
@@ -803,7 +802,7 @@ class ResilientStrategy(_Base):
         if not (self._has_failed or self.is_global_zero):  # once it has left, rank 0 may take the store with it
             self._stop_watching()
         if self._plane is not None and not has_left:
-            part(self._plane, self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
+            self._plane.part(self.phases.patience_in(Phase.TEARDOWN), has_failed=self._has_failed)
         self._stop_watching()
         self.collectives.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:

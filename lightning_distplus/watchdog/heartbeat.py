@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_distplus.control import ControlPlane, Points, beat_key
-from lightning_distplus.control.exchange import DIRECT_RANKS
-from lightning_distplus.control.plane import Peer
+from lightning_distplus.control.plane import DIRECT_RANKS, Peer
 from lightning_distplus.control.secret import words_of
 from lightning_distplus.errors import PeerError
 from lightning_distplus.process import open_memory, running_time

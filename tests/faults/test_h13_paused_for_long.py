@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distplus.control import Address, Point, Points, connect, part
+from lightning_distplus.control import Address, Point, Points, connect
 from lightning_distplus.testing import SpawnResult, spawn
 from lightning_distplus.world import World
 from tests.distributed import jobs
@@ -79,7 +79,7 @@ def wait_in_turn(rank: int) -> list[float]:
         wait()
         took.append(time.monotonic() - start)
     points.end()
-    part(plane, timedelta(seconds=10), has_failed=False)
+    plane.part(timedelta(seconds=10), has_failed=False)
     return took
 
 

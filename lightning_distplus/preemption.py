@@ -180,7 +180,6 @@ class PreemptionHandler(Callback, GateParticipant):
         self._evaluation: StepGate | None = None
         self._trainer: Any = None
         self._first_step = 0
-        self._auto_folder: Path | None = None  # where ckpt_path="auto" looks, before Lightning names one for this run
         self._is_ending = False
         self._logged_steps: int | None = None
 
@@ -207,7 +206,6 @@ class PreemptionHandler(Callback, GateParticipant):
         if self._stopping is not None:
             return
         self._trainer = trainer
-        self._auto_folder = checkpoint_folder(trainer)
         self._logged_steps = None
         self._is_ending = False
         _compat.restore_step_hooks(self)
@@ -299,7 +297,7 @@ class PreemptionHandler(Callback, GateParticipant):
         log.warning(message, trainer.global_rank, trainer.global_step, ranks, here)
         path = self._save()
         if path is not None and trainer.is_global_zero:
-            how = ckpt_path_for(path, self._auto_folder)
+            how = ckpt_path_for(path, getattr(trainer.strategy, "auto_folder", ""))  # Lightning's own have no "auto"
             log.warning('saved: the same command with ckpt_path="%s" goes on from %s', how, path)
         self._end(path=path and str(path), ranks=ranks, saved_after_s=round(monotonic() - asked_at, 3))
 

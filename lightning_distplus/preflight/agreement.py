@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_distplus import _compat
@@ -209,14 +208,14 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _weights(module: torch.nn.Module) -> list[str]:
-    """Engines overwrite those of the other ranks, or mix them."""
+    """Engines overwrite those of the other ranks, or mix them; what is sharded or quantized by its type is left out."""
     return [
-        f"{name}: {content_of(parameter.detach())}"
+        f"{name}: {content_of(parameter.data)}"
         for name, parameter in module.named_parameters()
-        if not (torch.nn.parameter.is_lazy(parameter) or isinstance(parameter, DTensor))
+        if type(parameter.data) is torch.Tensor
+        and not (torch.nn.parameter.is_lazy(parameter) or parameter.is_meta or _compat.is_fsdp_shard(parameter))
         and parameter.layout is torch.strided
         and parameter.numel()
-        and not parameter.is_meta
     ]
 
 
